@@ -90,7 +90,7 @@ class SimulateArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateCase:
-    """A scene to simulate.
+    """A case to simulate.
 
     Attributes:
         title: one line that names the case.
@@ -110,7 +110,7 @@ class SimulateCase:
 
 
 def simulate_case(given: SimulateArguments) -> SimulateCase:
-    """Return the case that the arguments describe. Raises ConfigError, whose message says what to change."""
+    """Return the case that the arguments describe. Raises ConfigError if they do not fit together."""
     parameters = _assume(given.assume, Parameters())
     if given.run is not None:
         return _recorded_case(given, given.run)
@@ -238,7 +238,7 @@ def _at_rate(trace: Trace, given: SimulateArguments) -> Trace:
 
 
 def _names_only_failing(path: Path) -> bool:
-    """Return whether a file is a list of faults like InfiniteHBD's; False if unreadable, which loading will report."""
+    """Return whether a file is a list of faults like InfiniteHBD's; False if unreadable, which the loader reports."""
     try:
         with path.open("rb") as file:
             return file.read(200).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
@@ -247,7 +247,7 @@ def _names_only_failing(path: Path) -> bool:
 
 
 def chosen_policies(text: str) -> tuple[str, ...]:
-    """Return the policies that `text` names. Raises ConfigError if it names one twice, or none."""
+    """Return the policies named in `text`. Raises ConfigError if it names one twice, or none."""
     if text == "all":
         return SIMULATED_POLICIES
     names = tuple(current_name(name.strip()) for name in text.split(",") if name.strip())

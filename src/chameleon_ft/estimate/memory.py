@@ -322,7 +322,7 @@ def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: in
 
 
 def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:
-    """Return each worker's first largest amounts, of those of all operations, [operations, moments, 4]."""
+    """Return place and amounts of each worker's first maximum, from amounts [operations, moments, 4]."""
     totals = amounts.sum(axis=2)
     places = np.full(len(starts) - 1, -1)
     found = np.zeros((len(starts) - 1, amounts.shape[2]), np.int64)

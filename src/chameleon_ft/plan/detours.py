@@ -14,13 +14,13 @@ __all__ = ["detoured_hops", "disjoint_pipelines", "home_pipelines"]
 def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
     """Return the detours of a plan, each as (micro-batch, index of the hop in its route).
 
-    A route's home is the pipeline of most of its hops; of several, one that has lost a worker, since its micro-batches
-    make detours; of several still, the one that the route visits first. A hop on a worker of another pipeline is a
+    A route's home is the pipeline of most of its hops. Ties go to a pipeline that has lost a worker, because
+    its micro-batches make detours, and then to the one visited first. A hop on a worker of another pipeline is a
     detour. Workers in no pipeline, such as those of a later re-partition, make none; nor does a route that lies on one
     other pipeline throughout, because nothing shows where it came from.
 
     Args:
-        plan: what is run.
+        plan: the active plan.
         pipelines: the workers of each pipeline before anything failed; workers that `plan` does not have are lost.
 
     Raises:
@@ -53,8 +53,8 @@ def _detours(hops: Sequence[Hop], pipeline_of: Mapping[int, int], broken: frozen
 def disjoint_pipelines(plan: Plan) -> list[tuple[int, ...]]:
     """Return the pipelines of a plan, by the workers of their stages, from its routes alone.
 
-    They are taken by falling number of micro-batches, if they share no worker with an earlier one, so that detours do
-    not count as pipelines of their own.
+    Paths are taken in descending order of micro-batches, if they share no worker with an earlier one, so that detours
+    do not count as pipelines.
     """
     chains = Counter(tuple(hop.worker for hop in route.hops) for route in plan.routes)
     pipelines: list[tuple[int, ...]] = []
@@ -70,7 +70,7 @@ def home_pipelines(plans: Sequence[Plan]) -> list[tuple[int, ...]]:
     """Return the pipelines from which the last of some plans makes detours: those of the newest plan that moved layers.
 
     Args:
-        plans: the plans in force, one after the other; one at least.
+        plans: the plans in force, in order; at least one.
     """
     origin = plans[0]
     for plan in plans[1:]:

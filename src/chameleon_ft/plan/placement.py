@@ -38,7 +38,7 @@ class LayerRange:
         return f"[{self.start}, {self.stop})"
 
     def covers(self, other: LayerRange) -> bool:
-        """Whether every layer of `other` is in this range."""
+        """Return whether every layer of `other` is in this range."""
         return self.start <= other.start and other.stop <= self.stop
 
     def intersection(self, other: LayerRange) -> LayerRange | None:
@@ -173,7 +173,7 @@ class Placement:
         return self._holders[layer]
 
     def holds(self, worker: int, layers: LayerRange) -> bool:
-        """Whether `worker` holds every layer of `layers`."""
+        """Return whether `worker` holds every layer of `layers`."""
         return any(held.covers(layers) for held in self.ranges_of(worker))
 
     def single_points_of_failure(self, groups: Mapping[int, GroupT]) -> frozenset[GroupT]:

@@ -139,7 +139,7 @@ class Plan:
         return self.placement.workers
 
     def splits(self, worker: int) -> bool:
-        """Whether a worker runs the two halves of a backward as operations of their own."""
+        """Return whether a worker runs the two halves of a backward as operations of their own."""
         return self.split_backward and worker not in self.fused_workers
 
     def to_json(self) -> str:

@@ -20,19 +20,19 @@ __all__ = ["DecisionContext"]
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionContext:
-    """The known facts when workers are lost, have joined or have become slower.
+    """The known facts when workers are lost, join or become slower.
 
     Attributes:
         plan: the active plan, lost workers included.
-        in_flight_limits: the most micro-batches that its workers can keep; workers that are left out are not bounded.
+        in_flight_limits: the most micro-batches that its workers can keep; other workers are not limited.
         costs: costs of a step; its cluster has all live workers, including spare and new ones.
         phases: the expected stall without transfers.
         repeat_s: repeated work of the interrupted step, in seconds; see `TransitionEstimate`.
-        restart_cost_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+        restart_cost_s: seconds of a return to a checkpoint, without the steps since that checkpoint.
         has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
         step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
         transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
-        effort: how much `find_plan` searches.
+        effort: effort of `find_plan`.
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
@@ -83,12 +83,12 @@ class DecisionContext:
 
     @cached_property
     def placement(self) -> Placement:
-        """The layers that the plan gives the live workers; layers on other workers are of an earlier step."""
+        """The layers that the plan gives the live workers; layers on other workers are from an earlier step."""
         return self.plan.placement.without(self.lost) if self.lost else self.plan.placement
 
     @property
     def held(self) -> Placement:
-        """The layers that the live workers hold, and can send."""
+        """The layers that the live workers hold and can send."""
         return self.placement if self.holdings is None else self.holdings
 
     @property
@@ -103,6 +103,6 @@ class DecisionContext:
 
     @property
     def return_s(self) -> float:
-        """Seconds that a return to a checkpoint takes now, repeated work included."""
+        """Seconds that a return to a checkpoint takes now, including repeated work."""
         written_s = self.checkpoints.write_s if self.saves_first else None
         return self.restart_cost_s + (self.checkpoints.unsaved_s if written_s is None else written_s)

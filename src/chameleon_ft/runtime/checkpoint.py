@@ -1,7 +1,7 @@
 """Writing and reading the layers of a checkpoint, with torch.distributed.checkpoint.
 
-A checkpoint has a folder for each layer, written by one of the layer's holders alone. No rank waits for another one, a
-failure spoils only what the lost rank had not finished, and any other placement can read what it needs.
+A checkpoint has a folder for each layer, written by one of the layer's holders alone. No rank waits for another, a
+failure spoils only the unfinished layers of the lost rank, and any other placement can read the layers it needs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CheckpointWriter:
     def submit(self, generation: int, step: int, layers: Mapping[int, LayerState], *, copy_s: float) -> None:
         """Write these layers, as they are in `generation`, as part of the checkpoint that resumes at `step`.
 
-        They must not change afterwards. `copy_s` is the seconds it took to copy them, for the report.
+        The layers must not change afterwards. `copy_s` is the time in seconds that their copy took, for the report.
         """
         self._jobs.put((generation, step, layers, copy_s))
 
@@ -76,7 +76,7 @@ class CheckpointWriter:
             started, error = time.perf_counter(), None
             try:
                 self._before_write(step)
-                # After a failure workers may pass this step again. A checkpoint that is marked complete never changes.
+                # After a failure workers may repeat this step. A complete checkpoint never changes.
                 if step not in complete_checkpoints(self._checkpoints):
                     for layer, state in layers.items():
                         with _single_process():
@@ -84,7 +84,7 @@ class CheckpointWriter:
                                 dict(state), checkpoint_id=layer_directory(self._checkpoints, step, layer), no_dist=True
                             )
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
-                error = _describe(failure)  # disk full, folder gone: training goes on, and the user is told
+                error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
             self._saved(
                 CheckpointSaved(
                     generation=generation,
@@ -120,7 +120,7 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
-    # Torch's is no Exception; it holds the errors of all processes that took part, with tracebacks. Here that is one.
+    # Torch's error is not an Exception; it holds the errors of all participating processes. Here that is one.
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"
@@ -128,7 +128,7 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """Silence torch's warning that there is no process group: there is meant to be none."""
+    """Silence torch's warning about the missing process group, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield

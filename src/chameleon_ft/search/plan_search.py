@@ -35,9 +35,9 @@ from chameleon_ft.search.result import FoundPlan, pareto_front
 
 __all__ = ["PlanSearch", "bound_of_best_workers_s"]
 
-# Mixes of each search that are placed on workers; the best plan and its alternatives are chosen among them.
+# Mixes of each search that are placed on workers, as candidates for the best plan and its alternatives.
 _MIXES_PLACED: Final = 2
-# Plans that are polished and moved to the workers that hold most of their layers already.
+# Plans that are polished and moved to the workers that already hold most of their layers.
 _POLISHED: Final = 2
 # Mixes that take this many times as long as the best plan so far are not placed.
 _CLOSE: Final = 1.01
@@ -50,9 +50,9 @@ _LAYOUTS: Final = 8
 _PLACED: Final = 40_000
 # Mixes of at most this many different pipelines are placed with other cuts, too.
 _FEW_PROGRAMS: Final = 3
-# Searches for mixes together may spend this many times the effort; the one that passes it is the last.
+# All searches for mixes together may spend this many times the effort; the one that exceeds it is the last.
 _EFFORT: Final = 4
-# Pipelines are alike if they are at most this many times as deep as the mean, or as shallow.
+# Pipelines are alike if their depth is within this factor of the mean.
 _ALIKE: Final = 1.5
 # Layouts whose estimate is this many times the best step time so far are not scheduled.
 _WORSE: Final = 1.02
@@ -61,14 +61,14 @@ _WORSE: Final = 1.02
 class PlanSearch:
     """Pipelines with split and with fused backward, in any number.
 
-    Gradient sync depends on how many pipelines there are, so there is a bound for every number, or for a few that are
-    alike; the least of them is the bound.
+    Gradient sync depends on the number of pipelines, so each number, or a few similar ones, has its own bound; the
+    least is the bound of the search.
 
     Args:
         costs: costs of the workload on the live workers.
-        cluster: that of `costs` with few classes of workers, see `merged_clusters`.
-        current: which layers the live workers hold now.
-        options: of the search.
+        cluster: the cluster of `costs` with few classes of workers, see `merged_clusters`.
+        current: layers that the live workers hold now.
+        options: options of the search.
 
     Attributes:
         bound_s, complete, mixes: see `SearchResult`.
@@ -105,7 +105,7 @@ class PlanSearch:
         self.complete = self._options.complete and not self._with_sync and self._equal_links
 
     def plans(self) -> list[FoundPlan]:
-        """Return the fastest plans that were found, on the front of the figures that plans are chosen by."""
+        """Return the fastest plans found, on the Pareto front of the figures for choosing plans."""
         found = self._found() or self._fitting()
         found += self._of_fewer_hosts(min((each.step_s for each in found), default=math.inf))
         found.sort(key=lambda each: each.step_s)
@@ -119,19 +119,19 @@ class PlanSearch:
         return [each.found_on(self._real_costs) for each in self._with_programs([*front, *self._recut()])]
 
     def bound(self, most_s: float) -> float:
-        """Return the seconds below which no pipelines can be that take no longer than `most_s`."""
+        """Return a lower bound, in seconds, on the pipelines that take no longer than `most_s`."""
         self._bounded(self._bounding_searches(most_s), most_s)
         return self.bound_s
 
     def _certify(self) -> None:
-        """Correct the bound where not every order of classes in a pipeline, or not every mix of them, is looked at."""
+        """Correct the bound if some orders of classes in a pipeline, or some mixes, are not searched."""
         counts = self._pool.counts
         _, all_shapes = shapes_of(counts, len(self._costs.workload.layers))
         is_exact_search = all_shapes and (len(counts) == 1 or is_exact(counts, 1))
         if not is_exact_search or self._costs.cluster != self._real_costs.cluster:
             self.complete = False
             self.bound_s = bound_of_best_workers_s(self._real_costs, self.bound_s)
-        # Bounds are exact but for the rounding of sums.
+        # Bounds are exact up to the rounding of sums.
         self.bound_s *= 1 - ROUNDING
 
     def _found(self, most_s: float = math.inf) -> list[Candidate]:
@@ -140,7 +140,7 @@ class PlanSearch:
         found = self._of_layouts() if by_layout else []
         best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(most_s, 1))
         best_s = min(best_s, most_s)
-        # The least bound is likely that of about as many pipelines as the best layout has.
+        # The least bound usually belongs to about as many pipelines as the best layout has.
         searches = sorted(self._bounding_searches(best_s), key=lambda search: _distance(search, number))
         searches = self._bounded(searches, best_s)
         if by_layout:
@@ -148,9 +148,9 @@ class PlanSearch:
         return [*found, *self._run(searches, best_s)]
 
     def _alike(self, search: MixSearch) -> MixSearch:
-        """Return the search among pipelines that are not much deeper or shallower than the mean of so many.
+        """Return the search among pipelines whose depth is close to the mean of so many.
 
-        The more alike pipelines are, the more of their gradients can be reduced together, of which bounds know nothing.
+        The more alike pipelines are, the more gradients can be reduced together, which bounds ignore.
         """
         (workers,), (fewest, most) = self._pool.counts, search.pipeline_range or (1, 1)
         shallow, deep = workers / most / _ALIKE - 1, workers / fewest * _ALIKE + 1
@@ -158,7 +158,7 @@ class PlanSearch:
         return self._mix_search(search.pipelines, sync=search.sync, pipeline_range=search.pipeline_range, shapes=shapes)
 
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
-        """Return searches whose mixes are all pipelines that take no longer than `most_s`."""
+        """Return searches that together cover all pipelines that take no longer than `most_s`."""
         if not self._with_sync:
             return [self._mix_search(self._searches)]
         least = SyncLowerBound(self._costs, most_s)
@@ -171,7 +171,7 @@ class PlanSearch:
         ]
 
     def _bounded(self, searches: Iterable[MixSearch], most_s: float) -> list[MixSearch]:
-        """Return the searches, those of least bound first, and set `bound_s`; higher bounds need not be exact."""
+        """Return the searches in order of their bounds, and set `bound_s`; only the least bound need be exact."""
         self.bound_s = most_s
         bounds_s: dict[MixSearch, float] = {}
         for search in searches:
@@ -202,7 +202,7 @@ class PlanSearch:
         return found
 
     def _fitting(self) -> list[Candidate]:
-        """Return one pipeline of as few workers as can hold the model, where nothing else fits."""
+        """Return one pipeline of the fewest workers that can hold the model, for when nothing else fits."""
         found: list[Candidate] = []
         for search in self._searches:
             stages = search.scheduler.stages
@@ -243,9 +243,9 @@ class PlanSearch:
         return sum(search.scheduler.spent for search in self._searches)
 
     def _placed(self, mix: TimedMix) -> list[Candidate]:
-        """Return the mix on workers that are chosen by how long gradient sync takes.
+        """Return the mix on the workers for which gradient sync takes least time.
 
-        Where that would not survive the loss of some host, and another choice of workers would, on these as well.
+        If that placement does not survive the loss of some host and another one does, return both.
         """
         fastest, *survivor = self._on_workers([each for each, count in mix.pipelines for _ in range(count)])
         if self._with_sync and len(mix.pipelines) <= _FEW_PROGRAMS and len(fastest.pipelines) > 1:
@@ -272,11 +272,11 @@ class PlanSearch:
         return Candidate(name, pipelines, self._sync.step_s(pipelines), self._costs, self._current)
 
     def _replayed(self, pipelines: PlacedPipelines) -> Candidate:
-        """Return the pipelines with the times that the links between their workers lead to."""
+        """Return the pipelines with the times that follow from the links between their workers."""
         return self._candidate(tuple((timed.scheduler.replayed(timed, own), own) for timed, own in pipelines))
 
     def _of_fewer_hosts(self, best_s: float) -> list[Candidate]:
-        """Return plans on the hosts with more workers alone, if the best plan so far is far from the bound."""
+        """Return plans on only the hosts with more workers, if the best plan so far is far from the bound."""
         found: list[Candidate] = []
         if not self._with_sync or self._equal_links or not _FAR * self.bound_s < best_s < math.inf:
             return found
@@ -293,7 +293,7 @@ class PlanSearch:
         return found
 
     def _completed(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the plans with their final programs, and with what a complete search finds."""
+        """Return the plans with their final programs, and the plans of a complete search."""
         finished = self._with_programs(found)
         search, options = copy(self), self._options.completed()
         search._options = options
@@ -314,7 +314,7 @@ class PlanSearch:
         return sorted(finished, key=lambda each: each.step_s)
 
     def _with_programs(self, found: Iterable[Candidate]) -> list[Candidate]:
-        """Return the plans with the programs that will be run; orders made for other links may be worse."""
+        """Return the plans with their final programs, because orders made for other links may be worse."""
         return [self._candidate(self._polish.with_best_programs(each.pipelines), each.name) for each in found]
 
     def _polished(self, found: Candidate) -> Candidate:
@@ -324,14 +324,14 @@ class PlanSearch:
         better = self._candidate(self._polish.improved(found.pipelines, exchange=not survives))
         if survives:
             return better if better.survives_hosts else found
-        # Where stages stop decides which workers should share a host.
+        # The cut points decide which workers should share a host.
         again, *_ = self._on_workers([timed for timed, _ in better.pipelines])
         if again.step_s < better.step_s:
             better = self._candidate(self._polish.improved(again.pipelines))
         return better
 
     def _assigned(self, few: Sequence[Candidate]) -> Iterator[Candidate]:
-        """Yield the plans on the workers that hold most of them, with stages on their hosts and on any."""
+        """Yield the plans on the workers that hold most of their layers, with stages on their hosts and on any."""
         if self._current is None:
             yield from few
             return

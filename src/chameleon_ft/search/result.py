@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class BoundFamily(StrEnum):
-    """The plans that a bound holds for.
+    """The family of plans that a bound covers.
 
     PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some of the first layers of its stage
     selectively, or some of them in full and the others selectively or not at all. Any depths, cuts, shares, orders of
@@ -32,13 +32,13 @@ class FoundPlan:
     """A plan with its predictions.
 
     Attributes:
-        name: its origin: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
+        name: its origin: "pipelines" for the search itself, "recut" where whole pipelines are kept, else
             the name it was passed with.
         plan: the plan.
         in_flight_limits: the most that each worker may keep, by its memory. `best_program` with it takes `program_s`.
-        step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
-        program_s: seconds until the last operation has ended. Pipelines have the best program each.
-        peak_bytes: of the worker that needs most memory, at its worst moment, if its pipelines run `schedules`.
+        step_s: seconds until all operations have ended and all gradients are reduced; vote and update are not included.
+        program_s: seconds until the last operation has ended, with the best program of each pipeline.
+        peak_bytes: peak memory of the worker that needs most, if its pipelines run `schedules`.
         moved_bytes: parameters and optimizer state that its workers lack now.
         host_single_points_of_failure: hosts whose workers are the only ones to hold some layer.
         schedules: of its pipelines, for `best_parts`.
@@ -61,8 +61,8 @@ class SizeFigures:
 
     Attributes:
         micro_batch_size: samples of one micro-batch.
-        bound_s: seconds below which no plan of this size can be; infinite if none fits the memory of the workers.
-        step_s: of the best plan of this size; None if none was made, because the bound rules the size out.
+        bound_s: lower bound, in seconds, on plans of this size; infinite if none fits the memory of the workers.
+        step_s: of the best plan of this size; None if the bound rules the size out.
     """
 
     micro_batch_size: int
@@ -72,21 +72,21 @@ class SizeFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan that was found, how good that is, and its alternatives.
+    """The best plan found, its bound, and its alternatives.
 
     Attributes:
         best: the plan of least step time.
-        bound_s: seconds below which no plan of `family` can be; infinite where none fits.
-        family: the plans that the bound holds for.
-        complete: whether the search has looked at everything, so that no pipelines side by side are faster than `best`
-            with programs by `best_program` for each; never where links differ or there is gradient sync.
-        mixes: how many different mixes of pipelines have been replayed.
+        bound_s: lower bound, in seconds, on plans of `family`; infinite if none fits.
+        family: the plans that the bound covers.
+        complete: whether the search was exhaustive, so that no pipelines side by side are faster than `best`
+            with programs by `best_program` for each; never if links differ or there is gradient sync.
+        mixes: number of different mixes of pipelines that have been replayed.
         alternatives: the other plans on the Pareto front of step time, bytes to move and
             `host_single_points_of_failure`, by step time.
-        too_large: bytes that are missing on some worker, for each of the other plans that does not fit, by name.
-        recuts: plans of `recut_plan`, with split and with fused backward, as far as that was looked at.
+        too_large: bytes missing on some worker, by name of each other plan that does not fit.
+        recuts: plans of `recut_plan`, with split and with fused backward, as far as searched.
         sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family` and
-            `complete` are of all of them, and the plans are of the size of `best`.
+            `complete` cover all sizes, and the plans have the size of `best`.
     """
 
     best: FoundPlan
@@ -101,14 +101,14 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the best plan is slower than it; negative for one outside the family."""
+        """Relative excess of the best plan's step over the bound; negative for a plan outside the family."""
         return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def pareto_front(items: Iterable[T], figures: Callable[[T], tuple[float, ...]]) -> list[T]:
-    """Return the items that no other equals or beats in all figures, of which less is better, by their first figure.
+    """Return the items on the Pareto front of the figures, less being better, by their first figure.
 
-    Of items with equal figures, the first is returned.
+    Among items with equal figures, the first is returned.
     """
     front: list[tuple[tuple[float, ...], T]] = []
     for own, item in sorted(((figures(item), item) for item in items), key=lambda each: each[0]):

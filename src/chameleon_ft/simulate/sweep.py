@@ -19,7 +19,7 @@ from chameleon_ft.workload import Workload
 __all__ = ["SWEPT", "Lead", "Point", "Scene", "Sweep", "sweep", "varied"]
 
 SWEPT: Final = ("rate", "workers", "memory", "bandwidth", "micro-batches")
-"""Quantities that can be varied: `rate`, which divides every time of the trace; `workers`, the first so many of the
+"""Quantities that can be varied: `rate`, which divides every time of the trace; `workers`, the number taken from the
 cluster; `memory` of a worker in 10^9 bytes; `bandwidth`, a factor on all links; `micro-batches` of a step."""
 
 
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The policy that trains most, from one value of a sweep to another, both included."""
+    """The policy that trains most in a range of values, both ends included."""
 
     policy: str
     first: float
@@ -52,18 +52,18 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Points of one of the `SWEPT` quantities, by rising value."""
+    """Points of one of the `SWEPT` quantities, by ascending value."""
 
     name: str
     points: tuple[Point, ...]
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The simulated policies, in the order in which they were asked for."""
+        """The simulated policies, in the requested order."""
         return next((tuple(point.results.policies) for point in self.points if point.results is not None), ())
 
     def leads(self, policies: Sequence[str]) -> tuple[Lead, ...]:
-        """Return which of `policies` trains most at which values; of equals the first."""
+        """Return the policy that trains most in each range of values; the first among equals."""
         found: list[Lead] = []
         for point in self.points:
             if point.results is not None:
@@ -139,15 +139,15 @@ def sweep(
     """Return the results of each policy on the scene at each value.
 
     Args:
-        scene: what is varied.
+        scene: the subject to vary.
         name: the quantity; see `SWEPT`.
         values: in any order, each once.
         policies: see `simulate`.
         parameters: assumptions.
-        progress: is called with the value, the name of the policy and the share of the trace that is done.
+        progress: called with the value, the name of the policy and the completed share of the trace.
 
     Raises:
-        ConfigError: values that cannot be used, or as `simulate`.
+        ConfigError: a value cannot be used, or as in `simulate`.
     """
     if not values or len(set(values)) < len(values):
         raise ConfigError(f"a sweep over {name} needs values, each of them once")

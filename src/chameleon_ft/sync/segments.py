@@ -33,8 +33,8 @@ class Segment:
     """Gradients that are reduced together: of neighbouring layers, or of parameters that layers share.
 
     Attributes:
-        layers: neighbouring layers, without what they share with others; of tied parameters the first of the layers.
-        holders: the workers, ascending, that hold all of the layers; of tied parameters, any.
+        layers: neighbouring layers, without parameters shared with others; for tied parameters, the first layer.
+        holders: the workers, ascending, that hold all these layers; for tied parameters, any of the layers.
         tied: all layers that share the parameters; empty unless they are tied.
     """
 
@@ -49,7 +49,7 @@ class Segment:
 
 
 def gradient_segments(placement: Placement) -> tuple[Segment, ...]:
-    """Return the fewest segments that cover all layers, by first layer; `tied_segments` come on top.
+    """Return the fewest segments that cover all layers, by first layer, without `tied_segments`.
 
     Segments with a single holder are included; they need no message. Raises NoHolderError when a layer has no holder.
     """
@@ -63,7 +63,7 @@ def gradient_segments(placement: Placement) -> tuple[Segment, ...]:
 def tied_segments(placement: Placement, tied: Iterable[tuple[int, ...]]) -> tuple[Segment, ...]:
     """Return a segment for each set of layers that share parameters.
 
-    With a single holder it needs no message, but may still have gradients of several layers to sum.
+    A segment with a single holder needs no message, but may still sum gradients of several layers.
     """
     return tuple(
         Segment(
@@ -86,11 +86,11 @@ def segment_bytes(segment: Segment, workload: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SyncRounds:
-    """The segments that need a message, in rounds; no two of a round share a worker.
+    """The segments that need a message, in rounds; no two segments of a round share a worker.
 
     Attributes:
         rounds: segments of each round, by first layer.
-        fewest: a lower bound on the number of rounds: the most segments that any one worker takes part in.
+        fewest: a lower bound on the number of rounds: the most segments of any one worker.
     """
 
     rounds: tuple[tuple[Segment, ...], ...]
@@ -98,7 +98,7 @@ class SyncRounds:
 
     @property
     def order(self) -> tuple[Segment, ...]:
-        """All segments by (round, first layer). Every worker issues its own in this order, so none waits in a cycle."""
+        """All segments by (round, first layer). Workers issue theirs in this order, which rules out deadlock."""
         return tuple(chain.from_iterable(self.rounds))
 
     @property
@@ -114,8 +114,8 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
 
     If every worker holds one contiguous range, the common workers of two segments hold all between them too: the
     conflicts are a proper interval graph, and taking the first free round from right to left makes the fewest rounds.
-    Otherwise DSATUR (Brelaz 1979), which need not. Parameters that layers share are complete when the lowest of them
-    is; `tied` are the sets of these layers.
+    Otherwise DSATUR (Brelaz 1979) is used, which may take more. Shared parameters are complete when the lowest of their
+    layers is; `tied` are the sets of these layers.
 
     Raises:
         NoHolderError: a layer has no holder.
@@ -134,7 +134,7 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
 
 
 def _first_free(segments: Sequence[Segment]) -> list[int]:
-    """The first colour for each segment, in turn, that none of its holders has had."""
+    """Return for each segment, in turn, the first colour that none of its holders has."""
     colours: list[int] = []
     # For each worker, a bit for each colour that its segments have.
     taken: dict[int, int] = defaultdict(int)
@@ -164,12 +164,12 @@ def _dsatur(segments: Sequence[Segment]) -> list[int]:
 def issue_points(operations: Sequence[Operation], segments: Sequence[Segment]) -> tuple[int, ...]:
     """Return for each segment the number of operations after which a worker issues its all-reduce.
 
-    By then the worker's own gradients of the segment are complete, and it has issued the segments that come before:
-    these may be shared with workers for which they come first.
+    At that point the worker's own gradients of the segment are complete and it has issued all earlier segments, which
+    other workers may wait for.
 
     Args:
-        operations: all that the worker runs in a step, in order.
-        segments: the worker's, in the order that all workers share (`SyncRounds.order`).
+        operations: all operations of the worker in a step, in order.
+        segments: segments of the worker, in the common order (`SyncRounds.order`).
     """
     points: list[int] = []
     for segment in segments:

@@ -151,7 +151,7 @@ def remap_plan(plan: Plan, roles: Mapping[int, int]) -> Plan:
 
 
 def _is_kept(placement: Placement, roles: Mapping[int, int]) -> bool:
-    """Whether every worker keeps its place."""
+    """Return whether every worker keeps its place."""
     return all(roles[place] == place for place in placement.ranges)
 
 

@@ -1,4 +1,4 @@
-"""Sources: from which live holder each worker gets each layer that it lacks."""
+"""Sources: the live holder that sends each missing layer to each worker."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from chameleon_ft.workload import LayerCost
 
 __all__ = ["Loads", "Message", "choose_sources"]
 
-# Steps (worker, layer): each worker passes a copy of its layer on to a worker of the next step, or to the taker.
+# Steps (worker, layer): each worker passes a copy of its layer to the worker of the next step, or to the taker.
 _Chain = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The state of neighbouring layers, from a worker that holds it to one that is to hold it.
+    """The state of neighbouring layers, sent from a holder to a future holder.
 
     Attributes:
         source: the worker that sends.
         destination: the worker that receives.
-        layers: what is sent.
+        layers: the layers sent.
         num_bytes: their parameters and optimizer state.
 
     Raises:
@@ -50,7 +50,7 @@ def choose_sources(
 ) -> tuple[Message, ...]:
     """Return the messages that bring each worker its missing layers, by destination and layer.
 
-    Sources are chosen for a small largest send, counted in bytes. Neighbouring layers with the same source are one
+    Sources are chosen to keep the largest send small, in bytes. Neighbouring layers with the same source are one
     message.
 
     Each layer is first sent by the holder with the least to send so far; then layers are passed on along chains of
@@ -59,7 +59,7 @@ def choose_sources(
     NP-hard to find.
 
     Args:
-        holders: what each live worker holds.
+        holders: layers of each live worker.
         missing: for each receiver, the layers that it lacks, ascending.
         layers: costs of all layers.
 
@@ -89,7 +89,7 @@ def _messages(
 ) -> tuple[Message, ...]:
     """Share out the copies of each layer, which `left[layer]` counts by sender.
 
-    A receiver gets a layer from the source of the one before, if that sender has a copy left.
+    A receiver gets a layer from the source of its previous layer, if that sender has a copy left.
     """
     messages: list[Message] = []
     for receiver, lacking in sorted(missing.items()):
@@ -111,12 +111,12 @@ def _messages(
 
 
 class Loads:
-    """Copies of layers to be sent, by sender.
+    """Copies of layers to send, by sender.
 
     Workers with equal holdings are a group: they can send the same layers.
 
     Args:
-        groups: the workers of each.
+        groups: workers of each group.
         groups_of: layer -> the groups that hold it.
         num_bytes: layer -> bytes of one copy.
     """
@@ -135,7 +135,7 @@ class Loads:
         return sum(len(self._groups[group]) for group in self._groups_of[layer])
 
     def spread(self, layer: int, copies: int) -> None:
-        """Give each of `copies` more to the holder with the least to send, the first of equals."""
+        """Give each additional copy to the holder with the least to send, the first of equals."""
         heap = [(self._bytes[worker], worker) for group in self._groups_of[layer] for worker in self._groups[group]]
         heapify(heap)
         for _ in range(copies):
@@ -205,7 +205,7 @@ class Loads:
         return None
 
     def _bound(self) -> int:
-        """Bytes that some holder sends at least: the mean of the largest layers, or a share of them in whole copies."""
+        """Lower bound on the largest send: the mean of the largest layers, or a share in whole copies."""
         bound = copies = total = 0
         groups: set[int] = set()
         for layer in sorted(self._wanted, key=lambda layer: -self._num_bytes[layer]):

@@ -103,7 +103,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
     """Continue without a worker that is fenced and recorded."""
     state = draft.state
     if state.phase in (Phase.STOPPING, Phase.DECIDING):
-        # A decision under way is void: it counts on a worker that is lost.
+        # A decision in progress is void: it includes a lost worker.
         quiesced = {each: report for each, report in state.quiesced.items() if each != worker}
         draft.set(phase=Phase.STOPPING, quiesced=quiesced)
         _decide_if_quiesced(draft)
@@ -139,7 +139,7 @@ def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None
 
 
 def paused(draft: Draft, message: messages.Committed) -> None:
-    """Stop the generation after the step at whose end all workers were told to pause."""
+    """Stop the generation after the step at the end of which all workers pause."""
     state = draft.state
     if state.phase is Phase.TRAINING and message.generation == state.generation:
         draft.set(incident=replace(state.incident, paused=True), at_boundary=True)
@@ -163,7 +163,7 @@ def _stop(draft: Draft) -> None:
 
 
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
-    """Take in the report of a worker that has left its operations."""
+    """Record the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
         draft.set(quiesced={**draft.state.quiesced, worker: message})
         _decide_if_quiesced(draft)
@@ -183,11 +183,11 @@ def _decide_if_quiesced(draft: Draft) -> None:
     is_explained = state.at_boundary or not set(live).issuperset(state.active.participants)
     detect(draft, signals.AllQuiesced(state.generation - 1, is_explained))
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
-        return  # a culprit was given up, which has had its consequences
+        return  # a culprit was fenced, and its loss is already handled
     if not live:
         end(draft, "failed", "no worker is left")
         return
-    # If one worker has switched, all have confirmed; if none has, all have what they had before.
+    # If one worker has switched, all have confirmed; if none has, all still hold their old layers.
     has_switched = any(report.placed == state.generation - 1 for report in state.quiesced.values())
     draft.set(
         phase=Phase.DECIDING,
@@ -265,7 +265,7 @@ def launched(draft: Draft, event: events.Launched) -> None:
 
 
 def switched(draft: Draft, message: messages.Switched) -> None:
-    """Record the transition, at the first report that all hold their part of the new placement."""
+    """Record the transition at the first report that all workers hold their part of the new placement."""
     state, active = draft.state, draft.state.active
     if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
         return

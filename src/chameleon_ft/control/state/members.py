@@ -13,7 +13,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["Members", "Respawns", "Worker"]
 
-_SETTLED_STEPS: Final = 100  # an incarnation that lasts for so many steps was a good one: earlier deaths are forgotten
+_SETTLED_STEPS: Final = 100  # an incarnation that lasts for this many steps was healthy: earlier deaths are forgotten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class Worker:
     agent: int | None = None  # connection of its agent; None if a launcher started it, or if the agent is gone
     connection: int | None = None  # its control connection, from its first message until it closes
     host: str = ""  # address; empty before its first message
-    takes_part: bool = False  # whether the generations count on it, as one that trains or as a spare
-    first_step: int | None = None  # steps that had been committed when it could take part; None as long as it cannot
-    lost: bool = False  # whether it was given up
+    takes_part: bool = False  # whether generations include it, training or as a spare
+    first_step: int | None = None  # committed steps when it became able to take part; None until then
+    lost: bool = False  # whether it counts as lost
     exit_code: int | None = None  # how its process ended, as `subprocess` gives it
     crash: str | None = None  # the error that it reported before it ended
     since: float = 0.0  # when this incarnation began, in Unix seconds
@@ -43,7 +43,7 @@ class Members:
 
     count: int
     workers: Mapping[int, Worker] = FrozenMap({})
-    former: tuple[Worker, ...] = ()  # incarnations that others have followed, oldest first
+    former: tuple[Worker, ...] = ()  # incarnations since replaced, oldest first
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
     fenced: frozenset[int] = frozenset()  # connections of lost workers; their messages are ignored
 
@@ -69,7 +69,7 @@ class Members:
         return {worker.id: worker.host for worker in self if worker.host}
 
     def is_loading(self) -> bool:
-        """Whether some worker is being started or is loading, and does not take part yet."""
+        """Return whether some worker is starting or loading, and does not take part yet."""
         return any(not worker.lost and not worker.takes_part for worker in self.workers.values())
 
     def worker_of(self, connection: int) -> Worker | None:
@@ -102,7 +102,7 @@ class Members:
     ) -> tuple[Self, Spawn]:
         """Give an agent the lowest free workers; return its order to start them.
 
-        An agent that is late, because the run has begun, also gets numbers that no worker has had.
+        An agent that joins after the run has begun also gets numbers that no worker has had.
 
         Args:
             blocklist: workers that are not started again.
@@ -123,7 +123,7 @@ class Members:
         return self._spawned(worker.agent, self.agents[worker.agent], [worker.id], now=now)
 
     def joined(self, connection: int, hello: Hello, *, now: float) -> Self:
-        """Take in a rank. Raises ControlError if it must not join."""
+        """Admit a rank. Raises ControlError if it must not join."""
         number = hello.worker
         self.require_number(number)
         members = self
@@ -160,7 +160,7 @@ class Members:
         return replace(self.changed(lost, lost=True, connection=None), fenced=fenced)
 
     def _is_free(self, number: int) -> bool:
-        """Whether a worker has no process, and no agent that will start it again."""
+        """Return whether a worker has no process, and no agent that will start it again."""
         worker = self.workers.get(number)
         return worker is None or (worker.lost and worker.agent is None)
 
@@ -180,10 +180,10 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Respawns:
-    """Counts the recent deaths of each worker, and tells when to start it again and when not to."""
+    """Recent deaths of each worker, which determine when it is started again, if at all."""
 
     recovery: Recovery
-    deaths: Mapping[int, int] = FrozenMap({})  # worker -> deaths since an incarnation of it lasted for long
+    deaths: Mapping[int, int] = FrozenMap({})  # worker -> deaths since its last long incarnation
     due: Mapping[int, float] = FrozenMap({})  # worker -> when it is started again, in monotonic seconds
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Respawns:
         return replace(self, due={**self.due, worker: now + self.delay_s(worker)})
 
     def at(self, now: float) -> tuple[Self, tuple[int, ...]]:
-        """Return the workers that are due, and the record without them."""
+        """Return the workers due for a start, and the record without them."""
         ready = tuple(worker for worker, due in self.due.items() if due <= now)
         if not ready:
             return self, ()
@@ -213,5 +213,5 @@ class Respawns:
         return float(self.recovery.respawn_delay_s * 2 ** max(0, self.deaths.get(worker, 0) - 1))
 
     def is_blocked(self, worker: int) -> bool:
-        """Whether the worker is not taken again."""
+        """Return whether the worker is not taken again."""
         return self.deaths.get(worker, 0) > self.recovery.max_respawns

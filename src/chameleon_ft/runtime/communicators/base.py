@@ -17,7 +17,7 @@ __all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Member
 class CommunicationError(ChameleonError):
     """A message could not be delivered: its other end is gone, or the communicators were interrupted.
 
-    `peer` is the worker at the other end; None for a collective, which does not tell.
+    `peer` is the worker at the other end; None for a collective, which does not report it.
     """
 
     def __init__(self, peer: int | None, reason: str) -> None:
@@ -65,16 +65,16 @@ class Communicators(Protocol):
     """The communicators of one generation. The training thread calls all methods but `interrupt`."""
 
     def open(self, membership: Membership) -> None:
-        """Connect with all members. Raises CommunicationError where that fails or is interrupted."""
+        """Connect with all members. Raises CommunicationError if that fails or is interrupted."""
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         """Start sending a contiguous tensor, which must not change until it has arrived.
 
-        Keep the tensor and the returned object until then: until the message has been waited for, or an answer to it
-        has been received, or the step's vote is complete. Then drop them.
+        Keep the tensor and the returned object until a wait for the message, an answer to it, or the step's vote is
+        complete. Then drop them.
 
-        An emulated link takes the time of `stands_for_bytes`, and sends such messages of a worker one after the other;
-        by default it takes the time of the tensor's own bytes, scaled.
+        An emulated link takes the time of `stands_for_bytes`, and sends a worker's messages one by one; by default it
+        takes the time of the tensor's own bytes, scaled.
         """
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
@@ -87,8 +87,8 @@ class Communicators(Protocol):
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing `tensor` in place over `group`, which is `members` or one of `groups`.
 
-        All workers issue the reductions that they share in one order. They are waited for in that order too, by the
-        training thread, or by one other thread while the training thread waits for something else.
+        All workers issue their common reductions in one order. The training thread waits for them in that order too, or
+        one other thread does while the training thread waits for something else.
         """
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
@@ -97,7 +97,7 @@ class Communicators(Protocol):
     def interrupt(self) -> None:
         """Make every blocked call, and every later one, end with CommunicationError.
 
-        Called from any thread, and again and again until the blocked calls have returned.
+        May be called from any thread, and repeatedly until the blocked calls have returned.
         """
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class StepRecorder:
     every: int
 
     def wants(self, step: int, *, first_step: int) -> bool:
-        """Whether this step of a generation that began with `first_step` is to be written."""
+        """Return whether this step of a generation that began with `first_step` is to be written."""
         return self.every > 0 and (step % self.every == 0 or step < first_step + _AFTER_A_CHANGE)
 
     def record(self, step: int, stats: StepStats, *, generation: int, start_s: float, start_unix_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Messages and reductions that are timed between processes, each with the communicators of a rank."""
+"""Timed messages and reductions between processes, each with the communicators of a rank."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Exchange:
     Attributes:
         message_bytes: sizes of the messages that workers 0 and 1 send each other.
         reduced_bytes: sizes of the all-reduces.
-        reducing: for each number, so many of the first workers reduce.
-        repeats: how often each is timed.
+        reducing: numbers of workers that reduce; the first workers are taken.
+        repeats: number of timings of each.
 
     Raises:
-        ConfigError: sizes or repeats that make no sense.
+        ConfigError: sizes or repeats are invalid.
     """
 
     message_bytes: tuple[int, ...]
@@ -102,7 +102,7 @@ def run_members(members: Sequence[Member]) -> MeasuredLinks | None:
     Raises:
         ChameleonError: a member could not take part.
     """
-    # Torch would print of every connection to the store that it does not know the name of its other end.
+    # Otherwise torch warns, for every connection to the store, that it cannot resolve the peer's name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     context = fork_server(__name__, signal.SIGINT)
     pipes: list[Connection] = []
@@ -151,7 +151,7 @@ def _member_main(member: Member, pipe: Connection) -> None:
         found = _take_part(member)
     except ChameleonError as error:
         found = ControlError(f"links cannot be measured: {error}")
-    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
+    with contextlib.suppress(OSError):  # the receiver may be gone after an interrupt
         pipe.send(found)
     pipe.close()
     exit_immediately(0)
@@ -189,7 +189,7 @@ class _Exchanging:
         messages: list[tuple[int, float]] = []
         for num_bytes in exchange.message_bytes:
             if worker == 0:
-                # Half of the seconds there and back.
+                # Half of the round-trip time.
                 messages.append((num_bytes, statistics.median(self._ping(num_bytes)) / 2))
             elif worker == 1:
                 self._pong(num_bytes)
@@ -224,7 +224,7 @@ class _Exchanging:
             self.communicators.send(back, peer=0, tag=_TAG).wait()
 
     def _reduce(self, group: tuple[int, ...], num_bytes: int) -> list[float]:
-        # One waits for all others, so that each begins where the one before has ended.
+        # A barrier, so that each reduction begins when the previous one has ended.
         reduced = self._tensor(num_bytes)
         return self._timed(lambda: self.communicators.all_reduce(reduced, group).wait())
 
@@ -248,7 +248,7 @@ class _Exchanging:
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:
     """Return the link whose predictions for messages of (bytes, seconds) have the least sum of relative errors.
 
-    Unlike least squares, this gives single measurements that are far off no more weight than others. The best of the
+    Unlike least squares, this does not give outliers extra weight. The best of the
     rising lines passes through two of the points, or through one with no latency at all, so trying these is enough.
     """
     candidates = [(0.0, seconds / num_bytes) for num_bytes, seconds in times]

@@ -1,6 +1,6 @@
-"""Peak memory of stages, and how many micro-batches fit, by how many of their layers are recomputed, and how.
+"""Peak memory of stages and the micro-batches that fit, by number of recomputed layers and kind of recomputation.
 
-`chameleon_ft.estimate.memory` describes the moments; here one stage is alone on its worker.
+`chameleon_ft.estimate.memory` describes the memory model; here each worker has one stage.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _UNLIMITED: Final = 2**40
 def fill_options(
     layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, recompute_s: Floats
 ) -> int:
-    """Fill in the options of every stage of a worker with `capacity` bytes: what to recompute; return how many.
+    """Fill in the recomputation options of every stage on a worker with `capacity` bytes; return their number.
 
     Some layers from the first one on are recomputed selectively; or in full, and all others selectively or not at all.
-    Sorted by their seconds, the options are kept that let more micro-batches be in flight, or let more W wait, than all
-    before, as long as at least one micro-batch fits.
+    Options are sorted by their seconds, and kept if at least one micro-batch fits and more micro-batches can be in
+    flight, or more W can wait, than with all options before.
 
     Args:
         layers: of the model.
         capacity: bytes of the worker.
         split: whether backward is split in two.
-        most: micro-batches in flight beyond which more room is of no use.
+        most: number of micro-batches in flight beyond which more room is useless.
         first: as in `Tables`, int64 [L + 1, L + 2], filled in.
         options: int64 [options, COLUMNS], filled in; there must be room for 3 (stop - start) + 1 options of each stage.
         recompute_s: seconds of recomputation at speed 1 by option, float64 [options], filled in.
@@ -72,19 +72,19 @@ def _fill_stage(
     options: Integers,
     recompute_s: Floats,
 ) -> int:
-    """Fill in the options of a stage that hold a micro-batch, by their seconds, from row `begin` on; return their end.
+    """Fill in the options of a stage that fit a micro-batch, sorted by seconds, from row `begin` on; return their end.
 
     Arguments are as for `fill_options`.
     """
     end = begin
-    # Seconds with the first layers recomputed selectively or, up to `full`, in full; and with only those in full.
+    # Seconds with layers recomputed selectively or, up to `full`, in full; and with only the latter.
     selective_s = full_s = 0.0
     full = until = start
-    # First one layer after the other becomes selective; then, again from the first, each is recomputed in full.
+    # Layers become selective one by one; then, again from the first, each is recomputed in full.
     for step in range(2 * (stop - start) + 1):
         if step:
             layer = start + (step - 1) % (stop - start)
-            # A layer that cannot be recomputed makes no further option.
+            # A layer that cannot be recomputed adds no option.
             if not layers.recomputable[layer]:
                 continue
             if step > stop - start:
@@ -124,7 +124,7 @@ def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> 
 
 @no_refcount_inline
 def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: Floats) -> int:
-    """Keep the options of rows `begin` to `end` that make room for more than all before; return where they end."""
+    """Keep the options of rows `begin` to `end` that make more room than all before; return their new end."""
     found = begin
     in_flight = deferred = 0
     for place in range(begin, end):
@@ -160,7 +160,7 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
         sample = max(sample, layers.sample[layer])
         working = max(working, layers.working[layer])
         forward = max(forward, kept + layers.output[layer] + layers.working[layer] + restored)
-        # The gradient of the layer's input, and the one it starts from where that is not the message that came in.
+        # The gradient of the layer's input, and the output gradient unless it is the received message.
         input_grad = layers.output[layer - 1] if layer else 0
         output_grad = layers.output[layer] if layer + 1 < stop else 0
         output = layers.output[layer] if in_full else 0
@@ -184,9 +184,9 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
     row[FIXED] = state + sample
     row[EACH] = kept + last
     row[FORWARD] = forward
-    # B starts from a gradient that has come in; that of I is part of what it leaves for W.
+    # B starts from a received gradient; for I, that gradient is among the tensors left for W.
     row[BACKWARD] = in_input_grad if split and start > 0 else backward + last
-    # The I of a first hop computes nothing: all stays until W, which is a B.
+    # The I of a first hop computes nothing: everything stays until W, which is a B.
     row[WAITING] = kept + kept_output + last if start == 0 else weight_grads
     row[WEIGHT] = backward + last if start == 0 else weight_grads + working
     if not split:
@@ -221,12 +221,12 @@ def fill_limits(
     split: bool,
     limits: Integers,
 ) -> bool:
-    """Fill in what each stage may keep; return False where a stage cannot keep even one micro-batch.
+    """Fill in the limits of each stage; return False if a stage cannot keep even one micro-batch.
 
     Limits are tried from the most that schedules profit from, a pipeline depth beyond 1F1B and ZB-H1, down to one
-    micro-batch at a time, and the first that fit are taken. To let fewer W wait comes before fewer micro-batches in
-    flight than 1F1B has. A stage gets no more in flight than one beyond the stage after it: others would wait in the
-    channel, which holds one.
+    micro-batch at a time, and the first that fit are taken. The number of W that wait is reduced before the
+    micro-batches in flight fall below those of 1F1B. A stage gets at most one more in flight than the stage after it:
+    others would wait in the channel, which holds one.
 
     Args:
         rows: the option of each stage, int64 [stages, COLUMNS].
@@ -285,7 +285,7 @@ def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, d
 
 @no_refcount_inline
 def _held(each: int, waiting: int, in_flight: int, deferred: int, kept: int) -> int:
-    """Return the most bytes of up to so many micro-batches in flight and W that wait, together up to `kept`."""
+    """Return the most bytes of up to so many micro-batches in flight and waiting W, at most `kept` together."""
     if each >= waiting:
         flying = min(in_flight, kept)
         resting = min(deferred, kept - flying)

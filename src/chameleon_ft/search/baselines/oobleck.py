@@ -86,7 +86,7 @@ def oobleck_plan(
             code chooses a combination only once. After a loss it keeps the pipelines and replaces the
             templates of those that have lost nodes (see `reconfigured_pipelines`), then shares micro-batches anew.
         with_room: whether n_0 leaves nodes room to be reconfigured after losses, see `pipeline_templates`. The released
-            code reserves 6 times the bytes of the parameters.
+            code assumes 6 times the bytes of the parameters.
         current: layers that the live workers hold now, for the bytes to move.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Which pipelines, how many of each, with which share of the micro-batches: so that the last of them ends first.
+"""Search for the mix of pipelines, with their numbers and shares of the micro-batches, whose slowest ends earliest.
 
-Pipelines do not wait for each other, so a step takes as long as its slowest. In a time T a pipeline of some shape
-finishes at most so many micro-batches, and the best mix of shapes is a knapsack; the least T at which it holds all
-micro-batches is found by bisection. With the bounds on pipelines for their times, that T is a bound on every plan. The
-pipelines of the mix are then scheduled, their times take the place of their bounds, and the knapsack is solved again,
-as in A*: when the best mix has scheduled pipelines only, none is better.
+Pipelines do not wait for each other, so a step takes as long as its slowest pipeline. In a time T a pipeline of some
+shape finishes a limited number of micro-batches, so the best mix of shapes is a knapsack; bisection finds the least T
+at which it holds all micro-batches. If pipelines count with their bounds, that T is a bound on every plan. The
+pipelines of the mix are then scheduled, their times replace their bounds, and the knapsack is solved again, as in A*:
+once the best mix has only scheduled pipelines, no mix is better.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chameleon_ft.search.pipelines.worker_classes import Shape, arrangements
 
 __all__ = ["MixSearch", "TimedMix", "shapes_of"]
 
-# Relative precision of a bisection when the search is not to be complete.
+# Relative precision of a bisection in a search that need not be complete.
 _COARSE_PRECISION: Final = 2e-4
 # Longer than any step.
 _LONGEST_STEP_S: Final = 1e300
@@ -42,12 +42,12 @@ _ALL_SHAPES: Final = 3_000
 _MIXED_DEPTH: Final = 6
 
 _Shares: TypeAlias = dict[tuple[Shape, int], int]
-"""How many pipelines there are of a shape and a share of the micro-batches."""
+"""The number of pipelines of a shape with a share of the micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedMix:
-    """A mix of scheduled pipelines with how many there are of each, and the seconds that the slowest takes."""
+    """A mix of scheduled pipelines with the number of each, and the seconds of the slowest."""
 
     pipelines: tuple[tuple[TimedPipeline, int], ...]
     time_s: float
@@ -57,7 +57,7 @@ class MixSearch:
     """The search over mixes of pipelines.
 
     Args:
-        pipelines: cut and schedule them, with split and with fused backward; each pipeline takes what is faster.
+        pipelines: cut and schedule pipelines, with split and with fused backward; the faster one counts.
         counts: workers of each class.
         micro_batches: of the global batch.
         work_s: seconds of the step if no worker were ever idle.
@@ -68,7 +68,7 @@ class MixSearch:
 
     Attributes:
         shapes: of pipelines that are searched.
-        all_shapes: whether every order of classes in a pipeline is looked at.
+        all_shapes: whether every order of classes in a pipeline is searched.
         complete: whether the search has ended because no mix can be better than the best of those it has yielded.
     """
 
@@ -97,7 +97,7 @@ class MixSearch:
         if shapes is not None:
             self.shapes, self.all_shapes = tuple(shapes), False
         elif pipeline_range is not None:
-            # Every other pipeline has a worker at least.
+            # Every other pipeline has at least one worker.
             self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - pipeline_range[0] + 1)
         self._sizes: dict[Shape, Size] = {
             shape: tuple(shape.count(kind) for kind in range(len(counts))) for shape in self.shapes
@@ -106,7 +106,7 @@ class MixSearch:
 
     @cached_property
     def bound_s(self) -> float:
-        """Seconds below which no mix can be; infinite if memory allows none. To be asked before `mixes`."""
+        """Lower bound, in seconds, on all mixes; infinite if memory allows none. Read it before `mixes`."""
         found = self._least(self._work_s, math.inf, bounding=True)
         return math.inf if found is None else found[0]
 
@@ -117,9 +117,9 @@ class MixSearch:
         return self._at(time_s * (1 - ROUNDING), bounding=True) is not None
 
     def mixes(self, bound_s: float, upper_s: float = math.inf) -> Iterator[TimedMix]:
-        """Yield mixes with times between a bound and a time that is to be beaten, each better than nearly all before.
+        """Yield mixes with times between a bound and a time to beat, each better than nearly all before.
 
-        Each mix is the best by what is known so far: schedules of some pipelines, and bounds on the others.
+        Each mix is the best by current knowledge: schedules of some pipelines, and bounds on the others.
         """
         if not self._options.complete:
             self.shapes = self._affordable_shapes(bound_s)
@@ -150,9 +150,9 @@ class MixSearch:
         return sum(each.scheduler.spent for each in self.pipelines)
 
     def _least(self, low_s: float, high_s: float, *, bounding: bool = False) -> tuple[float, _Shares] | None:
-        """Return the least time from `low_s` to `high_s` in which all can be finished, from below, and the mix.
+        """Return the least time from `low_s` to `high_s` that finishes all micro-batches, from below, and the mix.
 
-        By galloping and bisection; None where there is no such time.
+        By galloping and bisection; None if there is no such time.
         """
         shares = self._at(low_s, bounding=bounding)
         if shares is not None:
@@ -191,10 +191,10 @@ class MixSearch:
     def _at(self, time_s: float, shapes: Sequence[Shape] | None = None, *, bounding: bool = False) -> _Shares | None:
         """Return a mix that may finish all micro-batches in `time_s`, or more; None if there is none.
 
-        With `bounding`, None only if no mix may, and else a mix that comes close to it.
+        With `bounding`, None only if no mix can, and otherwise a mix that comes close.
         """
         most = {shape: self._most(shape, time_s, quick=True) for shape in (self.shapes if shapes is None else shapes)}
-        # Bounds that take longer to work out are needed only of shapes that a best mix is made of.
+        # Only the shapes of a best mix need the slower bounds.
         checked: set[Shape] = set()
         while True:
             best: dict[Size, Shape] = {}
@@ -227,7 +227,7 @@ class MixSearch:
         return most
 
     def _trimmed(self, mix: Mapping[tuple[Shape, int], int]) -> _Shares:
-        """Return the mix without the micro-batches that are too many; the pipelines that end last give them up."""
+        """Return the mix without its surplus micro-batches, which the pipelines that end last give up."""
         shares = dict(mix)
         surplus = sum(share * count for (_, share), count in shares.items()) - self._micro_batches
         while surplus > 0:
@@ -252,7 +252,7 @@ class MixSearch:
         return sorted((own.quick_s(shape, share), number) for number, own in enumerate(bounds))
 
     def _timed(self, shares: _Shares) -> TimedMix | None:
-        """Return the mix with schedules; None where it does not fit."""
+        """Return the mix with schedules; None if it does not fit."""
         pipelines: list[tuple[TimedPipeline | None, int]] = []
         time_s = 0.0
         for (shape, share), count in shares.items():
@@ -270,7 +270,7 @@ class MixSearch:
         return TimedMix(fitting, time_s) if len(fitting) == len(pipelines) else None
 
 
-# A search asks for them once for every number of pipelines.
+# A search asks for these once for every number of pipelines.
 @lru_cache(maxsize=4)
 def shapes_of(counts: tuple[int, ...], layers: int) -> tuple[tuple[Shape, ...], bool]:
     """Return the shapes to search for workers of each class, by depth, and whether these are all."""

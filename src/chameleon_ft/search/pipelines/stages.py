@@ -1,4 +1,4 @@
-"""Seconds and bytes of every stage a model can be cut into, on every class of worker."""
+"""Seconds and bytes of every possible stage of a model, on every class of worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
 __all__ = ["Stages", "links_between", "sums_by_stage"]
 
-# Kernels are imported where they are called: importing them loads numba, and most importers of this module run none.
+# Kernels are imported where they are called: they load numba, which most importers of this module do not need.
 
 
 class Stages:
@@ -55,7 +55,7 @@ class Stages:
 
     @cached_property
     def tables(self) -> Tables:
-        """The stages as the kernels for bounds read them."""
+        """The stages as arrays for the kernels of bounds."""
         first, options, recompute_s = self._options()
         seconds = self._seconds()
         forward_s, backward_s, _ = (own[:, -2, -1].min() for own in seconds)
@@ -80,8 +80,9 @@ class Stages:
         )
 
     def has_fewer_hops(self, most: float) -> bool:
-        """Whether all pipelines together, with every cut, order of classes and choice of options, have at most so many
-        hops, all micro-batches in each."""
+        """Return whether all pipelines together have at most so many hops.
+
+        Counted are every cut, order of classes and choice of options, each with all micro-batches."""
         choices = np.diff(self.tables.first, axis=2).sum(axis=0).astype(np.float64)
         pipelines, hops = np.eye(1, self.num_layers + 1), 0.0
         for depth in range(1, min(len(self.costs.cluster.workers), self.num_layers) + 1):
@@ -92,7 +93,7 @@ class Stages:
         return True
 
     def options(self, kind: int, start: int, stop: int) -> range:
-        """Return the options of one stage, which are rows of `tables.options`, the least recomputation first."""
+        """Return the options of one stage, as rows of `tables.options`, the least recomputation first."""
         first = self.tables.first
         return range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
 
@@ -133,14 +134,14 @@ class Stages:
 
     @cached_property
     def fits(self) -> Booleans:
-        """Whether a worker of each class holds a stage, one micro-batch at a time; bool [C, L + 1, L + 1]."""
+        """Return which stages a worker of each class can hold, one micro-batch at a time; bool [C, L + 1, L + 1]."""
         needed = np.stack([self.least_bytes(kind) for kind in range(len(self.classes))])
         most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self._capacities])
         found: Booleans = (needed >= 0) & (needed <= most[:, np.newaxis, np.newaxis])
         return found
 
     def smallest_option(self, kind: int, start: int, stop: int) -> int:
-        """Return the option of a stage that needs least memory with one micro-batch at a time."""
+        """Return the option of a stage that needs the least memory with one micro-batch at a time."""
         return min(self.options(kind, start, stop), key=self._needed_bytes)
 
     def _needed_bytes(self, option: int) -> int:
@@ -149,7 +150,7 @@ class Stages:
         return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
 
     def least_bytes(self, kind: int) -> Integers:
-        """Return the bytes that a worker of this class needs for a stage at least, message buffers included.
+        """Return the least bytes that a worker of this class needs for a stage, including message buffers.
 
         Returns:
             int64 [L + 1, L + 1]; -1 where there is no stage, or not even the lower bound of the bytes fits.
@@ -163,10 +164,10 @@ class Stages:
         return found
 
     def _message_bytes(self, starts: ArrayLike, stops: ArrayLike, micro_batches: int) -> Integers:
-        """Return the bytes of message buffers of stages, at most: messages asked for, and gradients that were sent.
+        """Return the most bytes of message buffers of stages: posted receives, and sent gradients.
 
-        Those of the micro-batch in hand are counted with its operations. Of each other one either its activation is
-        asked for, or its gradient has been sent.
+        The buffers of the current micro-batch are counted with its operations. Each other micro-batch has either posted
+        the receive of its activation or sent its gradient.
         """
         buffers, others = MessageBuffers(), micro_batches - 1
         below, above = self._output_bytes[np.asarray(starts)], self._output_bytes[np.asarray(stops)]
@@ -235,7 +236,7 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
 
 
 def links_between(cluster: Cluster) -> list[Link]:
-    """Return the kinds of link that join two of the workers; that inside a host if there is but one worker."""
+    """Return the kinds of link between workers; the one inside a host if there is only one worker."""
     hosts = len(cluster.host_sizes)
     links = [cluster.intra_host] if hosts < len(cluster.workers) or hosts < 2 else []
     return links if hosts < 2 else [*links, cluster.inter_host]

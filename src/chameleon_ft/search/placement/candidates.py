@@ -1,4 +1,4 @@
-"""Pipelines on workers, the figures they are chosen by, and the plan they make."""
+"""Pipelines on workers, the figures for choosing among them, and their plan."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["Candidate", "evaluated", "figures", "predicted"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Pipelines on workers; the plan is made only of those that are chosen.
+    """Pipelines on workers; a plan is made only if they are chosen.
 
     Attributes:
         name: as in `FoundPlan`.
-        pipelines: all of them, with their workers.
+        pipelines: all pipelines, with their workers.
         step_s: seconds until all operations have ended and all gradients are reduced.
         costs: of the workload on the cluster.
-        current: which layers the live workers hold now.
+        current: layers that the live workers hold now.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Candidate:
 
     @cached_property
     def moved_bytes(self) -> int:
-        """Bytes that workers lack of what they are to hold."""
+        """Bytes of their layers that workers lack."""
         return moved_bytes(self.current, self.placement, self.costs.workload.layers)
 
     @cached_property
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def survives_hosts(self) -> bool:
-        """Whether every layer has a holder left, whichever host is lost."""
+        """Whether every layer keeps a holder after the loss of any one host."""
         # More pipelines than a host has workers are never all on one host.
         return len(self.pipelines) > self.costs.cluster.host_sizes[0] or not self.host_single_points_of_failure
 
@@ -69,7 +69,7 @@ class Candidate:
         return predicted(found.name, found.plan, costs, self.current, found.in_flight_limits)[0]
 
     def found(self) -> FoundPlan:
-        """Return the plan, with all that is predicted of it."""
+        """Return the plan with its predictions."""
         routes: list[Route] = []
         in_flight_limits: dict[int, InFlightLimit] = {}
         recompute: dict[int, RecomputedLayers] = {}
@@ -100,7 +100,7 @@ class Candidate:
 
 
 def figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
-    """Return the figures that plans are chosen by, the most important one first."""
+    """Return the figures for choosing plans, the most important first."""
     return found.step_s, found.moved_bytes, found.host_single_points_of_failure
 
 
@@ -110,10 +110,9 @@ def evaluated(
     current: Placement | None,
     given: Mapping[int, InFlightLimit] | None,
 ) -> tuple[list[FoundPlan], dict[str, int]]:
-    """Return plans that were made elsewhere, and for those that do not fit the bytes that are missing.
+    """Return plans made elsewhere, and the missing bytes of plans that do not fit.
 
-    A plan may keep as much as there is memory for, and where that does not hold it, what `default_limits` says; or what
-    the `given` limits say.
+    The `given` limits apply; by default memory alone limits a plan, or `default_limits` where memory does not suffice.
     """
     found: list[FoundPlan] = []
     too_large: dict[str, int] = {}

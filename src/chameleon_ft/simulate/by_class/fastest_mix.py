@@ -1,4 +1,4 @@
-"""The fastest pipelines for a number of equal workers, of the few most promising depths."""
+"""The fastest pipelines for a number of equal workers, among the few most promising depths."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from chameleon_ft.simulate.by_class.step_times import StepTimes
 
 __all__ = ["Mix", "Mixes"]
 
-# Depths whose bounds exceed the best step by this factor are left out; of the others, this many are mixed.
+# Depths whose bounds exceed the best step by this factor are left out; at most this many others are mixed.
 _NEAR: Final = 1.06
 _DEPTHS: Final = 8
-# The mixes that are timed: those of least time when shares need not be whole.
+# Number of mixes that are timed, those of least time with fractional shares.
 _MIXES: Final = 24
 
 
@@ -34,8 +34,8 @@ class Mix:
 class Mixes:
     """The fastest mixes by number of workers; all workers have speed 1.
 
-    A mix has pipelines of one depth or of two. Of the second depth, fewer than the first has stages are enough: so many
-    of them can be replaced by whole pipelines of the first.
+    A mix has pipelines of one depth or of two. It needs fewer pipelines of the second depth than the first has stages:
+    that many could be replaced by pipelines of the first.
     """
 
     def __init__(self, times: StepTimes) -> None:
@@ -46,9 +46,9 @@ class Mixes:
         self._class = cache(self._fitting_class)
 
     def fastest(self, workers: int, *, copies: int = 1) -> Mix | None:
-        """Return the fastest mix of at most so many workers; None if none fits the memory.
+        """Return the fastest mix on up to this many workers; None if none fits the memory.
 
-        Pipelines are so short that `copies` of them are possible: every layer has as many holders.
+        Pipelines are short enough to run `copies` side by side, so every layer has that many holders.
         """
         return self._fastest(workers, copies)
 
@@ -109,21 +109,21 @@ class Mixes:
         return math.ceil(self._times.micro_batches / max(1, workers // depth))
 
     def _least_sync_s(self, own: PipelineClass) -> float:
-        """Return the least sync of the largest stage: no latency, and a ring of two, which sends the bytes once."""
+        """Return the least sync of the largest stage: no latency, and a ring of two, which sends all bytes once."""
         layers = self._pipelines.costs.workload.layers
         largest = max(sum(layers[each].gradient_bytes for each in stage) for stage in own.cut.stages)
         return largest / self._pipelines.costs.cluster.inter_host.bytes_per_s
 
     def _divided_s(self, workers: int, depth: int, own: PipelineClass) -> float:
-        """Return seconds of a step if workers could be divided into pipelines of this depth and a part of one.
+        """Return seconds of a step if a fraction of a pipeline of this depth could use the remaining workers.
 
-        Pipelines that would leave many workers over may be the best together with others.
+        A depth that leaves many workers over may be best in a mix with another.
         """
         line = self._pipelines.line(own, self._share(depth, workers))
         return math.inf if line is None else line[0] + line[1] * self._times.micro_batches * depth / workers
 
     def _promising(self, workers: int, classes: Mapping[int, PipelineClass]) -> list[Counter[PipelineClass]]:
-        """Return the mixes of one or two depths that take least if shares need not be whole."""
+        """Return the mixes of one or two depths that are fastest with fractional shares."""
         lines = {
             depth: line
             for depth, own in classes.items()
