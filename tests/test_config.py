@@ -64,7 +64,7 @@ def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
         ({"failures": [{"step": 1, "worker": 0, "kind": "melt"}]}, "failures[0].kind = \"melt\": should be 'kill'"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_with_what_is_expected(data: dict[str, Any], expected: str) -> None:
+def test_a_wrong_key_or_value_is_named_with_the_expected_one(data: dict[str, Any], expected: str) -> None:
     assert expected in message(data)
 
 
@@ -105,7 +105,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ({"data": {"format": "text"}, "model": {"vocab_size": 100}}, "model.vocab_size = 100: text is read as bytes"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_with_what_to_change(data: dict[str, Any], expected: str) -> None:
+def test_inconsistent_fields_are_refused_with_a_remedy(data: dict[str, Any], expected: str) -> None:
     assert expected in message(data)
 
 

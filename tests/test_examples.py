@@ -34,7 +34,7 @@ def train_plainly(job: Job, *, steps: int, batch_size: int) -> nn.Module:
     return model
 
 
-def test_it_names_what_it_has_not_seen_after_a_hundred_steps() -> None:
+def test_it_classifies_unseen_samples_after_short_training() -> None:
     model = train_plainly(load_example(), steps=80, batch_size=16)
     unseen = load_job(f"{EXAMPLES / 'own_model.py'}:job", RunConfig()).dataset
     inputs, targets = load_micro_batch(unseen, range(50_000, 50_400))

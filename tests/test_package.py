@@ -89,7 +89,7 @@ def test_to_import_is_not_to_compile(part: str) -> None:
     assert result.stdout == "False\n"
 
 
-def test_names_are_found_when_they_are_asked_for() -> None:
+def test_names_are_imported_on_first_use() -> None:
     assert all(hasattr(chameleon_ft, name) for name in chameleon_ft.__all__)
     assert set(dir(chameleon_ft)) == set(chameleon_ft.__all__)
 

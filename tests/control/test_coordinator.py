@@ -59,7 +59,7 @@ async def test_hosts_get_workers_in_the_order_they_come(stage: Stage) -> None:
 
 
 @scene()
-async def test_who_cannot_join_is_told_why(stage: Stage) -> None:
+async def test_a_refused_worker_receives_the_reason(stage: Stage) -> None:
     stage.join(1)
     for worker, match in [(4, "does not exist: the run has 4"), (-1, "does not exist"), (1, "has joined already")]:
         with pytest.raises(ControlError, match=match):
@@ -116,7 +116,7 @@ async def test_an_interrupt_while_the_weights_are_loaded_ends_the_run_at_once(st
 
 
 @scene()
-async def test_a_step_is_recorded_once_whoever_reports_it_first(stage: Stage) -> None:
+async def test_a_step_is_recorded_once_for_any_first_reporter(stage: Stage) -> None:
     stage.gather(4)
     stage.start()
     stage.commit(0, worker=2)

@@ -110,7 +110,7 @@ def test_of_several_losses_in_one_outage_as_much_is_predicted_as_comes(
     timed(tmp_path, monkeypatch, scene)
 
 
-def test_what_is_looked_up_is_not_taken_to_be_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_does_not_count_as_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage, clock: Clock) -> None:
         stage.train(workers=6)
         history = stage.coordinator.state.history
@@ -128,9 +128,7 @@ def test_what_is_looked_up_is_not_taken_to_be_searched_for(tmp_path: Path, monke
     timed(tmp_path, monkeypatch, scene)
 
 
-def test_where_nothing_was_to_be_chosen_nothing_is_learnt_of_decisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_choice_nothing_is_learnt_about_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage, clock: Clock) -> None:
         stage.train(workers=6)
         stage.say(stage.ranks[0], PeerFailed(generation=1, peer=None, error="a collective failed"))

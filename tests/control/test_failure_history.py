@@ -55,7 +55,7 @@ def test_the_phases_of_the_next_stall_are_the_medians_of_those_that_were() -> No
     assert (phases.detect_s, phases.stop_s, phases.regroup_s) == (0.5, 0.2, 1.0)
 
 
-def test_a_search_says_nothing_of_how_long_it_takes_to_look_up() -> None:
+def test_a_search_teaches_nothing_about_the_time_of_a_look_up() -> None:
     history = FailureHistory.before(Recovery())
     unseen = history.phases(looked_up=True)
     assert history.phases(looked_up=False) == unseen

@@ -119,7 +119,7 @@ async def test_without_a_loss_the_same_transition_is_tried_again(stage: Stage) -
 
 
 @scene(**THREE_PIPELINES)
-async def test_once_switched_the_new_plan_goes_on_without_a_transition(stage: Stage) -> None:
+async def test_after_the_switch_the_new_plan_continues_without_a_transition(stage: Stage) -> None:
     begin_transition(stage)
     stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
     stage.quiesce(3, 3)
@@ -158,7 +158,7 @@ async def test_a_spare_is_not_needed_after_the_switch(stage: Stage) -> None:
 
 
 @scene(**DROP_REPLICA)
-async def test_a_spare_has_nothing_that_counts(stage: Stage) -> None:
+async def test_the_state_of_a_spare_does_not_count(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
     stage.quiesce(2, 3)
@@ -172,7 +172,7 @@ async def test_a_spare_has_nothing_that_counts(stage: Stage) -> None:
 
 
 @scene(**DROP_REPLICA)
-async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
+async def test_the_loss_of_a_spare_teaches_nothing_about_stalls(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
     stage.quiesce(2, 3)

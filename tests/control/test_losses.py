@@ -79,7 +79,7 @@ async def test_a_closed_connection(stage: Stage) -> None:
 
 
 @scene()
-async def test_the_cause_is_the_best_that_is_known_in_the_end(stage: Stage) -> None:
+async def test_the_cause_is_the_best_known_at_the_end(stage: Stage) -> None:
     stage.train()
     stage.depart(stage.ranks[1])
     stage.reap(1, -6)
@@ -319,7 +319,7 @@ async def test_what_belongs_to_a_generation_that_is_over_is_passed_over(stage: S
 
 
 @scene(**THREE_PIPELINES)
-async def test_a_lost_worker_has_nothing_more_to_say(stage: Stage) -> None:
+async def test_messages_of_a_lost_worker_are_ignored(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(3)
     stage.commit(3, worker=3)  # was on its way when it was fenced
@@ -572,7 +572,7 @@ async def test_a_message_that_a_rank_may_not_send_costs_no_other_worker(stage: S
 
 
 @scene()
-async def test_parking_is_not_taken_for_the_answer_to_a_later_stop(stage: Stage) -> None:
+async def test_a_quiesce_report_does_not_answer_a_later_stop(stage: Stage) -> None:
     stage.train()
     stage.say(
         stage.ranks[0], Quiesced(generation=7, committed=3, reduced=False, last_vote=None, placed=6, layers=(0, 1))
@@ -622,7 +622,7 @@ async def test_what_steps_take_corrects_the_next_prediction(stage: Stage) -> Non
 
 
 @scene(steps=40)
-async def test_of_a_fall_back_to_a_checkpoint_nothing_was_predicted(stage: Stage) -> None:
+async def test_a_fall_back_to_a_checkpoint_has_no_prediction(stage: Stage) -> None:
     stage.train()
     stage.save(2, 0, 0, 1)
     stage.save(2, 1, 2, 3)

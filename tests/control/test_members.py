@@ -201,7 +201,7 @@ def test_an_incident_is_timed_phase_by_phase() -> None:
 EXPECTED = StallModel(detect_s=2.0, stop_s=3.0, decide_s=0.5, regroup_s=0.25)
 
 
-def test_what_is_over_of_a_stall_is_known_when_it_is_decided() -> None:
+def test_a_decision_knows_the_completed_part_of_a_stall() -> None:
     incident = Incident(
         (
             loss(),
@@ -217,7 +217,7 @@ def test_what_is_over_of_a_stall_is_known_when_it_is_decided() -> None:
     assert (phases.detect_s, phases.stop_s, repeat_s) == (0.25, 0.5, 0.0)
 
 
-def test_the_moment_of_a_failure_that_is_not_known_is_guessed() -> None:
+def test_an_unknown_failure_time_is_estimated() -> None:
     incident = Incident((loss(failed_at=None),), stopped_at=11.0)
     phases, repeat_s = incident.stall_so_far(7.0, EXPECTED)
     assert (phases.detect_s, phases.stop_s, repeat_s) == (2.0, 1.0, 1.0)

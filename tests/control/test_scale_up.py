@@ -345,7 +345,7 @@ async def test_who_dies_before_it_takes_part_changes_nothing(stage: Stage) -> No
 
 
 @scene(**RESPAWNING)
-async def test_who_keeps_dying_is_not_taken_again(stage: Stage) -> None:
+async def test_a_worker_that_keeps_dying_is_not_restarted(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
@@ -527,7 +527,7 @@ async def test_after_the_last_step_no_worker_is_stopped_for_newcomers(stage: Sta
 
 
 @scene(**RESPAWNING)
-async def test_who_is_loading_when_the_run_ends_is_told_so(stage: Stage) -> None:
+async def test_a_loading_worker_is_told_that_the_run_has_ended(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
@@ -586,7 +586,7 @@ ONE_HOST = Profile(
 
 
 @scene(**RESPAWNING, measured=ONE_HOST)
-async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> None:
+async def test_a_host_with_unknown_links_is_not_admitted(stage: Stage) -> None:
     near, far = Puppet("near"), Puppet("far")
     async with watched(stage):
         stage.train()

@@ -122,7 +122,7 @@ def test_what_is_tied_is_reduced_once_by_all_that_hold_a_copy() -> None:
     assert found.exposed_s == pytest.approx(2 * 0.125 + 6 * 0.125)
 
 
-def test_whose_parameters_are_all_tied_has_nothing_else_to_reduce() -> None:
+def test_layers_with_only_tied_parameters_reduce_nothing_else() -> None:
     plan = pipelines(Shape(dp=2, pp=2, share=4))
     costs = equal_costs(layers=2, micro_batches=8, workers=4, gradient_bytes=8)
     tied = CostModel(dataclasses.replace(costs.workload, tied=(TiedParameters((0, 1), 8),)), costs.cluster)

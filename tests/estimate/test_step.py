@@ -43,7 +43,7 @@ def test_the_bubble_of_1f1b_is_the_known_one() -> None:
     assert found.gap == pytest.approx(0.0)
 
 
-def test_what_does_not_fit_is_named_with_what_is_missing() -> None:
+def test_an_overfull_worker_is_named_with_the_missing_bytes() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=2))
     costs = equal_costs(layers=2, micro_batches=2, workers=2)
     layers = tuple(dataclasses.replace(layer, param_bytes=10) for layer in costs.workload.layers)

@@ -271,7 +271,7 @@ def test_a_timeline_in_which_nothing_happened_can_be_drawn(tmp_path: Path) -> No
     assert picture.texts.count("0%") == len(LOST.plan.workers)
 
 
-def test_a_title_is_written_as_it_is(tmp_path: Path) -> None:
+def test_a_title_is_written_verbatim(tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
     draw_schedule(path, title="$5_{ & <more>", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
     text = path.read_text(encoding="utf-8")
@@ -282,7 +282,7 @@ def test_a_title_is_written_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.PNG", b"\x89PNG")]
 )
-def test_the_suffix_says_of_which_kind_the_file_is(tmp_path: Path, name: str, begins: bytes) -> None:
+def test_the_suffix_determines_the_file_format(tmp_path: Path, name: str, begins: bytes) -> None:
     path = tmp_path / name
     draw_schedule(path, title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
     assert path.read_bytes().startswith(begins)

@@ -68,7 +68,7 @@ def test_step_times_before_and_after_leave_out_interrupted_steps() -> None:
     assert [failure.worker for failure in result.failures] == [3, 1]
 
 
-def test_steps_trained_again_after_a_checkpoint_are_counted_once_and_said() -> None:
+def test_repeated_steps_are_counted_once_and_reported() -> None:
     steps = [step_record(0), step_record(1), step_record(2), step_record(1, loss=1.5), step_record(2, loss=1.0)]
     result = summary(steps, [failure_record(2)])
     assert (result.steps, result.final_loss) == (3, 1.0)

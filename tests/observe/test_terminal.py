@@ -32,7 +32,7 @@ def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> st
     return out.getvalue()
 
 
-def test_it_tells_the_run_from_beginning_to_end() -> None:
+def test_it_reports_the_run_from_beginning_to_end() -> None:
     text = shown()
     for words in (
         "a [small] model",

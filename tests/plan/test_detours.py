@@ -99,7 +99,7 @@ def test_a_worker_of_two_pipelines_is_refused() -> None:
         detoured_hops(plan_of([[0, 1]]), [[0, 1], [2, 3], [1, 4]])
 
 
-def test_pipelines_are_told_from_detours() -> None:
+def test_pipelines_are_distinguished_from_detours() -> None:
     before = pipelines(Shape(dp=3, pp=2, share=4))
     assert disjoint_pipelines(before) == [(0, 1), (2, 3), (4, 5)]
     rerouted = reroute(before, [3], equal_costs(layers=before.placement.num_layers, micro_batches=12, workers=6))
@@ -108,7 +108,7 @@ def test_pipelines_are_told_from_detours() -> None:
     assert len({worker for pipeline in found for worker in pipeline}) == sum(map(len, found))
 
 
-def test_detours_are_made_from_the_pipelines_to_which_layers_moved_last() -> None:
+def test_detours_start_from_the_pipelines_of_the_last_move() -> None:
     before = pipelines(Shape(dp=3, pp=2, share=4))
     rerouted = reroute(before, [3], equal_costs(layers=before.placement.num_layers, micro_batches=12, workers=6))
     moved = plan_of([[0, 1], [4, 2], [5, 5]])

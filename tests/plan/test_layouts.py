@@ -23,7 +23,7 @@ from tests.strategies import seconds, shapes
 
 
 @given(st.lists(seconds | st.just(0.0), min_size=1, max_size=8), st.data())
-def test_no_cut_has_a_cheaper_dearest_stage(costs: list[float], data: st.DataObject) -> None:
+def test_no_cut_has_a_cheaper_slowest_stage(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
 
     cut = split_layers(costs, stages)
@@ -37,12 +37,12 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs: list[float], data: st.DataObj
     assert max(math.fsum(costs[layers.start : layers.stop]) for layers in cut) == pytest.approx(least)
 
 
-def test_a_dear_layer_is_alone() -> None:
+def test_an_expensive_layer_is_alone() -> None:
     assert split_layers([1, 1, 5, 1], 3) == (LayerRange(0, 2), LayerRange(2, 3), LayerRange(3, 4))
 
 
 @pytest.mark.parametrize("stages", [0, 4, -1])
-def test_there_are_as_many_stages_as_layers_at_most(stages: int) -> None:
+def test_there_are_at_most_as_many_stages_as_layers(stages: int) -> None:
     with pytest.raises(PlanError, match=f"3 layers can be cut into 1 to 3 stages, not {stages}"):
         split_layers([1.0, 1.0, 1.0], stages)
 

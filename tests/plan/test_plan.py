@@ -167,7 +167,7 @@ json_values = st.recursive(
 
 
 @given(plans(), st.data())
-def test_nothing_but_a_plan_error_comes_of_broken_json(plan: Plan, data: st.DataObject) -> None:
+def test_broken_json_raises_only_plan_errors(plan: Plan, data: st.DataObject) -> None:
     document = {"recompute": [], **json.loads(plan.to_json())}
     field = data.draw(st.sampled_from(sorted(document)))
     document[field] = data.draw(json_values)

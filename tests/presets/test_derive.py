@@ -151,7 +151,7 @@ def test_tensor_parallelism_divides_bytes_and_work_and_adds_messages() -> None:
     assert shared.forward_s == pytest.approx(alone.forward_s / 8 + messages_s)
 
 
-def test_a_name_may_be_shortened_to_where_only_one_goes_on() -> None:
+def test_a_name_may_be_shortened_to_a_unique_prefix() -> None:
     assert device("H100") is device("h100-80g")
     assert device("ascend-910b") is device("ascend-910b-64g")
     assert state_policy("bf16").name == "bf16", "what is a name of its own is not short for another"

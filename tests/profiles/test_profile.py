@@ -161,7 +161,7 @@ def test_a_derived_profile_is_the_derived_workload() -> None:
         ({"layers": (LayerCost("one", 1.0, 1.0, 1.0),)}, "times of 2 layers and costs of 1"),
     ],
 )
-def test_a_profile_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
+def test_an_invalid_profile_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         dataclasses.replace(profile(), **changes)  # type: ignore[arg-type]
 

@@ -197,7 +197,7 @@ def test_a_blocked_read_ends_before_settling_too() -> None:
         tracker.close()
 
 
-def test_a_descriptor_that_names_another_connection_by_now_is_left_alone() -> None:
+def test_a_reused_descriptor_is_left_alone() -> None:
     with ExitStack() as stack:
         listener = stack.enter_context(listening())
         tracker = SocketTracker()

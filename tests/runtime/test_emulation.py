@@ -152,7 +152,7 @@ def test_a_message_takes_the_time_of_its_link(clock: Clock, peer: int, seconds: 
     assert clock.now == pytest.approx(100.0 + seconds)
 
 
-def test_a_message_that_is_asked_for_late_is_there(clock: Clock) -> None:
+def test_a_late_receive_finds_its_message(clock: Clock) -> None:
     wire = Wire()
     linked(wire, 0).send(torch.ones(3), peer=1, tag=0)
     clock.now += 50
@@ -207,7 +207,7 @@ def test_a_vote_takes_its_own_time_only(clock: Clock) -> None:
     assert wire.calls == ["open", "vote (0, 1)"]
 
 
-def test_who_waits_for_a_link_is_told_that_the_generation_is_over(clock: Clock) -> None:
+def test_a_wait_for_a_link_ends_with_the_generation(clock: Clock) -> None:
     wire = Wire()
     receiver = linked(wire, 1)
     linked(wire, 0).send(torch.ones(3), peer=1, tag=0)

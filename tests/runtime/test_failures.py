@@ -255,7 +255,7 @@ def test_without_a_checkpoint_the_run_ends_and_says_why(tmp_path: Path) -> None:
     assert not ended.run.control_file.exists()
 
 
-def test_a_run_that_failed_for_good_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     # Everybody is lost, so that even a checkpoint does not help; what is on disk does.
     config = small_config(
         tmp_path,
@@ -397,7 +397,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
 # --- resuming, and being interrupted ---------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
     first = train_here(small_config(tmp_path, steps=4), tmp_path / "run")
     assert complete_checkpoints(first.run.checkpoints) == [4]
     resumed = resume_here(first, steps=8, workers=2, parallel=Parallel(dp=1, pp=2))

@@ -310,7 +310,7 @@ def exchange_with_the_victim(communicators: GlooCommunicators, membership: Membe
 
 
 @pytest.mark.parametrize("moment", ["message", "reduction"])
-def test_a_kill_in_the_middle_wakes_all_and_they_go_on(moment: str) -> None:
+def test_a_kill_in_the_middle_wakes_the_others_and_they_continue(moment: str) -> None:
     with Ranks(4) as ranks:
         first = ranks.memberships()
         second = ranks.memberships(members=(0, 2, 3))

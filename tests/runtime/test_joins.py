@@ -106,7 +106,7 @@ def test_a_worker_that_came_back_is_lost_in_its_transition_or_soon_after(tmp_pat
     assert [event["incarnation"] for event in ended.events("respawn")] == [2, 3]
 
 
-def test_another_worker_is_lost_while_one_is_taken_in(tmp_path: Path) -> None:
+def test_a_worker_is_lost_while_another_joins(tmp_path: Path) -> None:
     failures = (fails(3, step=4), fails(3, step=4, phase="transfer"), fails(2, step=20, phase="transfer"))
     ended = train_until(
         endless(tmp_path, failures=failures),
@@ -116,7 +116,7 @@ def test_another_worker_is_lost_while_one_is_taken_in(tmp_path: Path) -> None:
     assert ended.lost == {2, 3}
 
 
-def test_a_worker_that_keeps_dying_is_not_taken_again(tmp_path: Path) -> None:
+def test_a_worker_that_keeps_dying_is_not_admitted_again(tmp_path: Path) -> None:
     failures = tuple(fails(3, step=4, phase="forward") for _ in range(3))
     config = endless(
         tmp_path,

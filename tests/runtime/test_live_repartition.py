@@ -153,7 +153,7 @@ def test_dropout_and_checkpoints(tmp_path: Path) -> None:
     assert_trained_as_if_nothing_failed(resumed)
 
 
-def test_without_a_last_holder_there_is_nothing_to_re_partition(tmp_path: Path) -> None:
+def test_without_a_last_holder_re_partition_is_impossible(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,
         workers=3,

@@ -84,7 +84,7 @@ def test_parts_of_memory_are_apart_and_begin_where_the_allocator_would_begin(
         given_out += size + -size % 64
 
 
-def test_touching_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_stops_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preallocation, "_PIECE_BYTES", 1000)
     memory = Memory(10_000)
     whole = memory.part((10_000,), torch.uint8)
@@ -111,7 +111,7 @@ def test_a_room_has_a_module_and_memory_for_the_rest_of_the_state() -> None:
     assert one.memory is None, "its state is no more than its parameters"
 
 
-def test_room_is_made_in_the_order_that_is_asked_for() -> None:
+def test_layers_are_preallocated_in_the_requested_order() -> None:
     builds = Builds()
     allocator = builds.allocator()
     expected(allocator, {3: 0, 0: 0, 2: 0})
@@ -120,7 +120,7 @@ def test_room_is_made_in_the_order_that_is_asked_for() -> None:
     assert builds.begun == [3, 0, 2, 0]
 
 
-def test_where_nothing_is_made_ahead_it_is_made_when_it_is_taken() -> None:
+def test_without_preallocation_memory_is_allocated_on_demand() -> None:
     builds = Builds()
     allocator = builds.allocator(ahead=False)
     expected(allocator, {0: 10**15, 1: 10**15})
@@ -130,7 +130,7 @@ def test_where_nothing_is_made_ahead_it_is_made_when_it_is_taken() -> None:
     allocator.drop()
 
 
-def test_what_has_been_made_for_another_plan_is_used_where_it_fits() -> None:
+def test_memory_preallocated_for_another_plan_is_reused_if_it_fits() -> None:
     builds = Builds()
     allocator = builds.allocator()
     expected(allocator, {0: 0, 1: 0, 2: 0})
@@ -157,7 +157,7 @@ def under_way(builds: Builds, allocator: LayerAllocator, layers: dict[int, int],
     assert not doing.is_alive()
 
 
-def test_dropping_waits_for_what_is_being_made_and_nothing_is_made_after_it() -> None:
+def test_dropping_waits_for_the_current_allocation_and_starts_no_other() -> None:
     builds = Builds()
     allocator = builds.allocator()
     under_way(builds, allocator, {0: 0, 1: 0, 2: 0}, allocator.drop)
@@ -166,14 +166,14 @@ def test_dropping_waits_for_what_is_being_made_and_nothing_is_made_after_it() ->
     assert builds.begun == [0, 1], "and it can go on with something else"
 
 
-def test_another_plan_while_room_is_made() -> None:
+def test_another_plan_arrives_during_preallocation() -> None:
     builds = Builds()
     allocator = builds.allocator()
     under_way(builds, allocator, {0: 0, 1: 0, 2: 0}, lambda: expected(allocator, {2: 0, 3: 0}))
     assert builds.begun == [0, 2, 3]
 
 
-def test_in_a_hurry_no_more_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_urgent_request_touches_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[bool] = []
     monkeypatch.setattr(Memory, "touch", lambda self, *, unless: touched.append(not unless()))
     builds = Builds()
@@ -190,7 +190,7 @@ def test_in_a_hurry_no_more_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -
     assert touched == [False, False, True]
 
 
-def test_a_layer_that_cannot_be_made_is_said_to_whoever_needs_it() -> None:
+def test_a_failed_allocation_is_reported_to_the_taker_of_the_layer() -> None:
     def fails() -> nn.Module:
         raise ValueError("no such layer")
 
@@ -214,7 +214,7 @@ def test_what_an_optimizer_keeps_fits_whatever_the_sizes() -> None:
     assert None not in moments
 
 
-def test_where_there_is_no_memory_for_all_at_once_a_layer_has_none_ahead() -> None:
+def test_a_layer_is_not_preallocated_if_memory_does_not_hold_all_at_once() -> None:
     allocator = Builds().allocator()
     expected(allocator, {2: 1 << 60})
     made = allocator.take(2)

@@ -99,7 +99,7 @@ def test_links_between_processes_of_this_host() -> None:
 
 
 @pytest.mark.multiprocess
-def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> None:
+def test_a_failed_member_is_reported_without_waiting_for_the_others() -> None:
     exchange, config = Exchange(message_bytes=(64,), repeats=1), RunConfig(timeouts=TIMEOUTS)
     with serve_store("127.0.0.1") as port:
         both = [
@@ -118,7 +118,7 @@ def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> 
             run_members(both)
 
 
-def test_a_host_that_does_not_answer_is_named_with_what_to_do() -> None:
+def test_an_unreachable_host_is_named_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: no process answers.*chameleon profile --serve"):
         measure_link_to("127.0.0.1:9", RunConfig(), message_bytes=(64,), repeats=1)
 

@@ -98,7 +98,7 @@ def test_a_worker_that_has_nothing_to_run_takes_part_from_the_start() -> None:
         assert len(reducing.finish()) == 3
 
 
-def test_a_reduction_ends_when_it_ends_and_not_when_it_is_asked_for() -> None:
+def test_a_reduction_is_recorded_with_its_own_end() -> None:
     ring = Ring()
     with reductions(ring, [Segment(HIGH, (0, 1))]) as reducing:
         reducing.after(4)

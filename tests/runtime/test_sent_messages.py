@@ -90,7 +90,7 @@ def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_ar
     assert network.waited == []
 
 
-def test_before_a_gradient_is_sent_the_one_that_is_so_many_before_has_arrived() -> None:
+def test_a_gradient_is_sent_only_after_an_earlier_one_has_arrived() -> None:
     messages = sending(network := Network())
     for number in range(6):
         messages.send(backward(number), torch.zeros(2))

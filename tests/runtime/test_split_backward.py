@@ -63,7 +63,7 @@ def test_both_halves_are_the_backward(name: str, first: bool) -> None:
         assert_equal(parameter.grad, wanted)
 
 
-def test_the_weight_half_adds_to_what_is_there() -> None:
+def test_the_weight_half_accumulates_gradients() -> None:
     torch.manual_seed(0)
     stage = Stage(STAGES["plain"])
     buffers = [torch.zeros_like(p) for p in stage.parameters()]

@@ -108,7 +108,7 @@ def test_layers_without_parameters_have_nothing_to_update() -> None:
     held.restore(2, held.snapshot(2))
 
 
-def test_the_learning_rate_is_set_for_each_step_or_left_alone() -> None:
+def test_the_learning_rate_is_set_for_each_step_or_unchanged() -> None:
     scheduled = held_layers()
     assert [scheduled.update(step) for step in range(3)] == pytest.approx([0.05, 0.025, 0.05 / 3])
     left_alone = held_layers(dataclasses.replace(toy_job(LAYERS), learning_rate=None))
@@ -212,7 +212,7 @@ def test_a_vote_that_is_applied_later_is_the_same_step(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
-def test_whoever_wants_to_finish_is_heard(tmp_path: Path) -> None:
+def test_a_request_to_finish_is_in_the_vote(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
     assert alone(commit, StepStats(loss=1.0, terms=1, samples=1), finish=True).vote.finish
     assert not alone(commit, StepStats(loss=1.0, terms=1, samples=1)).vote.finish

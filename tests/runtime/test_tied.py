@@ -33,7 +33,7 @@ def held(*layers: int) -> HeldLayers:
     return HeldLayers(toy_job(LAYERS, tied=True), layers, seed=SEED, device=CPU)
 
 
-def test_whoever_holds_several_copies_has_one_gradient_of_them() -> None:
+def test_several_copies_on_one_worker_have_one_gradient() -> None:
     both = held(0, 3)
     buffers = GradientBuffers(both, (Segment(LayerRange(0, 1), (0,)), Segment(LayerRange(3, 4), (0,)), TIED))
     ((embedding, head),) = both.tied((0, 3))
@@ -49,7 +49,7 @@ def test_whoever_holds_several_copies_has_one_gradient_of_them() -> None:
     assert buffers.square_sum(1) == 0.0, "it is counted once, by the first holder"
 
 
-def test_whoever_holds_one_copy_takes_part_and_others_do_not() -> None:
+def test_only_holders_of_a_copy_take_part() -> None:
     for layers, expected in (((0, 1), True), ((2, 3), True), ((1, 2), False)):
         segments = GradientBuffers(held(*layers), (TIED,)).segments
         assert segments == ((TIED,) if expected else ())
@@ -87,7 +87,7 @@ def test_a_tied_model_goes_through_kills(tmp_path: Path, policy: Any) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_tied_model_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
+def test_a_tied_model_resumes_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
     ended = train_here(tied_config(tmp_path, steps=5, checkpoint=Checkpoint(every=5)), tmp_path / "run")
     resumed = resume_here(ended, steps=8, workers=3, parallel=Parallel(dp=1, pp=3))
     assert_trained_as_if_nothing_failed(resumed)

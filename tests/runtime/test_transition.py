@@ -238,7 +238,7 @@ def test_a_layer_arrives_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, piece_b
     assert any(key.endswith("/step") for key in arrived), "counters move as well"
 
 
-def test_any_values_of_an_optimizer_are_taken_along() -> None:
+def test_all_values_of_an_optimizer_move_with_its_layer() -> None:
     state: LayerState = {
         "module/empty": torch.empty(0, 3),
         "module/scalar": torch.tensor(1.5, dtype=torch.float64),

@@ -70,7 +70,7 @@ def test_a_loss_of_the_last_holder_names_the_layers(case: Planned, data: st.Data
     assert caught.value.layers == unheld
 
 
-def test_workers_that_are_on_no_route_change_nothing_but_the_placement() -> None:
+def test_workers_on_no_route_change_only_the_placement() -> None:
     plan = pipelines(Shape(dp=3, pp=2, share=2))
     idle = Plan(plan.placement, tuple(Route(r.micro_batch, plan.routes[0].hops) for r in plan.routes))
     costs = equal_costs(layers=2, micro_batches=6, workers=6)

@@ -124,7 +124,7 @@ def test_sizes_that_cannot_be_better_are_not_searched() -> None:
     assert all(each.step_s is None and each.bound_s >= alone.best.step_s for each in others)
 
 
-def test_a_size_that_does_not_fit_is_told_from_one_that_is_slow() -> None:
+def test_a_size_that_does_not_fit_is_distinguished_from_a_slow_one() -> None:
     sizes = {each.micro_batch_size: each for each in find_plan_of_sizes([preset(1), preset(64)]).sizes}
     assert sizes[64] == SizeFigures(64, math.inf, None)
     assert find_plan_of_sizes([preset(1)]).best == find_plan(preset(1)).best

@@ -120,7 +120,7 @@ def test_options_recompute_more_to_have_more_in_flight(seed: int, split: bool) -
         assert (rows[1:, IN_FLIGHT] >= rows[:-1, IN_FLIGHT]).all()
 
 
-def test_memory_that_is_not_known_allows_everything() -> None:
+def test_unknown_memory_allows_everything() -> None:
     costs = instance(random.Random(1), workers=2, layers=3, micro_batches=4, kinds=1, memory=False)
     stages = Stages(costs, [WorkerClass(1.0, None)], split_backward=True)
     assert not stages.limited

@@ -196,7 +196,7 @@ class TestInfiniteHbd:
         with pytest.raises(ConfigError, match=message):
             parse_trace(text)
 
-    def test_it_names_no_more_nodes_than_there_are(self) -> None:
+    def test_it_names_at_most_the_existing_nodes(self) -> None:
         with pytest.raises(ConfigError, match="names 2 nodes; it cannot have been measured on 1"):
             parse_trace(json.dumps([start("a", 1), start("b", 2)]), nodes=1)
 

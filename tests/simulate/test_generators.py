@@ -128,7 +128,7 @@ def test_incidents_have_the_sizes_of_a_zipf_distribution(exponent: float, larges
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(), Weibull(), Bursts(), Bursts(sizes=IncidentSizes(exponent=1.5))])
-def test_faults_come_as_often_as_they_should(arrivals: Weibull | Bursts) -> None:
+def test_faults_have_the_configured_rate(arrivals: Weibull | Bursts) -> None:
     drawn = [arrivals.faults(1e6, 1000, random.Random(seed)) for seed in range(30)]
     assert statistics.fmean(map(len, drawn)) == pytest.approx(1000, rel=0.05)
     for faults in drawn:

@@ -47,7 +47,7 @@ def test_a_model_that_has_to_recompute_is_simulated() -> None:
     assert "recomputing" in results.start
 
 
-def test_a_large_model_goes_on_with_fewer_hosts() -> None:
+def test_a_large_model_continues_on_fewer_hosts() -> None:
     results = simulated("llama2-70b", 64, [Fault(tuple(range(16)), HOUR_S)], "chameleon", "restart")
     for result in results.policies.values():
         assert result.down_s == 0
@@ -160,7 +160,7 @@ def test_the_roomiest_cut_needs_least_memory() -> None:
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 32])
-def test_a_job_begins_when_the_first_workers_are_there(exact_up_to: int) -> None:
+def test_a_job_begins_when_the_first_workers_are_live(exact_up_to: int) -> None:
     down = [Fault(tuple(range(4)), 0.0, 1_000.0)]
     trace = Trace.from_faults(down, workers=4, duration_s=5_000.0)
     parameters = Parameters(exact_up_to=exact_up_to)

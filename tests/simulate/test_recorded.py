@@ -83,7 +83,7 @@ def test_prior_knowledge_is_in_the_configuration_and_the_first_plan(tmp_path: Pa
     assert not parameters.has_checkpoints
 
 
-def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+def test_checkpoints_have_a_fixed_interval(tmp_path: Path) -> None:
     known = recorded_run(recorded(tmp_path / "run", [started()], of=config(every=5)))
     assert known.parameters.checkpoint_interval_s == pytest.approx(5 * STEP_S)
 

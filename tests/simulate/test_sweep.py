@@ -20,7 +20,7 @@ def scene() -> Scene:
     return Scene(trace, workload(micro_batches=80), cluster(WORKERS, per_host=4))
 
 
-def test_each_thing_is_varied_alone(scene: Scene) -> None:
+def test_each_quantity_is_varied_alone(scene: Scene) -> None:
     faster = varied(scene, "rate", 4.0)
     assert faster.trace.duration_s == scene.trace.duration_s / 4
     assert (faster.workload, faster.cluster) == (scene.workload, scene.cluster)

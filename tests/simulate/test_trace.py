@@ -133,7 +133,7 @@ def test_a_trace_of_workers_can_be_cut_to_fewer_hosts() -> None:
     assert (cut.workers, cut.hosts, len(cut.events)) == (4, 2, 4)
 
 
-def test_a_moment_on_which_one_loss_ends_and_another_begins_is_no_event() -> None:
+def test_a_loss_that_begins_as_another_ends_is_no_event() -> None:
     trace = trace_of([Fault((0,), 1, 2), Fault((0,), 2, 3, cause="second")], workers=1)
     assert [(event.time_s, event.kind) for event in trace.events] == [(1, "lost"), (3, "back")]
 

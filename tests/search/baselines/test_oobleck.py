@@ -163,7 +163,7 @@ def test_fewer_pipelines_are_chosen_where_gradient_sync_is_expensive() -> None:
         assert len(pipelines_of(chosen)) == pipelines
 
 
-def test_it_recomputes_where_nothing_else_fits_and_not_where_that_is_slower() -> None:
+def test_it_recomputes_only_if_necessary_or_faster() -> None:
     layers = (LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=4, activation_bytes=10, output_bytes=1),) * 4
     for capacity, recomputes in ((200, False), (45, True)):
         workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(2))

@@ -116,7 +116,7 @@ def pipelines_of(result: BaselinePlan) -> dict[tuple[int, ...], int]:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=seeds)
-def test_it_chooses_what_trying_everything_would(seed: int) -> None:
+def test_it_chooses_as_exhaustive_search_does(seed: int) -> None:
     costs = small(seed, workers=7, layers=6, micro_batches=9)
     known: dict[tuple[int, int], float] = {}
 
