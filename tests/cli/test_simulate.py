@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,10 +13,14 @@ from xml.etree import ElementTree
 import pytest
 
 from chameleon_ft.cli import main
+from chameleon_ft.cluster import Cluster
 from chameleon_ft.presets import device, model_shape
 from chameleon_ft.profiles import derived_profile, read_profile, write_profile
-from chameleon_ft.simulate import load_trace
+from chameleon_ft.simulate import Trace, load_trace
+from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
+from chameleon_ft.simulate.run import simulate as run_simulation
+from chameleon_ft.workload import Workload
 from tests.simulate.runs import decision, failure, recorded, started
 
 SHAPE = {
@@ -27,18 +33,19 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 TRACE = """\
-{"chameleon_trace": 1, "workers": 16, "workers_per_host": 4, "duration_s": 86400, "name": "a day"}
-{"time_s": 3600.0, "kind": "lost", "workers": [4, 5, 6, 7]}
-{"time_s": 7200.0, "kind": "slow", "workers": [12], "speed": 0.6}
-{"time_s": 9000.0, "kind": "slow", "workers": [12], "speed": 1.0}
-{"time_s": 10800.0, "kind": "back", "workers": [4, 5, 6, 7]}
+{"chameleon_trace": 1, "workers": 8, "workers_per_host": 2, "duration_s": 86400, "name": "a day"}
+{"time_s": 3600.0, "kind": "lost", "workers": [2, 3]}
+{"time_s": 7200.0, "kind": "slow", "workers": [6], "speed": 0.6}
+{"time_s": 9000.0, "kind": "slow", "workers": [6], "speed": 1.0}
+{"time_s": 10800.0, "kind": "back", "workers": [2, 3]}
 """
 FAULTS = [
     {"node_id": node, "event_time": day, "event_type": kind, "fault_type": {"Level": "a", "Class": "b", "Desc": "c"}}
     for node, day, kind in (("n1", 1.0, "fault_start"), ("n1", 1.5, "fault_end"), ("n2", 2.0, "fault_start"))
 ]
-COMMON = ("--model", "shape.json", "--device", "h100", "--workers-per-host", "4", "--assume", "exact_up_to=0")
-CASE = (*COMMON, "--workers", "16", "--trace", "day.jsonl")
+COMMON = ("--model", "shape.json", "--device", "h100", "--workers-per-host", "2", "--micro-batches", "8",
+          "--assume", "exact_up_to=0")  # fmt: skip
+CASE = (*COMMON, "--workers", "8", "--trace", "day.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +55,34 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "day.jsonl").write_text(TRACE)
     (tmp_path / "faults.json").write_text(json.dumps(FAULTS))
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[object, Results]:
+    """The results of all that was simulated, by its arguments; what is removed from it is simulated anew."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def simulated_once(monkeypatch: pytest.MonkeyPatch, known: dict[object, Results]) -> None:
+    """Simulate equal arguments once: most tests compare ways to show the same results."""
+
+    def once(
+        trace: Trace,
+        workload: Workload,
+        cluster: Cluster,
+        policies: Sequence[str],
+        *,
+        progress: Callable[[str, float], None] | None,
+        **options: Any,
+    ) -> Results:
+        key = (trace, workload, cluster, tuple(policies), tuple(sorted(options.items())))
+        if key not in known:
+            known[key] = run_simulation(trace, workload, cluster, policies, progress=progress, **options)
+        return known[key]
+
+    for name in ("chameleon_ft.cli.commands.simulate", "chameleon_ft.simulate.sweep"):
+        monkeypatch.setattr(import_module(name), "simulate", once)
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -66,8 +101,8 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_every_policy_is_set_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulated(capsys, *CASE, "--policies", "all")
     assert tuple(found["policies"]) == SIMULATED_POLICIES
-    assert (found["workers"], found["duration_s"], found["lost_events"], found["faults"]) == (16, 86_400, 1, 1)
-    assert found["availability"] == pytest.approx(1 - 4 * 2 / (16 * 24))
+    assert (found["workers"], found["duration_s"], found["lost_events"], found["faults"]) == (8, 86_400, 1, 1)
+    assert found["availability"] == pytest.approx(1 - 2 * 2 / (8 * 24))
     oracle = found["policies"]["oracle"]
     for own in found["policies"].values():
         assert own["goodput"] <= oracle["goodput"]
@@ -79,9 +114,12 @@ def test_every_policy_is_set_beside_the_bound(capsys: pytest.CaptureFixture[str]
     assert restart["decisions"] == sum(restart["decisions_by_kind"].values()) > 0
 
 
-def test_the_same_arguments_give_the_same_results_to_the_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = (*COMMON, "--workers", "16", "--generate", "spot", "--days", "1", "--policies", "chameleon,restart")
+def test_the_same_arguments_give_the_same_results_to_the_bit(
+    capsys: pytest.CaptureFixture[str], known: dict[object, Results]
+) -> None:
+    drawn = (*COMMON, "--workers", "8", "--generate", "spot", "--days", "0.5", "--policies", "chameleon,restart")
     first = simulate(capsys, *drawn, "--seed", "3", "--json")
+    known.clear()
     assert simulate(capsys, *drawn, "--seed", "3", "--json") == first
     assert simulate(capsys, *drawn, "--seed", "4", "--json") != first
 
@@ -102,7 +140,7 @@ def test_the_table_has_a_row_for_each_policy_the_best_first(capsys: pytest.Captu
 
 def test_a_ranking_without_any_failure_says_so(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     (folder / "quiet.jsonl").write_text(TRACE.splitlines(keepends=True)[0])
-    quiet = (*COMMON, "--workers", "16", "--trace", "quiet.jsonl", "--policies", "chameleon,restart")
+    quiet = (*COMMON, "--workers", "8", "--trace", "quiet.jsonl", "--policies", "restart,oracle")
     warning = "warning: no worker is lost in the 1.0 days that are simulated"
     printed = simulate(capsys, *quiet)
     assert warning in printed
@@ -112,17 +150,17 @@ def test_a_ranking_without_any_failure_says_so(capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert json.loads(captured.out)["lost_events"] == 0
     assert warning in captured.err
-    assert "no worker is lost" not in simulate(capsys, *CASE, "--policies", "chameleon")
-    assert "warning: no worker is lost at workers 8, 16" in simulate(capsys, *quiet, "--sweep", "workers=8,16")
+    assert "no worker is lost" not in simulate(capsys, *CASE, "--policies", "restart")
+    assert "warning: no worker is lost at workers 4, 8" in simulate(capsys, *quiet, "--sweep", "workers=4,8")
 
 
 def test_a_rate_compresses_a_trace_and_keeps_the_workers_that_are_up(capsys: pytest.CaptureFixture[str]) -> None:
-    once = simulated(capsys, *CASE, "--policies", "chameleon")
-    often = simulated(capsys, *CASE, "--policies", "chameleon", "--rate", "4")
+    once = simulated(capsys, *CASE, "--policies", "restart")
+    often = simulated(capsys, *CASE, "--policies", "restart", "--rate", "4")
     assert often["duration_s"] == once["duration_s"] / 4
     assert often["faults_per_1000_host_days"] == pytest.approx(4 * once["faults_per_1000_host_days"])
     assert often["availability"] == pytest.approx(once["availability"])
-    half = simulated(capsys, *CASE, "--policies", "chameleon", "--days", "0.5")
+    half = simulated(capsys, *CASE, "--policies", "restart", "--days", "0.5")
     assert half["duration_s"] == 43_200
 
 
@@ -130,7 +168,7 @@ def test_a_rate_compresses_a_trace_and_keeps_the_workers_that_are_up(capsys: pyt
 def test_a_trace_that_is_drawn_is_as_long_as_asked_at_any_rate(
     capsys: pytest.CaptureFixture[str], repairs: tuple[str, ...]
 ) -> None:
-    drawn = (*COMMON, "--workers", "400", "--generate", "bursts", "--days", "40", "--policies", "drop-replica")
+    drawn = (*COMMON, "--workers", "200", "--generate", "bursts", "--days", "40", "--policies", "drop-replica")
     once = simulated(capsys, *drawn, *repairs)
     often = simulated(capsys, *drawn, *repairs, "--rate", "5")
     assert often["duration_s"] == pytest.approx(once["duration_s"]) == 40 * 86_400
@@ -138,21 +176,21 @@ def test_a_trace_that_is_drawn_is_as_long_as_asked_at_any_rate(
 
 
 def test_a_trace_can_be_kept(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    drawn = (*COMMON, "--workers", "16", "--generate", "spot", "--days", "1", "--policies", "drop-replica")
+    drawn = (*COMMON, "--workers", "8", "--generate", "spot", "--days", "1", "--policies", "drop-replica")
     first = simulated(capsys, *drawn, "--save-trace", "kept.jsonl")
-    assert load_trace(folder / "kept.jsonl").workers == 16
-    again = simulated(capsys, *COMMON, "--workers", "16", "--trace", "kept.jsonl", "--policies", "drop-replica")
+    assert load_trace(folder / "kept.jsonl").workers == 8
+    again = simulated(capsys, *COMMON, "--workers", "8", "--trace", "kept.jsonl", "--policies", "drop-replica")
     assert again == first
 
 
 def test_a_list_of_failing_nodes_needs_to_know_of_how_many(capsys: pytest.CaptureFixture[str]) -> None:
-    few = (*COMMON, "--trace", "faults.json", "--policies", "drop-replica")
-    error = simulate(capsys, *few, "--workers", "4", code=2)
+    few = (*COMMON, "--trace", "faults.json", "--policies", "restart")
+    error = simulate(capsys, *few, "--workers", "2", code=2)
     assert "names only nodes that failed, 2 of them, and the cluster has only 1 hosts" in error
     assert "--nodes" in error
-    taken = simulate(capsys, *few, "--workers", "16")
+    taken = simulate(capsys, *few, "--workers", "8")
     assert "assumed to be measured on 4 nodes" in taken
-    assert "assumed to be measured" not in simulate(capsys, *few, "--workers", "16", "--nodes", "8")
+    assert "assumed to be measured" not in simulate(capsys, *few, "--workers", "8", "--nodes", "8")
 
 
 def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +205,7 @@ def test_a_measured_profile_takes_the_place_of_model_and_device(
     profile = derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1)
     write_profile(profile, folder / "p.json")
     assert read_profile(folder / "p.json") == profile
-    options = ("--workers", "16", "--workers-per-host", "4", "--trace", "day.jsonl", "--policies", "drop-replica",
+    options = ("--workers", "8", "--workers-per-host", "2", "--trace", "day.jsonl", "--policies", "drop-replica",
                "--assume", "exact_up_to=0")  # fmt: skip
     measured = simulated(capsys, "--profile", "p.json", *options)
     derived = simulated(capsys, "--model", "llama2-7b", "--device", "h100-80g", *options)
@@ -178,7 +216,7 @@ def test_a_measured_profile_takes_the_place_of_model_and_device(
 def test_the_picture_names_every_policy(capsys: pytest.CaptureFixture[str], folder: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     files = ("--picture", f"a.{kind}", "--save-trace", "kept.jsonl")
-    printed = simulate(capsys, *CASE, "--policies", "chameleon,restart,oracle", *files)
+    printed = simulate(capsys, *CASE, "--policies", "restart,chameleon,oracle", *files)
     assert printed.endswith(f"picture written to a.{kind}\ntrace written to kept.jsonl\n")
     assert (folder / f"a.{kind}").stat().st_size > 1000
     if kind == "svg":
@@ -204,9 +242,9 @@ def test_a_sweep_names_the_first_policy_at_each_value(capsys: pytest.CaptureFixt
 
 
 def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixture[str]) -> None:
-    case = (*CASE, "--policies", "chameleon")
+    case = (*CASE, "--policies", "restart")
     printed = simulate(capsys, *case, "--sweep", "memory=0.001,80")
-    assert "memory 0.001: no pipelines of 16 workers fit the memory" in printed
+    assert "memory 0.001: no pipelines of 8 workers fit the memory" in printed
     assert "at no value can anything be trained" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
 
 
@@ -270,30 +308,30 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--workers", "16", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
+        (("--workers", "8", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
         ((*CASE, "--profile", "p.json"), "--profile p.json determines this already; leave one of them out"),
         (("--model", "llama2-7c", *CASE[2:]), "llama2-7b"),
         (
-            ("--workers", "16", "--trace", "day.jsonl", "--profile", "p.json", "--recompute", "full"),
+            ("--workers", "8", "--trace", "day.jsonl", "--profile", "p.json", "--recompute", "full"),
             "--recompute full: --profile p.json determines this already",
         ),
         (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
-        ((*COMMON, "--workers", "16"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
+        ((*COMMON, "--workers", "8"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
         ((*CASE, "--generate", "bursts"), "leave one of them out"),
         (
             (*COMMON, "--workers", "15", "--trace", "day.jsonl"),
-            "should be a positive multiple of the 4 workers of a host",
+            "should be a positive multiple of the 2 workers of a host",
         ),
         (
             (*COMMON, "--workers", "0", "--trace", "day.jsonl"),
-            "should be a positive multiple of the 4 workers of a host",
+            "should be a positive multiple of the 2 workers of a host",
         ),
         ((*CASE, "--workers-per-host", "0"), "should be 1 or more"),
-        ((*COMMON, "--workers", "32", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
-        ((*COMMON, "--workers", "16", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
-        ((*COMMON, "--workers", "16", "--trace", "bad.jsonl"), "line 2"),
+        ((*COMMON, "--workers", "16", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
+        ((*COMMON, "--workers", "8", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
+        ((*COMMON, "--workers", "8", "--trace", "bad.jsonl"), "line 2"),
         ((*CASE, "--nodes", "5"), "5"),
-        ((*COMMON, "--workers", "16", "--generate", "spot", "--nodes", "5"), "leave it out"),
+        ((*COMMON, "--workers", "8", "--generate", "spot", "--nodes", "5"), "leave it out"),
         ((*CASE, "--policies", "chamaeleon"), "did you mean 'chameleon'"),
         ((*CASE, "--policies", ","), "name one or more of chameleon"),
         ((*CASE, "--policies", "restart,restart"), "names restart twice"),
@@ -309,7 +347,7 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--sweep", "rate=1,nan"), "should be rate|workers"),
         ((*CASE, "--sweep", "rate=1,1"), "has a value twice"),
         ((*CASE, "--sweep", "rate=0,1"), "take numbers above 0"),
-        ((*CASE, "--sweep", "workers=20"), "take multiples of the 4 workers of a host, 16 at most"),
+        ((*CASE, "--sweep", "workers=10"), "take multiples of the 2 workers of a host, 8 at most"),
         ((*CASE, "--sweep", "micro-batches=1.5"), "take whole numbers"),
         ((*CASE, "--picture", "a.bmp"), ".svg, .png, .pdf"),
         ((*CASE, "--picture", "no folder/a.svg"), "no such folder; give a file in a folder that exists"),
