@@ -22,8 +22,8 @@ train: $(VENV)/.with-package
 
 test: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
-	# One after the other: these start a process for each worker.
-	$(BIN)/python -m pytest -m multiprocess
+	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other.
+	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile
 
 explore: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore
