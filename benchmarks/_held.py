@@ -23,6 +23,7 @@ from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import gradient_segments
@@ -115,9 +116,10 @@ class Alone:
             for step in range(_STEPS):
                 committer.reduced = False
                 committer.buffers.zero()
-                stats = executor.run(step, self.operations, after=reductions.after)
+                state = StepState(step)  # held until the vote is complete
+                stats = executor.run(state, self.operations, after=reductions.after)
                 committer.commit(stats, reductions, communicators, members, finish=False)
-                stats.in_flight.clear()  # the vote is complete
+                del state
 
     def _load_earlier(self, micro_batches: MicroBatches) -> None:
         """Request the samples that earlier steps have prefetched."""

@@ -14,7 +14,11 @@ from chameleon_ft.config import Parallel, Recovery
 from chameleon_ft.control.wire.messages import PeerFailed
 from tests.control.stage import Stage, play
 
-SIX: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2), "recovery": Recovery(policy="reroute")}
+SIX: dict[str, Any] = {
+    "workers": 6,
+    "parallel": Parallel(dp=3, pp=2),
+    "recovery": Recovery(policy="reroute", salvage=False),
+}
 # The expected stall before the first one: to send the orders, and to regroup.
 AFTER_S = 0.01 + 0.1
 

@@ -361,7 +361,7 @@ def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
 def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     context = context_of(with_newcomer())
     found_before = recovery.decide(context, "repartition", RATE)
-    prepared = ScaleUpDecision(context=context, rate=RATE, decision=found_before, search_s=0.5)
+    prepared = ScaleUpDecision(context=context, rate=RATE, decision=found_before, search_s=0.5, trigger="join")
     assert prepared.is_change
     assert prepared.is_for(context)
     assert not prepared.is_for(context_of(with_newcomer(1)))

@@ -40,10 +40,13 @@ from chameleon_ft.workload import LayerCost
 from tests.control.stage import Puppet, Stage, scene, vote
 
 RESPAWNING: dict[str, Any] = {
-    "recovery": Recovery(policy="chameleon", respawn=True, respawn_delay_s=4.0, max_respawns=2),
+    "recovery": Recovery(policy="chameleon", salvage=False, respawn=True, respawn_delay_s=4.0, max_respawns=2),
     "batch": Batch(micro_batches=12, micro_batch_size=1),
 }
-STEADY: dict[str, Any] = {**RESPAWNING, "recovery": Recovery(policy="reroute", respawn=True, respawn_delay_s=4.0)}
+STEADY: dict[str, Any] = {
+    **RESPAWNING,
+    "recovery": Recovery(policy="reroute", salvage=False, respawn=True, respawn_delay_s=4.0),
+}
 
 
 @asynccontextmanager
@@ -537,7 +540,7 @@ async def test_a_loading_worker_is_told_that_the_run_has_ended(stage: Stage) -> 
         assert rank.count(Exit) == 1
 
 
-@scene(**{**RESPAWNING, "recovery": Recovery(policy="chameleon")})
+@scene(**{**RESPAWNING, "recovery": Recovery(policy="chameleon", salvage=False)})
 async def test_no_worker_is_started_again_unless_configured(stage: Stage) -> None:
     async with watched(stage):
         stage.train()

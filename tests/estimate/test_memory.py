@@ -18,7 +18,11 @@ from chameleon_ft.workload import LayerCost, Workload
 from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned, recomputing, some_recompute
 
 sizes = st.integers(0, 1000)
-buffers = st.builds(MessageBuffers, receives_ahead=st.integers(1, 5), sends_kept=st.integers(1, 5))
+buffers = st.builds(
+    lambda receives_ahead, in_flight: MessageBuffers(receives_ahead, receives_ahead + in_flight),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
 
 
 @st.composite
@@ -322,4 +326,4 @@ def test_buffers_need_room_for_the_message_that_is_next() -> None:
     with pytest.raises(ConfigError, match="receives_ahead"):
         MessageBuffers(receives_ahead=0)
     with pytest.raises(ConfigError, match="sends_kept"):
-        MessageBuffers(sends_kept=0)
+        MessageBuffers(receives_ahead=2, sends_kept=2)

@@ -23,6 +23,7 @@ from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, best_program, check_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
@@ -105,7 +106,8 @@ def take_part(task: Task) -> list[PlainStep]:
         reductions = stack.enter_context(kind(committer.buffers, task.operations, communicators))
         for step in range(STEPS):
             committer.buffers.zero()
-            stats = executor.run(step, task.operations, after=reductions.after)
+            state = StepState(step)  # held until the vote is complete
+            stats = executor.run(state, task.operations, after=reductions.after)
             applied = committer.commit(stats, reductions, communicators, task.membership.members, finish=False)
             assert applied.vote.samples == task.batch.samples
             done.append(

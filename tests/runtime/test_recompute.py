@@ -22,6 +22,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.sync import gradient_segments
@@ -132,7 +133,7 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
     found: list[Tensor] = []
     for step in range(steps):
         buffers.zero()
-        stats = executor.run(step, program.of(0), after=lambda count: None)
+        stats = executor.run(StepState(step), program.of(0), after=lambda count: None)
         parameters = held.parameters(LayerRange(0, job.num_layers))
         found += [torch.tensor(stats.loss, dtype=torch.float64), torch.tensor(stats.terms)]
         found += [p.grad.clone() for p in parameters if p.grad is not None]

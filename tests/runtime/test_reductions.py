@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from chameleon_ft.plan import Hop, LayerRange, Route
+from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
+from chameleon_ft.runtime.execution import commit
 from chameleon_ft.runtime.execution.commit import Reductions
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import Operation, OperationKind
@@ -29,59 +31,78 @@ SEGMENTS = (Segment(HIGH, (0, 1)), Segment(NOTHING, (0, 3)), Segment(MIDDLE, (0,
 
 
 class Ring:
-    """Communicators in which a reduction ends when it is told to, or when it is interrupted."""
+    """Communicators in which reductions end, doubling the tensor, while the ring is open, or when interrupted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_open: bool = False) -> None:
         self.issued: list[tuple[int, ...]] = []
         self.works: list[_Work] = []
+        self.fails_at: int | None = None
         self.interrupts = 0
+        self.over = threading.Event()
+        if is_open:
+            self.over.set()
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         self.issued.append(group)
-        self.works.append(_Work())
+        self.works.append(_Work(self, tensor, fails=len(self.works) == self.fails_at))
         return self.works[-1]
-
-    def end(self) -> None:
-        for work in self.works:
-            work.over.set()
 
     def interrupt(self) -> None:
         self.interrupts += 1
-        for work in self.works:
-            work.error = CommunicationError(None, "the generation is over")
-            work.over.set()
+        self.over.set()
 
 
 class _Work:
-    def __init__(self) -> None:
-        self.over = threading.Event()
-        self.error: Exception | None = None
+    def __init__(self, ring: Ring, tensor: Tensor, *, fails: bool) -> None:
+        self.ring, self.tensor, self.fails = ring, tensor, fails
 
     def wait(self) -> None:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
+        self.ring.over.wait()
+        if self.fails:
+            raise CommunicationError(None, "connection reset")
+        if self.ring.interrupts:
+            raise CommunicationError(None, "the generation is over")
+        self.tensor.mul_(2)
+
+
+def gradient_buffers(segments: Sequence[Segment] = SEGMENTS) -> GradientBuffers:
+    held = HeldLayers(toy_job(5), range(5), seed=SEED, device=torch.device("cpu"))
+    buffers = GradientBuffers(held, segments)
+    for segment in buffers.segments:
+        for number, buffer in enumerate(buffers.of(segment), start=1):
+            buffer.fill_(number)
+    return buffers
 
 
 def reductions(
-    ring: Ring, segments: Sequence[Segment] = SEGMENTS, operations: Sequence[Operation] = OPERATIONS
+    ring: Ring,
+    buffers: GradientBuffers | None = None,
+    *,
+    operations: Sequence[Operation] = OPERATIONS,
+    zeros: Collection[GradientKey] = (),
 ) -> Reductions:
-    held = HeldLayers(toy_job(5), range(5), seed=SEED, device=torch.device("cpu"))
     communicators: Communicators = ring  # type: ignore[assignment]
-    return Reductions(GradientBuffers(held, segments), operations, communicators)
+    return Reductions(buffers or gradient_buffers(), operations, communicators, zeros=zeros)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_each_segment_is_issued_when_its_gradients_are_complete_and_waited_for_at_the_end() -> None:
-    ring = Ring()
+    ring = Ring(is_open=True)
     with reductions(ring) as reducing:
         issued_after = []
         for step in range(2):
             for count in range(len(OPERATIONS) + 1):
                 reducing.after(count)
+                wait_for(lambda: reducing._ended.qsize() == reducing._in_flight)
                 issued_after.append(len(set(ring.issued)))
-            ring.end()
             done = reducing.finish()
-            # A layer without parameters has nothing to reduce; HIGH has gradients of one element type, MIDDLE of two.
+            # A layer without parameters has nothing to reduce; HIGH has gradients of two element types, MIDDLE too.
             assert [timed.segment.layers for timed in done] == [HIGH, MIDDLE, LOW]
             assert all(timed.start_s <= timed.end_s for timed in done)
             assert ring.issued[5 * step :] == [(0, 1)] * 2 + [(0, 2)] * 2 + [(0, 4)]
@@ -90,35 +111,80 @@ def test_each_segment_is_issued_when_its_gradients_are_complete_and_waited_for_a
 
 
 def test_a_worker_that_has_nothing_to_run_takes_part_from_the_start() -> None:
+    ring = Ring(is_open=True)
+    with reductions(ring, operations=()) as reducing:
+        reducing.after(0)
+        assert len(reducing.finish()) == 3
+        assert len(set(ring.issued)) == 3
+
+
+def test_a_segment_is_issued_only_when_the_one_before_it_is_reduced() -> None:
     ring = Ring()
     with reductions(ring, operations=()) as reducing:
         reducing.after(0)
-        assert len(set(ring.issued)) == 3
-        ring.end()
-        assert len(reducing.finish()) == 3
+        wait_for(lambda: len(ring.issued) == 2)
+        time.sleep(0.02)
+        assert ring.issued == [(0, 1)] * 2
+        ring.over.set()
+        reducing.finish()
 
 
 def test_a_reduction_is_recorded_with_its_own_end() -> None:
-    ring = Ring()
-    with reductions(ring, [Segment(HIGH, (0, 1))]) as reducing:
+    ring = Ring(is_open=True)
+    with reductions(ring, gradient_buffers([Segment(HIGH, (0, 1))])) as reducing:
         reducing.after(4)
-        ring.end()
-        for _ in range(1000):  # until the thread has recorded the end, before any call of `finish`
-            if not reducing._ended.empty():
-                break
-            time.sleep(0.01)
+        wait_for(lambda: not reducing._ended.empty())
         before_finish_s = time.perf_counter()
         (timed,) = reducing.finish()
         assert timed.end_s <= before_finish_s
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_gradient_is_a_contribution_until_its_bucket_is_complete(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "_BUCKET_BYTES", bucket_bytes)
+    whole = Segment(LayerRange(0, 5), (0, 1))
+    messages = 6 if bucket_bytes == 1 else 2  # of layers with one or two element types; of two element types
+    for fails_at in range(messages):
+        ring = Ring(is_open=True)
+        ring.fails_at = fails_at
+        buffers = gradient_buffers([whole])
+        before = {key: [buffer.clone() for buffer in buffers.of_key(key)] for key in whole.keys}
+        with reductions(ring, buffers) as reducing:
+            reducing.after(len(OPERATIONS))
+            with pytest.raises(CommunicationError, match="connection reset"):
+                reducing.finish()
+
+        types = [len(buffers.of_key(key)) for key in whole.keys]
+        complete = 0 if bucket_bytes > 1 else sum(sum(types[: n + 1]) <= fails_at for n in whole.layers)
+        assert buffers.totals == set(whole.keys[:complete])
+        for key in whole.keys:
+            factor = 2 if key in buffers.totals else 1
+            for buffer, own in zip(buffers.of_key(key), before[key], strict=True):
+                assert torch.equal(buffer, factor * own)
+
+
+def test_zeros_are_contributed_where_another_worker_has_the_total() -> None:
+    buffers = gradient_buffers()
+    with reductions(Ring(is_open=True), buffers, operations=(), zeros={(3,), (0,)}) as reducing:
+        reducing.after(0)
+        reducing.finish()
+    assert buffers.totals == {(0,), (1,), (3,), (4,)}
+    for key in buffers.totals:
+        assert all((buffer == 0).all() == (key in {(3,), (0,)}) for buffer in buffers.of_key(key))
+
+    buffers.zero()
+
+    assert buffers.totals == set()
+
+
 def test_the_error_of_a_reduction_is_the_training_threads() -> None:
-    ring = Ring()
+    ring = Ring(is_open=True)
+    ring.fails_at = 2
     with reductions(ring) as reducing:
         for count in range(len(OPERATIONS) + 1):
             reducing.after(count)
-        ring.works[2].error = CommunicationError(None, "connection reset")
-        ring.end()
         with pytest.raises(CommunicationError, match="connection reset"):
             reducing.finish()
 

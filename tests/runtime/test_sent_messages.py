@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_ft.plan import Hop, LayerRange, Route
+from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
-from chameleon_ft.runtime.execution.executor import SentMessages
-from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.runtime.execution.sent_messages import SentMessages
+from chameleon_ft.runtime.execution.step_state import Result, StepState
 
-KEPT = 3
-ROUTE = (Hop(1, LayerRange(0, 1)), Hop(0, LayerRange(1, 2)), Hop(2, LayerRange(2, 3)))
-OTHER = (Hop(3, LayerRange(0, 1)), *ROUTE[1:])
+AHEAD, KEPT = 2, 5
+IN_FLIGHT = KEPT - AHEAD
 
 
 @dataclass
@@ -61,68 +60,88 @@ class Network:
     def close(self) -> None: ...
 
 
-def forward(micro_batch: int) -> Operation:
-    return Operation.of(OperationKind.FORWARD, Route(micro_batch, ROUTE), 1)
+def activation(micro_batch: int) -> Result:
+    return True, micro_batch, 1
 
 
-def backward(micro_batch: int, hops: tuple[Hop, ...] = ROUTE) -> Operation:
-    return Operation.of(OperationKind.BACKWARD, Route(micro_batch, hops), 1)
+def gradient(micro_batch: int) -> Result:
+    return False, micro_batch, 1
 
 
-def sending(network: Network) -> SentMessages:
-    return SentMessages(network, Activity(), kept=KEPT)
+ANSWERED = {activation(number) for number in range(20)}
+
+
+def sending(network: Network, state: StepState | None = None, *, activity: Activity | None = None) -> SentMessages:
+    buffers = MessageBuffers(receives_ahead=AHEAD, sends_kept=KEPT)
+    return SentMessages(state or StepState(0), network, activity or Activity(), buffers=buffers, answered=ANSWERED)
 
 
 def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_are() -> None:
-    messages = sending(network := Network())
+    messages = sending(network := Network(), state := StepState(0))
     tensors = [torch.zeros(2) for _ in range(20)]
     for number, tensor in enumerate(tensors):
-        messages.send(forward(number), tensor)
+        messages.send(activation(number), tensor, receiver=2)
     alive = [weakref.ref(tensor) for tensor in tensors]
     del tensors, tensor
 
-    messages.answered(backward(7))
+    messages.release(activation(7))
 
     gc.collect()
     assert [number for number, tensor in enumerate(alive) if tensor() is None] == [7]
-    assert [message.operation.micro_batch for message in messages.in_flight()] == [*range(7), *range(8, 20)]
+    assert list(state.results) == list(state.in_flight) == [activation(n) for n in (*range(7), *range(8, 20))]
     assert network.sent == [(2, 2 * number) for number in range(20)]
     assert network.waited == []
 
 
-def test_a_gradient_is_sent_only_after_an_earlier_one_has_arrived() -> None:
-    messages = sending(network := Network())
-    for number in range(6):
-        messages.send(backward(number), torch.zeros(2))
-        assert network.waited == [(1, 2 * earlier + 1) for earlier in range(number + 1 - KEPT)]
-        held = [message.operation.micro_batch for message in messages.in_flight()]
+@pytest.mark.parametrize("forward", [False, True])
+def test_an_unanswered_message_is_held_until_it_has_certainly_been_used(forward: bool) -> None:
+    messages = sending(network := Network(), state := StepState(0))
+    for number in range(9):
+        messages.send((forward, 100 + number, 1), torch.zeros(2), receiver=1)
+        tags = [2 * (100 + earlier) + (not forward) for earlier in range(number + 1 - IN_FLIGHT)]
+        assert network.waited == [(1, tag) for tag in tags]
+        held = [micro_batch - 100 for _, micro_batch, _ in state.results]
         assert held == list(range(max(0, number + 1 - KEPT), number + 1))
 
 
 def test_gradients_to_different_workers_do_not_wait_for_each_other() -> None:
-    messages = sending(network := Network())
-    for number in range(KEPT):
-        messages.send(backward(number), torch.zeros(2))
-        messages.send(backward(10 + number, OTHER), torch.zeros(2))
+    messages = sending(network := Network(), state := StepState(0))
+    for number in range(IN_FLIGHT):
+        messages.send(gradient(number), torch.zeros(2), receiver=1)
+        messages.send(gradient(10 + number), torch.zeros(2), receiver=3)
     assert network.waited == []
 
-    messages.send(backward(KEPT), torch.zeros(2))
+    messages.send(gradient(IN_FLIGHT), torch.zeros(2), receiver=1)
 
     assert network.waited == [(1, 1)]
-    assert len(messages.in_flight()) == 2 * KEPT
+    assert len(state.results) == 2 * IN_FLIGHT + 1
 
 
-def test_a_gradient_that_did_not_arrive_is_still_held() -> None:
-    messages = sending(network := Network())
+def test_a_gradient_that_could_not_be_sent_is_held_with_those_before_it() -> None:
+    messages = sending(network := Network(), state := StepState(0))
     for number in range(KEPT):
-        messages.send(backward(number), torch.zeros(2))
+        messages.send(gradient(number), torch.zeros(2), receiver=1)
     network.gone.add(1)
 
     with pytest.raises(CommunicationError, match="worker 1 failed: it is gone"):
-        messages.send(backward(KEPT), torch.zeros(2))
+        messages.send(gradient(KEPT), torch.zeros(2), receiver=1)
 
-    assert [message.operation.micro_batch for message in messages.in_flight()] == list(range(KEPT))
+    assert list(state.results) == [gradient(number) for number in range(KEPT + 1)]
     assert len(network.sent) == KEPT
+
+
+def test_sending_again_does_not_wait_and_what_follows_does() -> None:
+    messages = sending(network := Network(), state := StepState(0))
+    state.results = {gradient(number): torch.zeros(2) for number in range(8)}
+    for number in range(8):
+        messages.send_again(gradient(number), receiver=1)
+    assert network.waited == []
+    assert len(network.sent) == len(state.results) == 8
+
+    messages.send(gradient(8), torch.zeros(2), receiver=1)
+
+    assert network.waited == [(1, 2 * (8 - IN_FLIGHT) + 1)]
+    assert list(state.results) == [gradient(number) for number in range(9 - KEPT, 9)]
 
 
 def test_a_waiting_worker_names_its_peer() -> None:
@@ -137,8 +156,8 @@ def test_a_waiting_worker_names_its_peer() -> None:
         def wait(self) -> None:
             seen.append(activity.read()[:2])
 
-    messages = SentMessages(Watched(), activity, kept=1)
-    messages.send(backward(4), torch.zeros(2))
-    messages.send(backward(5), torch.zeros(2))
+    messages = sending(Watched(), activity=activity)
+    for number in range(IN_FLIGHT + 1):
+        messages.send(gradient(4 + number), torch.zeros(2), receiver=1)
 
-    assert seen == [("worker 1 to take the gradient of B4.1", True)]
+    assert seen == [("worker 1 to take the gradient of micro-batch 4", True)]

@@ -34,7 +34,17 @@ RELATION_ERROR: Final = "relation"
 """Type of the error that lists the relations between fields that do not hold."""
 
 FailurePhase = Literal[
-    "forward", "backward", "sync", "vote", "optimizer", "recovery", "transfer", "confirm", "switch", "checkpoint"
+    "forward",
+    "backward",
+    "sync",
+    "vote",
+    "optimizer",
+    "recovery",
+    "rest",
+    "transfer",
+    "confirm",
+    "switch",
+    "checkpoint",
 ]
 FailureKind = Literal["kill", "hang", "disconnect"]
 PolicyName = Literal[
@@ -122,6 +132,11 @@ class Recovery(Section):
         ge=0,
         le=1,
         description="Prior fraction of failures that take all workers of a host; prior_weight applies to it too.",
+    )
+    salvage: bool = Field(
+        default=True,
+        description="After a loss, complete the interrupted step from what the survivors hold of it, instead of "
+        "repeating it. Baseline policies repeat it, as their systems do.",
     )
     restart_cost_s: float = Field(
         default=300.0,

@@ -12,7 +12,7 @@ from typing import Any
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.wire.messages import Message, OperationTimes
-from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
+from chameleon_ft.observe import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
 
 __all__ = [
     "Command",
@@ -88,7 +88,7 @@ class OtherRecord:
 class Record(Command):
     """Write a record and show it."""
 
-    record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | OtherRecord
+    record: StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | OtherRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import (
+    FailureCostRecord,
     FailureRecord,
     FaultLog,
     JoinRecord,
@@ -205,7 +206,7 @@ class Coordinator:
                 self._record(record)
             case commands.Task.RECORD_SCALE_UP:
                 fields = self._decisions.describe_scale_up(state)
-                self._recorder.event("decision", generation=state.generation, trigger="join", **fields)
+                self._recorder.event("decision", generation=state.generation, **fields)
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.CompleteCheckpoint(step=checkpoint):
@@ -240,12 +241,16 @@ class Coordinator:
         if (peer := self._peers.get(connection)) is not None:
             peer.send(message)
 
-    def _record(self, record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | commands.OtherRecord) -> None:
+    def _record(
+        self, record: StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | commands.OtherRecord
+    ) -> None:
         match record:
             case StepRecord():
                 self._recorder.step(record)
             case FailureRecord():
                 self._recorder.failure(record)
+            case FailureCostRecord():
+                self._recorder.failure_cost(record)
             case JoinRecord():
                 self._recorder.join(record)
             case OutcomeRecord():

@@ -240,7 +240,11 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
         return  # another worker has reported the step
     vote = message.vote
     draft.set(committed=message.step + 1, last_vote=vote)
-    incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
+    is_rest = state.active.rest is not None and message.step == state.active.first_step
+    if is_rest:
+        incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
+    else:
+        incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
     # Workers that train have switched to the newest plan.
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
         draft.do(commands.Task.PREPARE_DECISIONS)
@@ -256,11 +260,16 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
                 step_s=message.step_s,
                 workers=len(state.active.plan.workers),
                 generation=message.generation,
+                time=draft.at.unix_s,
             )
-        ),
-        commands.MeasureStep(message.step_s),
+        )
     )
-    outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s)
+    if not is_rest:
+        draft.do(commands.MeasureStep(message.step_s))
+    outcomes, cost = state.outcomes.cost(message.step, draft.at.unix_s)
+    if cost is not None:
+        draft.do(commands.Record(cost))
+    outcomes, outcome = outcomes.committed(message.step_s, draft.at.unix_s)
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)
     if vote.pause and not vote.finish and message.step + 1 < state.settings.steps:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.rest import RestEstimate, estimate_rest
 from chameleon_ft.estimate.step import (
     PartsEstimate,
     StepEstimate,
@@ -25,6 +26,7 @@ __all__ = [
     "MessageBuffers",
     "PartsEstimate",
     "PipelineTimes",
+    "RestEstimate",
     "StallModel",
     "StepEstimate",
     "SyncEstimate",
@@ -32,6 +34,7 @@ __all__ = [
     "TransitionEstimate",
     "WorkerMemory",
     "estimate_parts",
+    "estimate_rest",
     "estimate_step",
     "estimate_sync",
     "peak_bytes_of",

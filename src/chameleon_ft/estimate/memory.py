@@ -82,20 +82,34 @@ class MessageBuffers:
 
     Attributes:
         receives_ahead: most receives posted at a time, including the one that the next operation needs.
-        sends_kept: most gradients held after they are sent to one worker; before the next is sent, the earliest must
-            have arrived.
+        sends_kept: most gradients held after they are sent to one worker.
 
     Raises:
-        ConfigError: a number is below 1.
+        ConfigError: `receives_ahead` is below one, or `sends_kept` is not above it.
     """
 
-    receives_ahead: int = 4
-    sends_kept: int = 4
+    receives_ahead: int = 3
+    sends_kept: int = 6
 
     def __post_init__(self) -> None:
-        for name in ("receives_ahead", "sends_kept"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.receives_ahead < 1:
+            raise ConfigError(f"receives_ahead must be at least 1; got {self.receives_ahead}")
+        if self.sends_kept <= self.receives_ahead:
+            raise ConfigError(
+                f"sends_kept must be above receives_ahead, {self.receives_ahead}, for a gradient that its receiver may "
+                f"not have used yet is held; got {self.sends_kept}"
+            )
+
+    @property
+    def sends_in_flight(self) -> int:
+        """How many gradients to one worker may be on their way: before the next is sent, the earliest has arrived.
+
+        A gradient is released only when its receiver has certainly used it, so that it can be sent again after a
+        failure. Suppose that gradient n is to be sent, and n - `sends_in_flight` has arrived. Then the receiver has
+        posted the receive of that one, in the order of its program. At most `receives_ahead` of its receives are posted
+        and unused, so it has used all up to n - `sends_in_flight` - `receives_ahead`, which is n - `sends_kept`.
+        """
+        return self.sends_kept - self.receives_ahead
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from chameleon_ft.observe.files import (
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder, View
 from chameleon_ft.observe.records import (
+    FailureCostRecord,
     FailureRecord,
     JoinRecord,
     NoticedBy,
@@ -33,6 +34,7 @@ from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, Time
 __all__ = [
     "ControlAddress",
     "CostsFrom",
+    "FailureCostRecord",
     "FailureRecord",
     "FaultLog",
     "GenerationPlan",

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import describe_invalid
-from chameleon_ft.observe.records import FailureRecord, OutcomeRecord
+from chameleon_ft.observe.records import FailureCostRecord, FailureRecord, OutcomeRecord
 
 __all__ = [
     "DecisionEvent",
@@ -92,6 +92,13 @@ class UsedCorrections(_Part):
     slow: dict[int, float]
 
 
+class Salvaged(_Part):
+    """The predicted seconds of the rest of an interrupted step, and the share of its work that is repeated."""
+
+    rest_s: float
+    repeated_share: float
+
+
 class DecisionEvent(_Part):
     """The fields of an event `decision`; see docs/files.md."""
 
@@ -99,7 +106,7 @@ class DecisionEvent(_Part):
     generation: int
     search_s: float
     prepared: bool
-    trigger: Literal["loss", "join"] = "loss"
+    trigger: Literal["loss", "join", "review"] = "loss"
     step: int
     lost: tuple[int, ...]
     live: int
@@ -110,6 +117,7 @@ class DecisionEvent(_Part):
     chosen: str | None
     horizon_s: float
     candidates: tuple[ScoredCandidate, ...]
+    salvaged: Salvaged | None = None
 
     @property
     def best(self) -> ScoredCandidate | None:
@@ -134,6 +142,7 @@ class DecisionStory:
         policy: policy that was carried out; None if the run ended before.
         outcome: None if no step was committed under it, or it is a no-op.
         is_noop: whether it let the running generation continue.
+        cost: of the incident that caused it; None if there was none, or the interrupted step was never committed.
     """
 
     number: int
@@ -143,6 +152,7 @@ class DecisionStory:
     policy: str | None
     outcome: OutcomeRecord | None
     is_noop: bool = False
+    cost: FailureCostRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -153,6 +163,7 @@ class DecisionStory:
             "losses": [loss.to_json() for loss in self.losses],
             "policy": self.policy,
             "outcome": None if self.outcome is None else self.outcome.to_json(),
+            "cost": None if self.cost is None else self.cost.to_json(),
         }
 
 
@@ -166,6 +177,7 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
     losses: dict[tuple[int, int], list[FailureRecord]] = defaultdict(list)
     policies: dict[int, str] = {}
     outcomes: dict[int, OutcomeRecord] = {}
+    costs: dict[int, FailureCostRecord] = {}
     for event in events:
         match event["event"]:
             case "started":
@@ -177,6 +189,9 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
                 policies[event["generation"]] = event["policy"]
             case "failure":
                 losses[session, event["worker"]].append(FailureRecord.from_json(event))
+            case "failure_cost":
+                cost = FailureCostRecord.from_json(event)
+                costs |= dict.fromkeys(cost.incident_generations, cost)
             case "outcome":
                 outcomes[event["generation"]] = OutcomeRecord.from_json(event)
 
@@ -193,6 +208,7 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
             policy=decision.chosen if is_noop else policies.get(decision.generation),
             outcome=None if is_noop else outcomes.get(decision.generation),
             is_noop=is_noop,
+            cost=None if is_noop else costs.get(decision.generation),
         )
         for number, (session, decision, is_noop) in enumerate(decided, start=1)
     )

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -155,7 +155,15 @@ class RunDirectory:
 
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written."""
-        return [FailureRecord.from_json(event) for event in self.events() if event["event"] == "failure"]
+        events = self.events()
+        costs = {
+            generation: event["failure_cost_steps"]
+            for event in events
+            if event["event"] == "failure_cost"
+            for generation in event["incident_generations"]
+        }
+        failures = (FailureRecord.from_json(event) for event in events if event["event"] == "failure")
+        return [replace(each, failure_cost_steps=costs.get(each.generation)) for each in failures]
 
     def outcomes(self) -> list[OutcomeRecord]:
         """Read the outcomes of decisions in the order they were written."""

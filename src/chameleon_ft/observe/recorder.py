@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.records import (
+    FailureCostRecord,
     FailureRecord,
     JoinRecord,
     OutcomeRecord,
@@ -38,6 +39,9 @@ class View:
 
     def failure(self, record: FailureRecord) -> None:
         """The recovery from the loss of a worker is complete."""
+
+    def failure_cost(self, record: FailureCostRecord) -> None:
+        """The step that a failure interrupted is committed."""
 
     def outcome(self, record: OutcomeRecord) -> None:
         """The outcome of a decision is measured."""
@@ -88,6 +92,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Record a lost worker, after training has resumed without it or the run has ended."""
         self._write_event("failure", record.to_json())
         self._view.failure(record)
+
+    def failure_cost(self, record: FailureCostRecord) -> None:
+        """Record the cost of an incident."""
+        self._write_event("failure_cost", record.to_json())
+        self._view.failure_cost(record)
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Record the outcome of a decision."""

@@ -13,6 +13,7 @@ from chameleon_ft.quantities import duration
 
 __all__ = [
     "DETECTED_BY",
+    "FailureCostRecord",
     "FailureRecord",
     "JoinRecord",
     "NoticedBy",
@@ -100,7 +101,10 @@ class RunInfo(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(_Record):
-    """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping."""
+    """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping.
+
+    `time` is when the first worker reported the commit, in Unix seconds; older runs have none.
+    """
 
     step: int
     loss: float
@@ -111,6 +115,7 @@ class StepRecord(_Record):
     step_s: float
     workers: int
     generation: int
+    time: float | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:
@@ -133,6 +138,9 @@ class FailureRecord(_Record):
     The phases follow each other: `detect_s` (None if the time of the failure is unknown) until the detection, `stop_s`
     until every survivor had left its operation, `decide_s` until the plan was chosen, `transfer_s` in which layers
     moved, and `regroup_s`, the rest until the first operation. `stall_s` is their sum.
+
+    `repeated_s` are the seconds of a step whose work is repeated; if `is_salvaged`, the interrupted step was completed
+    from what survivors held of it. `failure_cost_steps` is that of the record `FailureCostRecord`; None until then.
     """
 
     worker: int
@@ -152,6 +160,23 @@ class FailureRecord(_Record):
     lost_layers: tuple[int, ...] = ()
     moved_bytes: int = 0
     rounds: int = 0
+    repeated_s: float | None = None
+    is_salvaged: bool = False
+    failure_cost_steps: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCostRecord(_Record):
+    """The cost of an incident in steps, once the interrupted step is committed.
+
+    `failure_cost_steps` is the time between the commits before and after it, less the median of the steps before, over
+    that median. `predicted_steps` is the prediction, None if there was none. The incident ended `incident_generations`.
+    """
+
+    incident_generations: tuple[int, ...]
+    step: int
+    failure_cost_steps: float
+    predicted_steps: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from rich.text import Text
 from chameleon_ft.observe.recorder import View
 from chameleon_ft.observe.records import (
     DETECTED_BY,
+    FailureCostRecord,
     FailureRecord,
     JoinRecord,
     OutcomeRecord,
@@ -114,7 +115,16 @@ class TerminalView(View):
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {in_ranges(record.lost_layers)}")
         facts.add_row("action", f"{record.policy}: {record.action}")
+        if record.repeated_s is not None:
+            facts.add_row("repeated", f"{duration(record.repeated_s)} of work of step {record.step}")
         self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
+
+    def failure_cost(self, record: FailureCostRecord) -> None:
+        """Print the cost of an incident in steps."""
+        predicted = "" if record.predicted_steps is None else f" (predicted {record.predicted_steps:.2f})"
+        self._print(
+            Text(f"step {record.step} took {record.failure_cost_steps:.2f} steps longer{predicted}", style="cyan")
+        )
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Print predicted and measured results of a decision, and a warning if they differ much."""
@@ -130,7 +140,10 @@ class TerminalView(View):
         facts.add_row("action", f"{record.policy}: {record.action}")
         if record.spares:
             facts.add_row("spare", _list_workers(record.spares))
-        title = f"{_list_workers(record.workers)} joined before step {record.resume_step}"
+        if record.workers or record.spares:
+            title = f"{_list_workers(record.workers)} joined before step {record.resume_step}"
+        else:
+            title = f"a better plan from step {record.resume_step}"
         self._banner(title, facts, record, colour="green")
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:

@@ -43,12 +43,14 @@ class Policy:
             depth; or with the best of "several" plans, for a policy that never leaves the depth that it starts with.
         replans: whether it returns to a checkpoint with the fastest plan too, not only with equal pipelines.
         restarts: whether it returns to a checkpoint after every loss, so that there always is one.
+        salvages: whether a run completes an interrupted step from what survivors hold of it, instead of repeating it.
     """
 
     kinds: Mapping[Kind, str]
     starts: Literal["fastest", "equal", "several"] = "fastest"
     replans: bool = False
     restarts: bool = False
+    salvages: bool = False
 
     def propose(self, proposer: object) -> list[Any]:
         """Return the proposals of all kinds; `proposer` has a method for each `Kind`."""
@@ -77,8 +79,9 @@ POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
                 "begin_anew": "anew",
             },
             replans=True,
+            salvages=True,
         ),
-        "reroute": Policy(kinds={"reroute": "reroute", "rejoin": "reroute-rejoin"}, starts="several"),
+        "reroute": Policy(kinds={"reroute": "reroute", "rejoin": "reroute-rejoin"}, starts="several", salvages=True),
         "repair": Policy(kinds={"repair": "repair"}, starts="several"),
         "repartition": Policy(kinds={"repartition": "repartition"}, replans=True),
         # ReCycle (Gandhi et al., SOSP 2024, arXiv 2405.14009). Start it with pipelines of 1F1B with fused backward. The

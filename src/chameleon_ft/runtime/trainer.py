@@ -19,8 +19,10 @@ from chameleon_ft.control.wire.messages import (
     PeerFailed,
     Preallocate,
     Preallocated,
+    Progress,
     Quiesced,
     Refused,
+    Rest,
     Started,
     StartGeneration,
     Stop,
@@ -37,12 +39,14 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, Pace, channels_of, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.execution.step_stats import StepRecorder
+from chameleon_ft.runtime.execution.step_state import StepState
+from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
 from chameleon_ft.runtime.state_transfer.transfer import StateTransfer, channels_of_transition
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
+from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
 __all__ = ["Trainer"]
 
@@ -77,6 +81,7 @@ class Trainer:
         self._micro_batches = micro_batches_of(self.job, self.config.batch, seed=seed, device=self.device)
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
+        self._state: StepState | None = None  # of a step that has been begun and not committed
         self._placed = 0  # the generation whose placement it has switched to
         self._has_quiesced = False
         # The stand-ins of an emulated device are too small to be worth preallocating.
@@ -134,8 +139,16 @@ class Trainer:
                 last_vote=None if committer is None else committer.last_vote,
                 placed=self._placed,
                 layers=() if self._held is None else tuple(sorted(self._held.layers)),
+                progress=self._progress(),
             )
         )
+
+    def _progress(self) -> Progress | None:
+        """Return what this rank holds of the step that was interrupted; None if it has begun none."""
+        committer, state = self._committer, self._state
+        if committer is None or state is None:
+            return None
+        return Progress.of(state.progress(committer.buffers.totals))
 
     def _generation(self, order: StartGeneration) -> None:
         """Take part in one generation until it is over or the run has come to its end."""
@@ -143,6 +156,8 @@ class Trainer:
         if self._has_quiesced:
             self.faults.at("recovery", order.first_step)
         segments, operations = order.unpack_segments(), order.unpack_operations()
+        if order.rest is None:
+            self._state = None  # before anything else takes memory
         self._prepare(order, segments)
         communicators = self.new_communicators()
 
@@ -179,6 +194,8 @@ class Trainer:
                 self.client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
         finally:
             self._activity.idle("between generations")
+            if self._state is not None:
+                self._state.in_flight.clear()
             communicators.close()
             self.client.leave()
             self._transfer.end()
@@ -229,6 +246,7 @@ class Trainer:
                 f"step {order.first_step}"
             )
         committer.apply(order.roll_forward)
+        self._state = None
 
     def _switch(self, order: StartGeneration, segments: tuple[Segment, ...]) -> None:
         """Switch to the placement of the order's generation: hold its layers and no others."""
@@ -240,6 +258,8 @@ class Trainer:
         if worker not in order.members:
             self._held = self._committer = None
             return
+        if order.rest is not None and held.layers != needed:
+            raise ControlError(f"worker {worker} is to finish a step with other layers than it was begun with")
         held.keep_only(needed)
         self._committer = self._new_committer(held, order, segments)
         if order.load == "keep" and order.roll_forward is not None:
@@ -250,10 +270,15 @@ class Trainer:
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration, segments: tuple[Segment, ...]) -> Committer:
         before = self._committer
+        if before is not None and self._state is not None:
+            buffers = before.buffers  # with the contributions of the step that was interrupted
+            buffers.regroup(segments)
+        else:
+            buffers = GradientBuffers(held, segments)
         return Committer(
             worker=self.worker,
             held=held,
-            buffers=GradientBuffers(held, segments),
+            buffers=buffers,
             clip_norm=self.job.clip_norm,
             committed=order.first_step,
             activity=self._activity,
@@ -271,6 +296,9 @@ class Trainer:
     ) -> Membership:
         groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
         channels = channels_of(self.worker, operations)
+        if (rest := order.rest) is not None:
+            of_rest = channels_of(self.worker, rest.unpack_operations(), rest.resends)
+            channels = tuple(sorted({*channels, *of_rest}))
         if order.transition is not None:
             channels = tuple(sorted({*channels, *channels_of_transition(order.transition)}))
         return Membership(
@@ -310,9 +338,14 @@ class Trainer:
             faults=self.faults,
             pace=self.pace,
         )
+        finish = pause = False
+        self.client.send(Started(generation=order.generation))
+        if order.rest is not None:
+            vote = self._rest_of_step(order, order.rest, committer, communicators, executor)
+            finish, pause = vote.finish, vote.pause
+            if not finish:
+                self._checkpoint_if_due(order.generation, committer)
         with Reductions(committer.buffers, operations, communicators) as reductions:
-            finish = pause = False
-            self.client.send(Started(generation=order.generation))
             while committer.committed < self.config.steps and not finish:
                 if pause:
                     self._stand_by(order, "paused")
@@ -335,9 +368,64 @@ class Trainer:
     ) -> Vote:
         """Run, commit, report and record a step; return its vote."""
         step, start_s, start_unix_s = committer.committed, time.perf_counter(), time.time()
+        stats = executor.run(self._begin_step(committer), operations, after=reductions.after)
+        vote = self._commit(order, committer, communicators, reductions, stats, start_s=start_s)
+        if self._recorder.wants(step, first_step=order.first_step):
+            self._recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
+        return vote
+
+    def _rest_of_step(
+        self,
+        order: StartGeneration,
+        rest: Rest,
+        committer: Committer,
+        communicators: Communicators,
+        executor: Executor,
+    ) -> Vote:
+        """Run the rest of the step that was interrupted, commit and report it; return its vote."""
+        start_s = time.perf_counter()
+        committer.reduced = False
+        state = self._state or self._begin_step(committer)
+        operations, buffers, sources = rest.unpack_operations(), committer.buffers, dict(rest.sources)
+        reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
+        if twice := reduced & buffers.totals - sources.keys():
+            raise ControlError(f"worker {self.worker} holds the sums of {sorted(twice)}, which would be summed again")
+        added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
+        with Reductions(
+            buffers,
+            operations,
+            communicators,
+            zeros={key for key, source in sources.items() if source != self.worker},
+        ) as reductions:
+            with buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
+                stats = executor.resume(
+                    state,
+                    operations,
+                    resends=[resend for resend in rest.resends if resend[-1] != self.worker],
+                    counted=rest.counted,
+                    after=reductions.after,
+                )
+            return self._commit(order, committer, communicators, reductions, stats, start_s=start_s)
+
+    def _begin_step(self, committer: Committer) -> StepState:
+        """Start a step: there is nothing of it yet."""
         committer.reduced = False
         committer.buffers.zero()
-        stats = executor.run(step, operations, after=reductions.after)
+        self._state = StepState(committer.committed)
+        return self._state
+
+    def _commit(
+        self,
+        order: StartGeneration,
+        committer: Committer,
+        communicators: Communicators,
+        reductions: Reductions,
+        stats: StepStats,
+        *,
+        start_s: float,
+    ) -> Vote:
+        """Commit and report the step that was just executed; return its vote."""
+        step = committer.committed
         applied = committer.commit(
             stats,
             reductions,
@@ -346,7 +434,7 @@ class Trainer:
             finish=self.client.finishing,
             pause=self.client.pausing == order.generation,
         )
-        stats.in_flight.clear()  # the vote is complete, so all messages have arrived
+        self._state = None  # the vote is complete, so all messages have arrived
         self.client.send(
             Committed(
                 generation=order.generation,
@@ -358,8 +446,6 @@ class Trainer:
                 times=stats.operation_times(),
             )
         )
-        if self._recorder.wants(step, first_step=order.first_step):
-            self._recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
         return applied.vote
 
     def _checkpoint_if_due(self, generation: int, committer: Committer) -> None:

@@ -10,10 +10,12 @@ from chameleon_ft.schedule.best import (
     list_schedule,
     pipeline_schedule,
 )
-from chameleon_ft.schedule.check import check_program
+from chameleon_ft.schedule.check import check_program, check_rest
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
 from chameleon_ft.schedule.list_scheduler import InFlightLimit, default_limits
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.schedule.rest import ScheduledRest, best_rest
+from chameleon_ft.schedule.rest_operations import Resend
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
 
 __all__ = [
@@ -25,11 +27,15 @@ __all__ = [
     "PipelineTimes",
     "Preference",
     "Program",
+    "Resend",
     "ScheduledProgram",
+    "ScheduledRest",
     "TimedOperation",
     "Timeline",
     "best_program",
+    "best_rest",
     "check_program",
+    "check_rest",
     "default_limits",
     "list_schedule",
     "pipeline_schedule",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.plan import Hop, Plan
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule.program import Program, operations_from, records_by_code
-from chameleon_ft.schedule.records import Integers, Records
+from chameleon_ft.schedule.records import Booleans, Integers, Records
+from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
 
-__all__ = ["check_program"]
+__all__ = ["check_program", "check_rest"]
 
 _FORWARD = 0  # as records have it
 # By the number of a kind: F, B and I, W.
@@ -28,24 +31,51 @@ def check_program(program: Program, plan: Plan) -> None:
       gradients: there are no tags to tell messages apart.
     - It does not deadlock when each such channel holds one message and a send into a full channel blocks its worker.
     """
-    _check_operations(program, plan)
-    sent, received = (_messages(program, sent=sent) for sent in (True, False))
-    _check_order(sent, received)
-    _check_blocking(program, sent, received)
-
-
-def _check_operations(program: Program, plan: Plan) -> None:
-    """Check that each operation of the plan is there once, on its worker, after the operations there that it needs."""
-    wanted = records_by_code(plan, plan.routes)
-    hops = [hop for route in plan.routes for hop in route.hops]
-    numbers = np.arange(len(wanted))
-    phase = numbers // len(hops)
-    runs_on = np.tile([hop.worker for hop in hops], len(wanted) // len(hops))
+    records = records_by_code(plan, plan.routes)
+    worker = np.array([hop.worker for route in plan.routes for hop in route.hops])
+    is_asked = np.ones((len(records) // len(worker), len(worker)), np.bool_)
     # There is no W of a backward that is not split.
-    is_asked = (phase < 2) | ~np.isin(runs_on, list(plan.fused_workers))
+    is_asked[2:] = ~np.isin(worker, list(plan.fused_workers))
+    _check_operations(program, records, worker, is_asked.ravel())
+    _check_messages(program, _messages(program, sent=True))
+
+
+def check_rest(program: Program, resends: Mapping[int, Sequence[Resend]], rest: RestOfStep) -> None:
+    """Raise ProgramError unless `program` runs `rest` to its end, whatever the timing.
+
+    The conditions are those of `check_program`, for the operations that remain. In each channel the messages that the
+    sender sends again, in the order of `resends`, come before all others. They block no sender. They are exactly those
+    that the rest asks for.
+    """
+    asked = rest_operations(rest)
+    if len(asked.worker):
+        _check_operations(program, asked.records, asked.worker, asked.remains.ravel())
+    elif len(program.records):
+        raise ProgramError("there are operations in the program, but nothing of the step remains to be run")
+    # In this order, which is kept in each channel.
+    parts = _resent(resends, asked), _messages(program, sent=True)
+    _check_messages(
+        program, _by_channel(_Messages(*(np.concatenate(own, axis=-1) for own in zip(*parts, strict=True))))
+    )
+
+
+def _check_operations(program: Program, wanted: Records, worker: Integers, is_asked: Booleans) -> None:
+    """Check that each operation is there once, on its worker, after the operations there that it needs.
+
+    Args:
+        program: what is checked.
+        wanted: the operations by code; `PROGRAM_RECORD` [operations].
+        worker: of each slot; int64 [slots].
+        is_asked: whether the program is to have an operation, by code; bool [operations].
+    """
+    count = len(worker)
+    numbers = np.arange(len(wanted))
+    phase = numbers // count
+    runs_on = np.tile(worker, len(wanted) // count)
     records, workers = program.records, _workers_of(program)
     # Codes ascend by phase, micro-batch and hop.
-    codes = np.searchsorted(_keys(wanted, hops), _keys(records, hops)).clip(max=len(wanted) - 1)
+    base = 1 + max(wanted["micro_batch"].max(), wanted["hop"].max())
+    codes = np.searchsorted(_keys(wanted, base), _keys(records, base)).clip(max=len(wanted) - 1)
     is_wanted = is_asked[codes] & (runs_on[codes] == workers) & (wanted[codes] == records)
     codes = np.where(is_wanted, codes, -1)
 
@@ -58,8 +88,10 @@ def _check_operations(program: Program, plan: Plan) -> None:
     needs_no_tensor = np.where(phase == 0, wanted["first"], wanted["last"] | (phase == 2))
     is_handed_over = (wanted["receive_from"] < 0) & ~needs_no_tensor
     needed = np.stack(
-        [np.maximum(numbers - len(hops), -1), np.where(is_handed_over, numbers + np.where(phase == 0, -1, 1), -1)]
+        [np.maximum(numbers - count, -1), np.where(is_handed_over, numbers + np.where(phase == 0, -1, 1), -1)]
     )
+    # Operations that ran before an interruption are not in the program, and need not be.
+    needed[~is_asked[needed]] = -1
     too_late = place[needed[:, codes]] > places
     is_repeated = place[codes] != places
     if (wrong := (codes < 0) | is_repeated | too_late.any(0)).any():
@@ -72,16 +104,16 @@ def _check_operations(program: Program, plan: Plan) -> None:
         before = needed[too_late[:, index], codes[index]][0]
         raise ProgramError(f"{what} before {_name(wanted, before)}, which it needs")
     if missing := np.flatnonzero(is_asked & (place[:-1] == len(codes))).tolist():
-        first = min(missing, key=lambda code: (code % len(hops), code))
+        first = min(missing, key=lambda code: (code % count, code))
         raise ProgramError(
             f"the program lacks {len(missing)} operations of the plan, first {_name(wanted, first)} "
             f"on worker {runs_on[first]}"
         )
 
 
-def _keys(records: Records, hops: Sequence[Hop]) -> Integers:
-    """Numbers that ascend by phase, micro-batch and hop; the latter two are below `len(hops)`."""
-    keys: Integers = (_PHASES[records["kind"]] * len(hops) + records["micro_batch"]) * len(hops) + records["hop"]
+def _keys(records: Records, base: int) -> Integers:
+    """Numbers that ascend by phase, micro-batch and hop; the latter two are below `base`."""
+    keys: Integers = (_PHASES[records["kind"]] * base + records["micro_batch"]) * base + records["hop"]
     return keys
 
 
@@ -98,7 +130,7 @@ class _Messages(NamedTuple):
     """The messages of a program at one of their ends, channel after channel, and those of each in the worker's order.
 
     Attributes:
-        places: of the operations that send them, or receive them.
+        places: of the operations that send them, or receive them; -1 if a message is sent again.
         channels: (sender, receiver, whether it carries gradients) of each, in three rows.
         needed_by: the micro-batch and the hop that needs it, in two rows.
     """
@@ -116,8 +148,39 @@ def _messages(program: Program, *, sent: bool) -> _Messages:
     channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
     further = np.where(is_gradient, -1, 1) if sent else 0
     needed_by = np.stack([records["micro_batch"], records["hop"] + further])
-    order = np.lexsort(channels[::-1])  # which is stable
-    return _Messages(places[order], channels[:, order], needed_by[:, order])
+    return _by_channel(_Messages(places, channels, needed_by))
+
+
+def _by_channel(messages: _Messages) -> _Messages:
+    order = np.lexsort(messages.channels[::-1])  # which is stable
+    return _Messages(messages.places[order], messages.channels[:, order], messages.needed_by[:, order])
+
+
+def _resent(resends: Mapping[int, Sequence[Resend]], asked: RestOperations) -> _Messages:
+    """The messages that go to another worker again; checks that all those that are asked for are sent, once."""
+    takers = {(sender, *resend): taker for *resend, sender, taker in asked.resends.tolist()}
+    sent = [(sender, *resend) for sender, own in resends.items() for resend in own]
+    counts = Counter(sent)
+    counts.subtract(takers.keys())
+    for (sender, micro_batch, layer, forward, receiver), count in counts.items():
+        if count:
+            raise ProgramError(
+                f"worker {sender} is to send the {'output' if forward else 'input gradient'} of layer {layer} of "
+                f"micro-batch {micro_batch} again to worker {receiver} "
+                f"{'once less' if count > 0 else 'as well'}; make the resends from the rest"
+            )
+    remote = [each for each in sent if each[0] != each[-1]]
+    taker = asked.records[[takers[each] for each in remote]]
+    channels = np.array([(sender, receiver, not forward) for sender, _, _, forward, receiver in remote], np.int64)
+    return _Messages(
+        np.full(len(remote), -1), channels.reshape(-1, 3).T, np.stack([taker["micro_batch"], taker["hop"]])
+    )
+
+
+def _check_messages(program: Program, sent: _Messages) -> None:
+    received = _messages(program, sent=False)
+    _check_order(sent, received)
+    _check_blocking(program, sent, received)
 
 
 def _check_order(sent: _Messages, received: _Messages) -> None:
@@ -143,10 +206,13 @@ def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> N
     is_new[1:] = (sent.channels[:, 1:] != sent.channels[:, :-1]).any(0)
     numbers = np.cumsum(is_new) - 1
     sources, targets = np.full((2, len(program.records)), -1)
-    sources[received.places], targets[sent.places] = numbers, numbers
+    is_resent = sent.places < 0
+    sources[received.places] = numbers
+    targets[sent.places[~is_resent]] = numbers[~is_resent]
+    held = np.bincount(numbers[is_resent], minlength=int(is_new.sum()))
     ends = np.searchsorted(program.workers, sent.channels[:2, is_new])
     starts = np.array(program.starts)
-    reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1])
+    reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1], held)
     stuck = [
         f"worker {worker} {'sending the result of' if sending[index] else 'waiting to run'} "
         f"{_name(program.records, place)}"

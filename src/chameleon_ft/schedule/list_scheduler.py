@@ -184,14 +184,13 @@ def schedule_under(network: Network, rules: Rules, by_priority: Integers) -> Sch
     from chameleon_ft.schedule._kernels import scheduler_state as state
     from chameleon_ft.schedule._kernels.list_scheduler import run_scheduler
 
-    num_slots, num_workers, count = len(network.slots), len(network.workers), len(network.operations)
+    num_slots, num_workers, count = len(network.slots), len(network.workers), int(network.first[-1])
     run = state.Run(
         slots=network.slots,
         channels=network.channels,
         first=network.first,
         limits=rules.limits,
         by_priority=by_priority,
-        split=network.split_backward,
         forward_first=rules.forward_first,
         patience=rules.patience,
         gradients_only=rules.gradients_only,
@@ -200,8 +199,8 @@ def schedule_under(network: Network, rules: Rules, by_priority: Integers) -> Sch
         queues=np.zeros(len(network.channels) + 2 * num_workers, state.QUEUE),
         codes=np.empty(count, np.int64),
         # An operation adds three events at most: its end, an arrival, and its sender's wake-up; a wake-up after a
-        # denial follows an event of the denied worker's own.
-        events=np.empty(3 * (count + num_workers), state.EVENT),
+        # denial follows an event of the denied worker's own. A message that is sent again adds its arrival.
+        events=np.empty(3 * (count + num_workers) + 2 * num_slots, state.EVENT),
         state=np.zeros(1, state.STATE),
     )
     ended, strained, beyond_limits = run_scheduler(run)
@@ -228,14 +227,12 @@ def replayed(
 
 def _one_by_one(network: Network, rules: Rules) -> Schedule:
     """One micro-batch after the other through all its operations: slow, but it cannot deadlock."""
-    count = len(network.slots)
-    workers = network.slots["worker"].tolist()
+    slots, count = network.slots, len(network.slots)
     orders: list[list[int]] = [[] for _ in network.workers]
+    runs = np.concatenate([slots["runs_forward"], slots["runs_backward"], slots["runs_weight_grad"]]).tolist()
     for start, stop in pairwise([*sorted(network.by_priority.tolist()), count]):
-        for slot in range(start, stop):
-            orders[workers[slot]].append(slot)
-        for slot in reversed(range(start, stop)):
-            orders[workers[slot]].append(count + slot)
-            if network.split_backward:
-                orders[workers[slot]].append(2 * count + slot)
+        route = range(start, stop)
+        codes = [*route, *(count * phase + slot for slot in reversed(route) for phase in (1, 2))]
+        for code in filter(runs.__getitem__, codes):
+            orders[slots["worker"][code % count]].append(code)
     return replayed(network, rules, np.array([code for order in orders for code in order]))

@@ -23,7 +23,15 @@ from chameleon_ft.schedule.components import Component, HopPath, components, rec
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
 
-__all__ = ["Network", "NetworkBuilder", "builder_of", "component_builders", "pipeline_network"]
+__all__ = [
+    "Network",
+    "NetworkBuilder",
+    "builder_of",
+    "component_builders",
+    "operations_of_slots",
+    "pipeline_network",
+    "places_at_home",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,14 +90,14 @@ def pipeline_network(times: PipelineTimes, micro_batches: int, *, split_backward
     """Return the network of a pipeline with a worker for each stage; its slots have no layers."""
     depth = times.depth
     stage = np.arange(depth)
-    route = _route_slots(times, stage, downs=2 * stage, ups=2 * stage - 1)
+    route = _route_slots(times, stage, split_backward, downs=2 * stage, ups=2 * stage - 1)
     slots = np.tile(route, micro_batches)
     return Network(
         workers=tuple(range(depth)),
         channels=_pipeline_channels(depth),
         split_backward=split_backward,
         slots=slots,
-        operations=_operations(slots, split_backward=split_backward),
+        operations=operations_of_slots(slots, split_backward=split_backward),
         first=np.arange(depth + 1) * ((3 if split_backward else 2) * micro_batches),
         by_priority=np.arange(micro_batches) * depth,
     )
@@ -135,7 +143,7 @@ class NetworkBuilder:
             channels=np.array(list(self._channels), CHANNEL),
             split_backward=self.split_backward,
             slots=slots,
-            operations=_operations(slots, split_backward=self.split_backward),
+            operations=operations_of_slots(slots, split_backward=self.split_backward),
             first=np.concatenate(([0], np.cumsum(hops))) * (3 if self.split_backward else 2),
             by_priority=begins[_route_order(slots, begins, paths, np.array(path_of), len(self.workers))],
         )
@@ -150,7 +158,7 @@ class NetworkBuilder:
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
         turn = self._channel(workers[-1], workers[-1], gradient=True)
-        slots = _route_slots(self.times(hops), workers, downs=[*downs, turn], ups=[-1, *ups])
+        slots = _route_slots(self.times(hops), workers, self.split_backward, downs=[*downs, turn], ups=[-1, *ups])
         slots["start"] = [hop.layers.start for hop in hops]
         slots["stop"] = [hop.layers.stop for hop in hops]
         return slots
@@ -197,22 +205,36 @@ def _route_order(
     for path, count in enumerate(np.bincount(path_of, minlength=len(paths)).tolist()):
         routes_over[workers[path]] += count
     company = np.array([routes_over[each] for each in workers])[path_of]
-    # The place of each route in its own pipeline. A worker that takes over hops of other pipelines has more hops than
-    # its own pipeline's other workers. So the least loaded worker on a route belongs to its own pipeline.
-    worker, count = slots["worker"], len(slots)
+    found: Integers = np.lexsort((company, places_at_home(slots["worker"], begins, num_workers)))
+    return found
+
+
+def places_at_home(worker: Integers, begins: Integers, num_workers: int) -> Integers:
+    """Return the place of each route among those of its own pipeline.
+
+    A worker that takes over hops of other pipelines has more hops than its own pipeline's other workers. So the least
+    loaded worker on a route belongs to its own pipeline.
+
+    Args:
+        worker: index of the worker of each slot; int64 [slots].
+        begins: the first slot of each route; int64 [routes].
+        num_workers: number of workers.
+    """
+    count = len(worker)
     load = np.bincount(worker, minlength=num_workers)
     by_worker = np.argsort(worker, kind="stable")
     place = np.empty(count, np.int64)
     place[by_worker] = np.arange(count) - np.repeat(np.cumsum(load) - load, load)
     # The least load, and of equals the first slot.
     home = np.minimum.reduceat(load[worker] * count + np.arange(count), begins) % count
-    found: Integers = np.lexsort((company, place[home]))
+    found: Integers = place[home]
     return found
 
 
 def _route_slots(
     times: PipelineTimes,
     workers: Sequence[int] | Integers,
+    split_backward: bool,
     *,
     downs: Sequence[int] | Integers,
     ups: Sequence[int] | Integers,
@@ -225,11 +247,13 @@ def _route_slots(
     slots["down_s"] = (*times.message_s, 0.0)
     slots["up_s"] = (0.0, *times.message_s)
     slots["last"][-1] = True
+    slots["runs_forward"] = slots["runs_backward"] = True
+    slots["runs_weight_grad"] = split_backward
     return slots
 
 
-def _operations(slots: Records, *, split_backward: bool) -> Records:
-    """The predecessor and the times of each operation, by code."""
+def operations_of_slots(slots: Records, *, split_backward: bool) -> Records:
+    """Return the predecessor and the times of each operation of a whole step by its code; `OPERATION` [operations]."""
     count = len(slots)
     found = np.zeros(count * (3 if split_backward else 2), OPERATION)
     forwards, backwards, weight_grads = found[:count], found[count : 2 * count], found[2 * count :]

@@ -25,6 +25,9 @@ SLOT: Final = np.dtype(
         ("down_s", np.float64),
         ("up_s", np.float64),
         ("last", np.bool_),
+        ("runs_forward", np.bool_),
+        ("runs_backward", np.bool_),
+        ("runs_weight_grad", np.bool_),
         ("start", np.int64),
         ("stop", np.int64),
     ],
@@ -34,7 +37,9 @@ SLOT: Final = np.dtype(
 
 worker: index of the slot's worker. down, up: channel of F's result and of B's or I's; `up` is -1 for the first slot of
 a route. forward_s, backward_s, weight_s: durations of F, of B or I, and of W (zero where there is none). down_s, up_s:
-message time of F's result and of B's or I's. last: whether the slot is the last of its route. start, stop: its layers.
+message time of F's result and of B's or I's. last: whether the slot is the last of its route. runs_forward,
+runs_backward, runs_weight_grad: whether F, B or I, and W are to be run; in a whole step only W may be missing. start,
+stop: its layers.
 """
 
 CHANNEL: Final = np.dtype([("sender", np.int64), ("receiver", np.int64), ("gradient", np.bool_)], align=True)
@@ -47,7 +52,8 @@ OPERATION: Final = np.dtype([("needs", np.int64), ("delay_s", np.float64), ("dur
 """The predecessor of an operation, and its times in seconds.
 
 needs: the number of the operation whose output it needs; -1 for none, and its own number if no operation makes that.
-delay_s: message time from there. duration_s: how long the operation takes.
+delay_s: message time from there, or when the input arrives if no operation makes it. duration_s: how long the operation
+takes.
 """
 
 PROGRAM_RECORD: Final = np.dtype(

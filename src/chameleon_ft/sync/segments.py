@@ -9,13 +9,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations, pairwise
+from typing import Final
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.workload import Workload
 
 __all__ = [
+    "ADDS_TO_GRADIENTS",
     "Segment",
     "SyncRounds",
     "gradient_rounds",
@@ -25,7 +28,8 @@ __all__ = [
     "tied_segments",
 ]
 
-_ADDS_TO_GRADIENTS = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
+ADDS_TO_GRADIENTS: Final = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
+"""The kinds of operations that add to the weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class Segment:
     def made_by(self) -> tuple[int, ...]:
         """The layers whose backward adds to its gradients."""
         return self.tied or tuple(self.layers)
+
+    @property
+    def keys(self) -> tuple[GradientKey, ...]:
+        """The keys of its gradients, in the order in which they are reduced."""
+        return (self.tied,) if self.tied else tuple((layer,) for layer in self.layers)
 
 
 def gradient_segments(placement: Placement) -> tuple[Segment, ...]:
@@ -176,7 +185,7 @@ def issue_points(operations: Sequence[Operation], segments: Sequence[Segment]) -
         complete = (
             number
             for number, operation in enumerate(operations, start=1)
-            if operation.kind in _ADDS_TO_GRADIENTS and any(layer in operation.layers for layer in segment.made_by)
+            if operation.kind in ADDS_TO_GRADIENTS and any(layer in operation.layers for layer in segment.made_by)
         )
         points.append(max(complete, default=0))
     return tuple(accumulate(points, max))

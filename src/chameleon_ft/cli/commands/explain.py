@@ -77,7 +77,7 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         life = f", life {story.session} of the run" if resumed else ""
         out.text("")
         out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{life}", "bold")
-        present = "are there, newcomers included" if decided.trigger == "join" else "are left"
+        present = "are left" if decided.trigger == "loss" else "are there, newcomers included"
         out.facts(
             [
                 ("lost", _describe_losses(story)),
@@ -152,6 +152,15 @@ def _outcome_facts(story: DecisionStory) -> Iterator[tuple[str, Any]]:
         yield "action", f"{story.policy}: {action}" if action else story.policy
     if best is not None and best.step_s is not None and best.stall_s is not None:
         yield "predicted", f"step {duration(best.step_s)}, {_describe_predicted_stall(best, decided.stall)}"
+    if decided.salvaged is not None:
+        yield (
+            "salvaged",
+            f"the rest of step {decided.step}, predicted to take {duration(decided.salvaged.rest_s)}; "
+            f"{decided.salvaged.repeated_share:.1%} of the work of the step is repeated",
+        )
+    if (cost := story.cost) is not None:
+        predicted = "" if cost.predicted_steps is None else f", predicted {cost.predicted_steps:.2f}"
+        yield "cost", f"{cost.failure_cost_steps:.2f} steps{predicted}"
     if story.is_noop:
         yield "actual", "no worker stopped for it"
     elif outcome is None:

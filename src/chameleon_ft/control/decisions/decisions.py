@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_and_check
@@ -28,12 +28,13 @@ __all__ = ["Decisions", "ScaleUpDecision"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:
-    """A decision on newcomers, made while training continued."""
+    """A decision on newcomers, or on a plan that was chosen in haste, made while training continued."""
 
     context: recovery.DecisionContext
     rate: FailureModel
     decision: recovery.Decision  # with a program that has been checked
     search_s: float  # seconds that the decision took
+    trigger: Literal["join", "review"]
 
     def is_for(self, context: recovery.DecisionContext) -> bool:
         """Return whether `context` has the plan and the live workers that the decision was made for."""
@@ -71,8 +72,11 @@ class Decisions:
         self._scale_ups: dict[int, ScaleUpDecision] = {}
 
     def prepare(self, state: State) -> None:
-        """Have decisions prepared for the next loss, assuming that it wastes half a step, the average."""
-        if self._cache is not None:
+        """Have decisions prepared for the next loss, assuming that it wastes half a step, the average.
+
+        Without salvage only: with it, no search delays the workers.
+        """
+        if self._cache is not None and not self._planner.salvages:
             self._cache.expect(partial(self._next_loss, state))
 
     def _next_loss(self, state: State) -> tuple[recovery.DecisionContext, FailureModel]:
@@ -85,21 +89,23 @@ class Decisions:
             self._cache.drop()
 
     async def consider(self, state: State) -> ScaleUpDecision:
-        """Decide on the newcomers. The stop is at the end of a step: nothing to detect, nothing to repeat."""
+        """Decide on all live workers. The stop is at the end of a step: nothing to detect, nothing to repeat."""
         phases = replace(state.history.phases(looked_up=True), detect_s=0.0)
         context, rate = self._context(state, phases=phases, repeat_s=0.0), state.history.rate
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decision = await loop.run_in_executor(self._executor, decide_and_check, context, self._planner.policy, rate)
         search_s = time.perf_counter() - start
-        found = ScaleUpDecision(context=context, rate=rate, decision=decision, search_s=search_s)
+        trigger: Literal["join", "review"] = "join" if state.scale_up.newcomers else "review"
+        found = ScaleUpDecision(context=context, rate=rate, decision=decision, search_s=search_s, trigger=trigger)
         self._scale_ups = {state.scale_up.question: found}  # the previous one is settled
         return found
 
     def describe_scale_up(self, state: State) -> dict[str, Any]:
-        """Return the fields of the event `decision` for newcomers that stay spares."""
+        """Return the fields of the event `decision` that changes nothing."""
         found = self._scale_ups[state.scale_up.question]
         inputs = self._planner.inputs(state.committed, found.context, found.rate)
-        return {"search_s": found.search_s, "prepared": True, **inputs, **found.decision.to_json()}
+        fields = {"trigger": found.trigger, "search_s": found.search_s, "prepared": True}
+        return {**fields, **inputs, **found.decision.to_json()}
 
     def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
         """Return the next plan and the Unix time of the choice, 0 if there was none; see `recovery_plan.decide`.
@@ -118,13 +124,36 @@ class Decisions:
 
         cluster = ClusterState.of(state, checkpoints)
         phases, repeat_s = incident.stall_so_far(state.outcomes.since, history.phases(looked_up=False))
+        if self._planner.salvages and (incident.losses or not incident.paused):
+            plan = self._decide_in_place(state, cluster, decide_s)
+            if plan is not None:
+                return plan, chosen_at
         context = self._context(state, phases=phases, repeat_s=repeat_s, cluster=cluster)
         now = replace(context, phases=replace(phases, decide_s=decide_s(looked_up=True)))
         found = self._look_up(now, state)
         plan = self._planner.recover(
             cluster, context if found is None else now, history.rate, prepared=found, decide_s=decide_s
         )
-        return plan, chosen_at
+        return replace(plan, repeated_s=repeat_s), chosen_at
+
+    def _decide_in_place(
+        self, state: State, cluster: ClusterState, decide_s: Callable[[], float]
+    ) -> RecoveryPlan | None:
+        """Return a plan that completes the interrupted step and moves nothing; None if that is not possible.
+
+        The step counts as repeated work by the time that it takes longer than usual.
+        """
+        salvaged = self._planner.salvage(cluster, state.members.hosts())
+        history, outcomes, usual_s = state.history, state.outcomes, state.detectors.watchdog.step_s
+        since = outcomes.since if salvaged is None else outcomes.committed_at
+        phases, repeat_s = state.incident.stall_so_far(since, history.phases(looked_up=False))
+        repeated_s = repeat_s
+        if salvaged is not None:
+            repeat_s = max(0.0, repeat_s + salvaged.rest_s - usual_s)
+            repeated_s = salvaged.repeated_share * usual_s
+        context = self._context(state, phases=phases, repeat_s=repeat_s, cluster=cluster)
+        plan = self._planner.recover_in_place(cluster, context, history.rate, salvaged, decide_s=decide_s)
+        return None if plan is None else replace(plan, repeated_s=repeated_s)
 
     def _look_up(self, context: recovery.DecisionContext, state: State) -> recovery.Decision | None:
         """Return the decision prepared for this loss or join, rescored with current figures; None if there is none."""

@@ -9,11 +9,17 @@ from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide, describe_pipelines
+from chameleon_ft.control.decisions.recovery_plan import (
+    ClusterState,
+    RecoveryPlan,
+    decide,
+    decide_in_place,
+    describe_pipelines,
+)
 from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.wire.messages import StartGeneration, Transition
+from chameleon_ft.control.wire.messages import Rest, StartGeneration, Transition
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -129,6 +135,37 @@ class Planner:
             context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
 
+    @property
+    def salvages(self) -> bool:
+        """Whether an interrupted step is completed, and the search for the best plan is left for later."""
+        return self._config.recovery.salvage and recovery.POLICIES[self.policy].salvages
+
+    def salvage(self, cluster: ClusterState, hosts: Mapping[int, str]) -> recovery.SalvagedStep | None:
+        """Return the program that completes the interrupted step; None if there is none, or it has to be repeated."""
+        progress = cluster.progress
+        if progress is None:
+            return None
+        costs = self._costs(hosts)
+        lost = [worker for worker in cluster.plan.workers if worker not in progress]
+        left = CostModel(costs.workload, costs.cluster.without(lost))
+        return recovery.complete_step(cluster.plan, progress, left, cluster.in_flight_limits, before=cluster.rest)
+
+    def recover_in_place(
+        self,
+        cluster: ClusterState,
+        context: recovery.DecisionContext,
+        rate: FailureModel,
+        salvaged: recovery.SalvagedStep | None,
+        *,
+        decide_s: Callable[[], float],
+    ) -> RecoveryPlan | None:
+        """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
+        plan = decide_in_place(cluster, context, salvaged, rate=rate, decide_s=decide_s)
+        if plan is None or plan.decision is None:
+            return plan
+        context = replace(context, phases=plan.decision.phases)
+        return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
+
     def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """Return the fields of the event `decision` that say what it was made from; see docs/files.md."""
         phases = context.phases
@@ -211,6 +248,7 @@ class Planner:
                     keep=transition.keep[worker],
                     moves=transition.moves_of(worker, costs.workload.layers),
                 ),
+                rest=recovery_plan.salvaged and _rest_of(recovery_plan.salvaged, worker),
             )
             for worker in recovery_plan.participants
         }
@@ -258,3 +296,14 @@ class Planner:
         """Corrections of the costs; those of whole steps and transfers are in the context."""
         operations = 1.0 if self._profile is None else self.calibration.both
         return Corrections(operations=operations, slow=self.calibration.slow())
+
+
+def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:
+    """Return a worker's part in the rest of a step."""
+    scheduled, rest = salvaged.scheduled, salvaged.rest
+    return Rest(
+        operations=StartGeneration.pack_operations(scheduled.program.records_of(worker)),
+        resends=scheduled.resends.get(worker, ()),
+        counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
+        sources=rest.sources,
+    )

@@ -16,12 +16,13 @@ from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.rest import RestOfStep, StepProgress
 from chameleon_ft.quantities import counted, in_ranges
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
-__all__ = ["ClusterState", "RecoveryPlan", "decide", "describe_pipelines"]
+__all__ = ["ClusterState", "RecoveryPlan", "decide", "decide_in_place", "describe_pipelines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,14 @@ class ClusterState:
     """The part of a run's state that determines the recovery plan, once all survivors have quiesced."""
 
     plan: Plan  # the plan whose placement is in force
+    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # of its workers
     live: Collection[int]  # available workers, spares included
     quiesced: Mapping[int, Quiesced]  # the report of each live worker
     committed: int  # steps that some worker, live or lost, has applied
     last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
     checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
+    rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -42,18 +45,36 @@ class ClusterState:
         assert state.in_force is not None
         return cls(
             plan=state.in_force.plan,
+            in_flight_limits=state.in_force.in_flight_limits,
             live=state.members.live(),
             quiesced=state.quiesced,
             committed=state.committed,
             last_vote=state.last_vote,
             checkpoints=checkpoints,
             newcomers=state.scale_up.newcomers,
+            rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
         )
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
         """Live worker -> layers it holds; none for a worker outside the plan, whose state may be outdated."""
         return {w: self.quiesced[w].layers if w in self.plan.placement.ranges else () for w in sorted(self.live)}
+
+    @property
+    def progress(self) -> dict[int, StepProgress] | None:
+        """Survivor of the plan -> what it holds of the interrupted step; None if none has begun one.
+
+        None too if some worker has applied it, since then all can.
+        """
+        states = {worker: self.quiesced[worker] for worker in self.plan.workers if worker in self.quiesced}
+        if {state.committed for state in states.values()} != {self.committed}:
+            return None
+        if all(state.progress is None for state in states.values()):
+            return None
+        return {
+            worker: StepProgress() if state.progress is None else state.progress.unpack()
+            for worker, state in states.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +87,9 @@ class RecoveryPlan(ActivePlan):
     decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
     prepared: bool = False  # whether the decision was made, and `program` checked, before the workers quiesced
     inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
+    salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
+    repeated_s: float = 0.0  # seconds of a step whose work is repeated
+    is_hasty: bool = False  # whether it was chosen without a search, so that a better plan may be found later
 
     def active(self) -> ActivePlan:
         """Return the part kept in the state of the run."""
@@ -74,7 +98,8 @@ class RecoveryPlan(ActivePlan):
     def to_json(self) -> dict[str, object]:
         """Return the fields of the `decision` event, except generation and duration."""
         decision = {} if self.decision is None else self.decision.to_json()
-        return {"prepared": self.prepared, **self.inputs, **decision}
+        salvaged = self.salvaged and {"rest_s": self.salvaged.rest_s, "repeated_share": self.salvaged.repeated_share}
+        return {"prepared": self.prepared, **self.inputs, **decision, "salvaged": salvaged}
 
 
 def decide(
@@ -88,7 +113,8 @@ def decide(
 ) -> RecoveryPlan:
     """Choose how to continue; if no proposal of the policy is feasible, return to the newest checkpoint.
 
-    If no worker is lost and none has joined, there is nothing to choose: the current plan is retried.
+    If no worker is lost, none has joined and nothing is prepared, there is nothing to choose: the current plan is
+    retried.
 
     Args:
         context: the cluster in numbers: the plan in force, the live workers, and all costs.
@@ -102,7 +128,7 @@ def decide(
         ControlError: no plan is feasible and there is no checkpoint; or the survivors' states are inconsistent, which
             the commit protocol rules out.
     """
-    if not context.lost and not cluster.newcomers:
+    if not context.lost and not cluster.newcomers and prepared is None:
         return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     decision = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
     course, chosen = decision.course, decision.chosen
@@ -120,6 +146,36 @@ def decide(
         transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
         anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
     return replace(anew, program=course.program, decision=decision, prepared=prepared is not None)
+
+
+def decide_in_place(
+    cluster: ClusterState,
+    context: recovery.DecisionContext,
+    salvaged: recovery.SalvagedStep | None,
+    *,
+    rate: FailureModel,
+    decide_s: Callable[[], float] | None = None,
+) -> RecoveryPlan | None:
+    """Choose how to continue at once, without moving layers; None if that is not feasible.
+
+    Args:
+        cluster, context, rate, decide_s: as for `decide`.
+        salvaged: the rest of the interrupted step, if it is completed.
+    """
+    if not context.lost:
+        plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
+    else:
+        decision = recovery.decide(context, "reroute", rate, decide_s=decide_s)
+        course = decision.course
+        if course is None or course.transfer is None or course.transfer.messages:
+            return None
+        plan = _keep(cluster, context, course.plan, "reroute", course.in_flight_limits, transition=None)
+        plan = replace(plan, program=course.program, decision=decision)
+    plan = replace(plan, is_hasty=bool(context.lost or cluster.newcomers))
+    if salvaged is None:
+        return plan
+    action = f"{plan.action}, of which {salvaged.repeated_share:.1%} is repeated"
+    return replace(plan, rest=salvaged.rest, salvaged=salvaged, action=action)
 
 
 def _keep(

@@ -203,13 +203,15 @@ def decided(draft: Draft, event: events.Decided) -> None:
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
+    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_hasty=plan.is_hasty))
+    state = draft.state
     if plan.decision is not None:
         draft.set(incident=replace(state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
         fields = plan.to_json()
         draft.record(
             "decision",
             generation=state.generation,
-            trigger="loss" if fields["lost"] else "join",
+            trigger="loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review",
             search_s=draft.at.unix_s - state.incident.stopped_at,
             **fields,
         )
@@ -220,6 +222,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
             predicted_step_s=None if chosen is None else chosen.step_s,
             predicted_stall_s=None if chosen is None else chosen.stall_s,
             repeated_steps=max(0, state.committed - plan.first_step),
+            is_salvaged=plan.rest is not None,
             now=draft.at.unix_s,
         )
         draft.set(outcomes=outcomes)
@@ -294,9 +297,10 @@ def started(draft: Draft) -> None:
         return
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
-    draft.set(phase=Phase.TRAINING, outcomes=state.outcomes.resumed(now), scale_up=state.scale_up.settled())
+    scale_up = state.scale_up.hurried() if incident.is_hasty else state.scale_up.settled()
+    draft.set(phase=Phase.TRAINING, outcomes=state.outcomes.resumed(now), scale_up=scale_up)
     _record_incident(draft, state.active)
-    if newcomers or (incident.paused and not incident.losses):
+    if not incident.is_hasty and (newcomers or (incident.paused and not incident.losses)):
         record = incident.join_record(state.active, newcomers, generation=state.generation, resumed_at=now)
         draft.do(commands.Record(record))
 
@@ -330,6 +334,9 @@ def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "")
     )
     draft.do(*(commands.Record(record) for record in records))
     history = state.history
+    if active is not None and was_a_stall and records:
+        step = records[0].step
+        draft.set(outcomes=state.outcomes.hit(step, generation=state.generation))
     if active is not None and was_a_stall:
         for record in records:
             history = history.resumed(record)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from chameleon_ft.control.decisions.transition import PlannedTransition
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.transfer import Transfer
 
@@ -25,6 +26,7 @@ class ActivePlan:
     action: str
     transition: PlannedTransition | None = None  # change of placement; None if the placement stays
     lost_layers: tuple[int, ...] = ()  # layers that no live worker held after the loss
+    rest: RestOfStep | None = None  # of step `first_step`, if it was interrupted and is completed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))

@@ -63,6 +63,8 @@ class Incident:
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared
     decided_at: float = 0.0  # when all workers had their orders
+    repeated_s: float = 0.0  # seconds of a step whose work is repeated
+    is_hasty: bool = False  # whether the plan was chosen without a search
     switched: Switched | None = None  # the report of the first worker that saw the transition complete
 
     def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
@@ -111,6 +113,8 @@ class Incident:
                 action=stop if active is None else active.action,
                 resume_step=loss.step if active is None else active.first_step,
                 lost_layers=() if active is None else active.lost_layers,
+                repeated_s=self.repeated_s,
+                is_salvaged=active is not None and active.rest is not None,
                 **self._of_every_record(active, generation=generation, resumed_at=resumed_at),
             )
             for loss in self.losses

@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from chameleon_ft.observe import OutcomeRecord
+from chameleon_ft.observe import FailureCostRecord, OutcomeRecord
 
-__all__ = ["Outcomes", "PendingOutcome"]
+__all__ = ["InterruptedStep", "Outcomes", "PendingOutcome"]
 
 _STEPS: Final = 10  # committed steps after which an outcome is reported
 
@@ -23,8 +23,20 @@ class PendingOutcome:
     predicted_stall_s: float | None
     since: float  # Unix time from which its stall is measured: `Outcomes.since` when it was made
     repeated_s: float  # seconds of committed steps that are repeated
+    is_salvaged: bool = False  # whether the interrupted step is completed, so that its commit ends the stall
     stall_s: float | None = None  # None until training has resumed
     steps_s: tuple[float, ...] = ()  # durations of the steps so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterruptedStep:
+    """A step that incidents have interrupted, until it is committed."""
+
+    step: int
+    incident_generations: tuple[int, ...]  # the one after each incident
+    since: float  # Unix time of the commit before it
+    usual_s: float  # median duration of the steps before it
+    predicted_s: float | None  # predicted cost of the last incident, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,8 @@ class Outcomes:
     the failure to the first operation after it. So it is the stall in the failure's record plus the wasted work of the
     interrupted step. After a return to a checkpoint it also includes the repeated steps, each with the median duration
     of recent steps. If one decision supersedes another before a step is committed, it is charged only with the time
-    since the first one.
+    since the first one. If the interrupted step is completed instead of repeated, the stall is the time by which that
+    step took longer than recent ones.
 
     If a decision is superseded or the run ends before ten steps, the outcome covers the steps so far. Without any step
     there is no outcome.
@@ -44,6 +57,8 @@ class Outcomes:
     pending: PendingOutcome | None = None
     since: float | None = None  # when the latest commit, start, resumption or decision happened
     recent_s: tuple[float, ...] = ()  # durations of recent steps
+    committed_at: float | None = None  # when the latest commit happened
+    interrupted: InterruptedStep | None = None
 
     def decided(
         self,
@@ -53,6 +68,7 @@ class Outcomes:
         predicted_step_s: float | None,
         predicted_stall_s: float | None,
         repeated_steps: int,
+        is_salvaged: bool = False,
         now: float,
     ) -> tuple[Self, OutcomeRecord | None]:
         """Start following a new decision; also return the outcome of the previous one, if there is one.
@@ -60,13 +76,15 @@ class Outcomes:
         Args:
             predicted_step_s: None if nothing was predicted; so is `predicted_stall_s`.
             repeated_steps: committed steps that are repeated.
+            is_salvaged: whether the interrupted step is completed.
         """
         pending = PendingOutcome(
             generation=generation,
             policy=policy,
             predicted_step_s=predicted_step_s,
             predicted_stall_s=predicted_stall_s,
-            since=now if self.since is None else self.since,
+            since=(self.committed_at if is_salvaged else self.since) or now,
+            is_salvaged=is_salvaged,
             repeated_s=repeated_steps * statistics.median(self.recent_s) if self.recent_s else 0.0,
         )
         return replace(self, pending=pending, since=now), self.outcome
@@ -74,16 +92,58 @@ class Outcomes:
     def resumed(self, now: float) -> Self:
         """Note that the first operation of a generation is about to run."""
         pending = self.pending
-        if pending is not None and pending.stall_s is None:
+        if pending is not None and pending.stall_s is None and not pending.is_salvaged:
             pending = replace(pending, stall_s=max(0.0, now - pending.since) + pending.repeated_s)
         return replace(self, since=now, pending=pending)
+
+    def hit(self, step: int, *, generation: int) -> Self:
+        """Note that an incident has interrupted `step`, and that `generation` goes on with it.
+
+        Nothing is noted before the first commit, because there is nothing to compare with.
+        """
+        if self.committed_at is None or not self.recent_s:
+            return self
+        usual_s, pending, before = statistics.median(self.recent_s), self.pending, self.interrupted
+        predicted_s = None if pending is None else pending.predicted_stall_s
+        if predicted_s is not None and pending is not None and not pending.is_salvaged:
+            predicted_s += (pending.predicted_step_s or usual_s) - usual_s
+        return replace(
+            self,
+            interrupted=InterruptedStep(
+                step=step if before is None else before.step,
+                incident_generations=(*(() if before is None else before.incident_generations), generation),
+                since=self.committed_at if before is None else before.since,
+                usual_s=usual_s,
+                predicted_s=predicted_s,
+            ),
+        )
+
+    def cost(self, step: int, now: float) -> tuple[Self, FailureCostRecord | None]:
+        """Note the commit of `step`; also return the cost of the incidents before it if it is the interrupted one."""
+        hit = self.interrupted
+        if hit is None or step < hit.step:
+            return self, None
+        predicted_steps = None if hit.predicted_s is None else hit.predicted_s / hit.usual_s
+        cost_steps = (now - hit.since) / hit.usual_s - 1
+        record = FailureCostRecord(
+            incident_generations=hit.incident_generations,
+            step=hit.step,
+            failure_cost_steps=cost_steps,
+            predicted_steps=predicted_steps,
+        )
+        return replace(self, interrupted=None), record
 
     def committed(self, step_s: float, now: float) -> tuple[Self, OutcomeRecord | None]:
         """Note a committed step; also return the outcome if it is complete."""
         pending = self.pending
+        if pending is not None and pending.is_salvaged and pending.stall_s is None:
+            usual_s = statistics.median(self.recent_s) if self.recent_s else step_s
+            pending = replace(pending, stall_s=max(0.0, now - pending.since - usual_s))
+            return replace(self, since=now, committed_at=now, pending=pending), None
         if pending is not None:
             pending = replace(pending, steps_s=(*pending.steps_s, step_s))
-        after = replace(self, since=now, recent_s=(*self.recent_s, step_s)[-_STEPS:], pending=pending)
+        recent_s = (*self.recent_s, step_s)[-_STEPS:]
+        after = replace(self, since=now, committed_at=now, recent_s=recent_s, pending=pending)
         return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
 
     def ended(self) -> tuple[Self, OutcomeRecord | None]:

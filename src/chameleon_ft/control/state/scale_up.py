@@ -1,4 +1,7 @@
-"""Workers that join a live run: spares until a decision considers them, then part of the plan if that is worth it."""
+"""Plans that are considered while training continues: with workers that join a live run, or after a hasty decision.
+
+A worker that joins is a spare until a decision considers it, and then part of the plan if that is worth it.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ class ScaleUp:
 
     loaded: tuple[int, ...] = ()  # ready workers that do not take part yet, in order of arrival
     newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
+    is_hasty: bool = False  # whether the plan was chosen without a search, while all workers waited
     first_at_s: float = 0.0  # when the first newcomer became a spare
     last_at_s: float = 0.0  # when the last newcomer did
     considering: int | None = None  # generation of the decision that is being made; None if there is none
@@ -62,8 +66,10 @@ class ScaleUp:
         return replace(self, loaded=loaded, newcomers=self.newcomers - {worker})
 
     def is_complete(self, now: float, *, is_loading: bool) -> bool:
-        """Return whether to consider the newcomers now, instead of waiting for more that are loading."""
-        if not self.newcomers or now < self.last_at_s + _QUIET_S:
+        """Return whether to consider a plan now, with all newcomers, instead of waiting for more that are loading."""
+        if not self.newcomers:
+            return self.is_hasty
+        if now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
 
@@ -81,6 +87,10 @@ class ScaleUp:
         """Expect no layers any more; also return the workers that expected some and are not among `ordered`."""
         return replace(self, expecting=frozenset(), preallocating={}), tuple(sorted(self.expecting - set(ordered)))
 
+    def hurried(self) -> Self:
+        """Note that a plan was chosen without a search: newcomers, and better plans, are still to be considered."""
+        return replace(self, is_hasty=True, is_pausing=False, prepared=None)
+
     def settled(self) -> Self:
         """Clear the newcomers: all are in the plan, or stay spares."""
-        return replace(self, newcomers=frozenset(), is_pausing=False, prepared=None)
+        return replace(self, newcomers=frozenset(), is_hasty=False, is_pausing=False, prepared=None)

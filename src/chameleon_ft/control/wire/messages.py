@@ -7,6 +7,8 @@ generation that is over.
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Literal, TypeAlias
@@ -17,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from chameleon_ft.config import FailurePhase
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan.rest import GradientKey, StepProgress
 from chameleon_ft.schedule import Operation
 from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
@@ -44,9 +47,11 @@ __all__ = [
     "Preallocated",
     "Probe",
     "ProcessState",
+    "Progress",
     "Quiesced",
     "Ready",
     "Refused",
+    "Rest",
     "SlowIO",
     "Spawn",
     "StartGeneration",
@@ -109,6 +114,78 @@ class Transition(MessagePart):
     """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
 
 
+_Hops = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""(first layer, layer after the last, micro-batches) of hops"""
+
+
+class Progress(MessagePart):
+    """A `StepProgress`, in numbers; its attributes are described there."""
+
+    contributed: _Hops
+    saved: _Hops
+    deferred: _Hops
+    counted: tuple[int, ...]
+    totals: tuple[GradientKey, ...]
+    activations: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, progress: StepProgress) -> Progress:
+        """Pack what a rank holds of a step."""
+        return cls(
+            contributed=_packed(progress.contributed),
+            saved=_packed(progress.saved),
+            deferred=_packed(progress.deferred),
+            counted=tuple(sorted(progress.counted)),
+            totals=tuple(sorted(progress.totals)),
+            activations=tuple(sorted(progress.activations)),
+            gradients=tuple(sorted(progress.gradients)),
+        )
+
+    def unpack(self) -> StepProgress:
+        """Return what the rank holds of the step."""
+        return StepProgress(
+            contributed=_unpacked(self.contributed),
+            saved=_unpacked(self.saved),
+            deferred=_unpacked(self.deferred),
+            counted=frozenset(self.counted),
+            totals=frozenset(self.totals),
+            activations=frozenset(self.activations),
+            gradients=frozenset(self.gradients),
+        )
+
+
+def _packed(hops: Iterable[tuple[int, LayerRange]]) -> _Hops:
+    by_layers: dict[LayerRange, list[int]] = defaultdict(list)
+    for micro_batch, layers in sorted(hops):
+        by_layers[layers].append(micro_batch)
+    return tuple((layers.start, layers.stop, tuple(own)) for layers, own in by_layers.items())
+
+
+def _unpacked(hops: _Hops) -> frozenset[tuple[int, LayerRange]]:
+    ranges = ((LayerRange(start, stop), micro_batches) for start, stop, micro_batches in hops)
+    return frozenset((micro_batch, layers) for layers, micro_batches in ranges for micro_batch in micro_batches)
+
+
+class Rest(MessagePart):
+    """A worker's part in the rest of an interrupted step; see `plan.rest`."""
+
+    operations: str  # its program for the rest, as in `StartGeneration`
+    resends: tuple[tuple[int, int, bool, int], ...]
+    """(micro-batch, layer, forward, receiver) of what it sends again before its first operation, in this order: the
+    output of the layer, or the gradient of its input. The receiver may be the worker itself."""
+    counted: tuple[int, ...]  # micro-batches whose loss some surviving worker has counted
+    sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program for the rest."""
+        return _unpacked_operations(self.operations)
+
+
+def _unpacked_operations(packed: str) -> tuple[Operation, ...]:
+    return operations_from(np.frombuffer(base64.b64decode(packed), PROGRAM_RECORD))
+
+
 class Hello(Message):
     """First message of a rank."""
 
@@ -161,6 +238,7 @@ class Quiesced(Message):
     last_vote: Vote | None  # the vote of the last step it applied
     placed: int  # the generation whose placement it has switched to; 0 before the first
     layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
+    progress: Progress | None = None  # what it holds of step `committed`; None if it has not begun it
 
 
 class Switched(Message):
@@ -288,6 +366,7 @@ class StartGeneration(Message):
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
     load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
     transition: Transition | None = None  # with "keep", if the placement changes
+    rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -301,7 +380,7 @@ class StartGeneration(Message):
 
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program."""
-        return operations_from(np.frombuffer(base64.b64decode(self.operations), PROGRAM_RECORD))
+        return _unpacked_operations(self.operations)
 
     def unpack_segments(self) -> tuple[Segment, ...]:
         """Return the gradient segments of the whole model."""

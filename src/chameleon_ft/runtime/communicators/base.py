@@ -62,7 +62,10 @@ class InFlight(Protocol):
 
 
 class Communicators(Protocol):
-    """The communicators of one generation. The training thread calls all methods but `interrupt`."""
+    """The communicators of one generation.
+
+    The training thread calls all methods but `interrupt` and `all_reduce`.
+    """
 
     def open(self, membership: Membership) -> None:
         """Connect with all members. Raises CommunicationError if that fails or is interrupted."""
@@ -87,8 +90,8 @@ class Communicators(Protocol):
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing `tensor` in place over `group`, which is `members` or one of `groups`.
 
-        All workers issue their common reductions in one order. The training thread waits for them in that order too, or
-        one other thread does while the training thread waits for something else.
+        All workers issue the reductions that they share in one order. One thread issues them and waits for them, in
+        that order, while the training thread sends and receives.
         """
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter
@@ -20,16 +20,21 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.saved_activations import SavedActivations, WeightHalf
+from chameleon_ft.runtime.execution.saved_activations import SavedActivations
+from chameleon_ft.runtime.execution.sent_messages import SentMessages, tag_of
+from chameleon_ft.runtime.execution.step_state import CountedLoss, Result, StepState, hop_of
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["KEPT_MICRO_BATCHES", "Executor", "MicroBatches", "Pace", "SentMessages", "channels_of", "micro_batches_of"]
+__all__ = ["KEPT_MICRO_BATCHES", "Executor", "MicroBatches", "Pace", "Resend", "channels_of", "micro_batches_of"]
 
 _BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
 
-_Hop = tuple[int, int]  # (micro-batch, hop)
+_BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
+
+Resend = tuple[int, int, bool, int]
+"""(micro-batch, layer, forward, receiver) of a message that is sent again, as in `Rest`."""
 
 Pace = Callable[[Operation, float], None]
 """Returns when an operation, begun at so many seconds of `time.perf_counter`, would end on an emulated device."""
@@ -73,72 +78,134 @@ class Executor:
     faults: FaultInjector
     pace: Pace | None = None
 
-    def run(self, step: int, operations: Sequence[Operation], *, after: Callable[[int], None]) -> StepStats:
-        """Run all operations of `step` in order, accumulating gradients. Raises CommunicationError.
+    def run(self, state: StepState, operations: Sequence[Operation], *, after: Callable[[int], None]) -> StepStats:
+        """Run all operations of a new step in order, accumulating gradients.
 
-        `after` is called with the number of operations that have been run: 0 before the first, and after each.
+        Hold `state` until the step's vote is complete, because messages may still be on their way. If the step is
+        interrupted, it is what `resume` continues from.
+
+        Args:
+            after: is called with the number of operations that have been run: 0 before the first, and after each.
+
+        Raises:
+            CommunicationError: the generation is over.
         """
-        return _StepExecution(self, step, operations).run(after)
+        return _StepExecution(self, state, operations, _middle_of_each_kind(operations)).run(after)
+
+    def resume(
+        self,
+        state: StepState,
+        operations: Sequence[Operation],
+        *,
+        resends: Sequence[Resend],
+        counted: Collection[int],
+        after: Callable[[int], None],
+    ) -> StepStats:
+        """Continue an interrupted step with the program of its rest; the sums of the result are those of the step.
+
+        What the program does not need of `state` is released.
+
+        Args:
+            resends: (micro-batch, layer, forward, receiver) of the results that other workers are sent again first.
+            counted: micro-batches whose loss some worker has counted.
+            after: as for `run`.
+
+        Raises:
+            CommunicationError: the generation is over; `state` can be resumed again.
+        """
+        execution = _StepExecution(self, state, operations, {len(operations) // 2: "rest"}, counted)
+        execution.send_again(resends)
+        return execution.run(after)
 
 
 class _StepExecution:
-    """The state of one step: tensors between forward and backward, and messages in flight."""
+    """Runs a program on the state of a step, with the messages of one generation.
 
-    def __init__(self, executor: Executor, step: int, operations: Sequence[Operation]) -> None:
+    The program of the rest of a step lacks operations. What they would have used is not saved.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        state: StepState,
+        operations: Sequence[Operation],
+        fault_at: Mapping[int, str],
+        counted: Collection[int] = (),
+    ) -> None:
         self._executor = executor
-        self._step = step
+        self._state = state
         self._operations = operations
+        self._fault_at = fault_at
+        self._counted = counted
         self._stats = StepStats()
-        self._losses: list[Tensor] = []
-        self._saved: dict[_Hop, SavedActivations] = {}
-        self._pending: dict[_Hop, WeightHalf] = {}
-        self._local: dict[tuple[bool, int, int], Tensor] = {}  # results for this worker's own next hop
+        self._backwards = {hop_of(o) for o in operations if o.kind in _BACKWARDS}
+        self._weights = {hop_of(o) for o in operations if o.kind is OperationKind.WEIGHT_GRAD}
+        # Results that this worker's own operations use, and activations that are answered by another worker.
+        self._used_here = {_input_of(o) for o in operations if o.receive_from is None}
+        self._answered = {
+            (True, o.micro_batch, o.layers.stop - 1)
+            for o in operations
+            if o.kind in _BACKWARDS and o.receive_from is not None
+        }
         self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
-        self._sent = SentMessages(executor.communicators, executor.activity, kept=_BUFFERS.sends_kept)
-        self._fault_at = _middle_of_each_kind(operations)
+        self._sent = SentMessages(
+            state, executor.communicators, executor.activity, buffers=_BUFFERS, answered=self._answered
+        )
+
+    def send_again(self, resends: Sequence[Resend]) -> None:
+        again = {(forward, micro_batch, layer): receiver for micro_batch, layer, forward, receiver in resends}
+        self._state.keep_for(self._operations, self._used_here | self._answered | again.keys())
+        for result, receiver in again.items():
+            self._sent.send_again(result, receiver=receiver)
 
     def run(self, after: Callable[[int], None]) -> StepStats:
         after(0)
         for index, operation in enumerate(self._operations):
-            if index in self._fault_at:
-                self._executor.faults.at(self._fault_at[index], self._step)
+            self._fail_if_planned(index)
             self._run_operation(index, operation)
             after(index + 1)
-        self._stats.in_flight += self._sent.in_flight()
-        self._stats.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
+        if not self._operations:
+            self._fail_if_planned(0)
+        losses = self._state.losses.values()
+        self._stats.loss = self._state.loss
+        self._stats.terms = sum(loss.terms for loss in losses)
+        self._stats.samples = sum(loss.samples for loss in losses)
         return self._stats
+
+    def _fail_if_planned(self, index: int) -> None:
+        if index in self._fault_at:
+            self._executor.faults.at(self._fault_at[index], self._state.step)
 
     def _run_operation(self, index: int, operation: Operation) -> None:
         message = self._message(index, operation)
         self._executor.activity.begin(f"{operation.kind.value}{operation.micro_batch}")
         start = perf_counter()
-        result = self._compute(operation, message)
+        tensor = self._compute(operation, message)
         if self._executor.pace is not None:
             self._executor.pace(operation, start)
         self._stats.spans.append((operation.kind, start, perf_counter()))
-        if result is None:
+        if tensor is None:
             return
-        if operation.send_to is None:
-            forward = operation.kind is OperationKind.FORWARD
-            self._local[forward, operation.micro_batch, operation.hop + (1 if forward else -1)] = result
-        else:
-            self._sent.send(operation, result.contiguous())
+        result = _result_of(operation)
+        if operation.send_to is not None:
+            self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
+        elif result in self._used_here:
+            self._state.results[result] = tensor
 
     def _message(self, index: int, operation: Operation) -> Tensor | None:
         """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
         while self._to_post and (len(self._receives) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
             self._post(self._to_post.popleft())
-        forward = operation.kind is OperationKind.FORWARD
         if operation.receive_from is None:
-            return self._local.pop((forward, operation.micro_batch, operation.hop), None)
+            return self._state.results.pop(_input_of(operation), None)
         receive, tensor = self._receives.pop(index)
         with self._executor.activity.waiting(
             f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
         ):
             receive.wait()
-        if not forward:
-            self._sent.answered(operation)
+        if operation.kind in _BACKWARDS:
+            self._sent.release((True, operation.micro_batch, operation.layers.stop - 1))
         return tensor
 
     def _post(self, index: int) -> None:
@@ -147,38 +214,44 @@ class _StepExecution:
         forward = operation.kind is OperationKind.FORWARD
         tensor = self._on_boundary(torch.empty, operation.layers.start - 1 if forward else operation.layers.stop - 1)
         receive = self._executor.communicators.receive(
-            tensor, peer=operation.receive_from, tag=_tag_of(operation.micro_batch, forward)
+            tensor, peer=operation.receive_from, tag=tag_of(operation.micro_batch, forward=forward)
         )
         self._receives[index] = (receive, tensor)
 
     def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
         """Compute, and return what the next hop needs: an activation, or a gradient; None where there is none."""
-        hop = operation.micro_batch, operation.hop
+        hop, state = hop_of(operation), self._state
         match operation.kind:
             case OperationKind.FORWARD:
                 return self._forward(operation, message)
             case OperationKind.WEIGHT_GRAD:
-                self._pending.pop(hop)()
+                state.deferred.pop(hop)()
+                state.contributed.add(hop)
                 return None
             case OperationKind.BACKWARD:
-                gradient = self._saved.pop(hop).backward(message)
+                gradient = state.saved.pop(hop).backward(message)
+                state.contributed.add(hop)
             case OperationKind.INPUT_GRAD:
-                gradient, self._pending[hop] = self._saved.pop(hop).input_gradient(message)
+                gradient, weight_half = state.saved.pop(hop).input_gradient(message)
+                if hop in self._weights:
+                    state.deferred[hop] = weight_half
         if operation.first:
             return None
         # The hop before needs a gradient even of layers that do not depend on their input.
         return self._on_boundary(torch.zeros, operation.layers.start - 1) if gradient is None else gradient
 
     def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
-        executor = self._executor
+        executor, step = self._executor, self._state.step
         if operation.first:
-            boundary, _ = executor.micro_batches(self._step, operation.micro_batch)
+            boundary, _ = executor.micro_batches(step, operation.micro_batch)
         else:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
-        saved = SavedActivations(executor.held, operation, step=self._step, num_layers=len(executor.boundaries))
+        # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
+        saved = SavedActivations(executor.held, operation, step=step, num_layers=len(executor.boundaries))
         output = saved.forward(boundary)
-        self._saved[operation.micro_batch, operation.hop] = saved
+        if hop_of(operation) in self._backwards:
+            self._state.saved[hop_of(operation)] = saved
         if operation.last:
             saved.end_in(self._loss(operation.micro_batch, output))
             return None
@@ -186,11 +259,11 @@ class _StepExecution:
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
         job = self._executor.job
-        _, targets = self._executor.micro_batches(self._step, micro_batch)
+        _, targets = self._executor.micro_batches(self._state.step, micro_batch)
         loss = job.loss(output, targets)
-        self._losses.append(loss.detach().clone())  # some losses are a view of all their terms
-        self._stats.terms += int(job.loss_terms(targets))
-        self._stats.samples += len(targets)
+        if micro_batch not in self._counted:
+            value = loss.detach().clone()  # some losses are a view of all their terms
+            self._state.losses[micro_batch] = CountedLoss(value, int(job.loss_terms(targets)), len(targets))
         return loss
 
     def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:
@@ -199,71 +272,30 @@ class _StepExecution:
         return make(spec.shape, dtype=spec.dtype, device=self._executor.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _SentMessage:
-    operation: Operation
-    tensor: Tensor
-    in_flight: InFlight
+def _input_of(operation: Operation) -> Result:
+    """Return the result that an operation uses: of the hop before, or of the hop after. W uses none."""
+    forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
+    return forward, operation.micro_batch, layers.start - 1 if forward else layers.stop
 
 
-class SentMessages:
-    """Sends the results of operations, and holds their tensors for as long as they may not have arrived.
-
-    An activation is held until the gradient that answers it has come. Nothing answers a gradient: of each receiver the
-    latest `kept` are held, and before another one is sent the earliest of them must have arrived. This wait cannot
-    deadlock: a receive is posted by its operation at the latest, and a checked program does not deadlock even if a
-    worker blocks with a single message in flight on a channel.
-    """
-
-    def __init__(self, communicators: Communicators, activity: Activity, *, kept: int) -> None:
-        self._communicators = communicators
-        self._activity = activity
-        self._kept = kept
-        self._activations: dict[_Hop, _SentMessage] = {}
-        self._gradients: defaultdict[int, deque[_SentMessage]] = defaultdict(deque)
-
-    def send(self, operation: Operation, tensor: Tensor) -> None:
-        """Start sending the result of `operation`, which is contiguous. Raises CommunicationError."""
-        receiver = operation.send_to
-        assert receiver is not None
-        forward = operation.kind is OperationKind.FORWARD
-        gradients = self._gradients[receiver]
-        if not forward and len(gradients) >= self._kept:
-            with self._activity.waiting(f"worker {receiver} to take the gradient of {gradients[0].operation}"):
-                gradients[0].in_flight.wait()
-            gradients.popleft()
-        in_flight = self._communicators.send(tensor, peer=receiver, tag=_tag_of(operation.micro_batch, forward))
-        sent = _SentMessage(operation, tensor, in_flight)
-        if forward:
-            self._activations[operation.micro_batch, operation.hop] = sent
-        else:
-            gradients.append(sent)
-
-    def answered(self, operation: Operation) -> None:
-        """Release the activation whose gradient `operation`, a B or I, has received."""
-        del self._activations[operation.micro_batch, operation.hop]
-
-    def in_flight(self) -> list[_SentMessage]:
-        """The messages that are held."""
-        return [*self._activations.values(), *(sent for own in self._gradients.values() for sent in own)]
+def _result_of(operation: Operation) -> Result:
+    """Return the result of an F, B or I."""
+    forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
+    return forward, operation.micro_batch, layers.stop - 1 if forward else layers.start
 
 
-def _tag_of(micro_batch: int, forward: bool) -> int:
-    """Return the tag of a message: even for activations, odd for gradients."""
-    return 2 * micro_batch + (0 if forward else 1)
-
-
-def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, ...]:
+def channels_of(worker: int, operations: Sequence[Operation], resends: Sequence[Resend] = ()) -> tuple[Channel, ...]:
     """Return the channels on which a worker's program sends and receives, each once, in order."""
     forward = OperationKind.FORWARD
     received = {Channel(o.receive_from, worker, o.kind is forward) for o in operations if o.receive_from is not None}
     sent = {Channel(worker, o.send_to, o.kind is forward) for o in operations if o.send_to is not None}
-    return tuple(sorted(received | sent))
+    again = {Channel(worker, receiver, is_forward) for _, _, is_forward, receiver in resends if receiver != worker}
+    return tuple(sorted(received | sent | again))
 
 
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:
     """Return where in a step the injected failures of the phases "forward" and "backward" happen: half-way through."""
     forwards = [i for i, operation in enumerate(operations) if operation.kind is OperationKind.FORWARD]
-    backwards = [i for i, o in enumerate(operations) if o.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)]
+    backwards = [i for i, o in enumerate(operations) if o.kind in _BACKWARDS]
     phases = {"forward": forwards, "backward": backwards}
     return {indices[len(indices) // 2]: phase for phase, indices in phases.items() if indices}

@@ -1,10 +1,10 @@
-"""The layers a rank holds: modules, optimizer, and gradients in flat buffers, one for each segment."""
+"""The layers a rank holds: modules, optimizer, and gradients in flat buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.sync import Segment
 
 __all__ = ["GradientBuffers", "HeldLayers", "LayerState", "blank_module"]
@@ -149,35 +150,59 @@ class HeldLayers:
 
 
 class GradientBuffers:
-    """The gradients of the held layers as views into one flat buffer for each segment and element type.
+    """The gradients of the held layers as views into flat buffers: one for each `GradientKey` and element type.
 
-    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first. The copies
-    of a tied parameter share one view, which sums their gradients.
+    Autograd accumulates into the views in place. The copies of a tied parameter share one view, which sums their
+    gradients. The buffers depend on the held layers only, so they can outlive a generation: see `regroup`.
+
+    Attributes:
+        segments: those of the given segments in which the held layers take part.
+        totals: keys of gradients that are the sum over all holders, instead of the worker's own contribution.
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(
-            segment
-            for segment in segments
-            if (not held.layers.isdisjoint(segment.tied) if segment.tied else held.layers.issuperset(segment.layers))
-        )
-        tied = {segment: held.tied(segment.tied) for segment in self.segments if segment.tied}
+        self._layers = held.layers
+        self.segments = self._own(segments)
+        self.totals: set[GradientKey] = set()
+        tied = {segment.tied: held.tied(segment.tied) for segment in self.segments if segment.tied}
         elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
-        self._buffers = {
-            segment: _flat_gradients(
-                tied[segment]
-                if segment.tied
-                else [[p] for p in held.parameters(segment.layers) if id(p) not in elsewhere]
-            )
+        # The copies of each parameter; all but tied ones have a single copy.
+        self._parameters = {
+            key: tied[key] if key in tied else [[p] for p in held.parameters(key) if id(p) not in elsewhere]
             for segment in self.segments
+            for key in segment.keys
         }
+        self._buffers = {key: _flat_gradients(parameters) for key, parameters in self._parameters.items()}
+
+    def regroup(self, segments: Sequence[Segment]) -> None:
+        """Take other segments of the same layers, with other holders; the gradients stay as they are."""
+        self.segments = self._own(segments)
+        assert {key for segment in self.segments for key in segment.keys} == set(self._buffers), "other layers"
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
-        """The flat buffers of a segment, one for each element type of its parameters."""
-        return self._buffers[segment]
+        """The flat buffers of a segment, by its keys."""
+        return tuple(buffer for key in segment.keys for buffer in self._buffers[key])
+
+    def of_key(self, key: GradientKey) -> tuple[Tensor, ...]:
+        """The flat buffers of a key, one for each element type of its parameters."""
+        return self._buffers[key]
+
+    @contextmanager
+    def protecting(self, keys: Iterable[GradientKey]) -> Iterator[None]:
+        """Leave the gradients of `keys` as they are inside the block: what a backward adds to them there is dropped."""
+        copies = [copy for key in keys for parameter in self._parameters[key] for copy in parameter]
+        gradients = [copy.grad for copy in copies]
+        for copy in copies:
+            copy.grad = None
+        try:
+            yield
+        finally:
+            for copy, gradient in zip(copies, gradients, strict=True):
+                copy.grad = gradient
 
     def zero(self) -> None:
         """Start a step."""
+        self.totals.clear()
         for buffers in self._buffers.values():
             for buffer in buffers:
                 buffer.zero_()
@@ -195,6 +220,13 @@ class GradientBuffers:
         own = [buffer for segment in self.segments if segment.holders[0] == worker for buffer in self.of(segment)]
         parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
         return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+
+    def _own(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
+        return tuple(
+            segment
+            for segment in segments
+            if (not self._layers.isdisjoint(segment.tied) if segment.tied else self._layers.issuperset(segment.layers))
+        )
 
 
 def _flat_gradients(parameters: Iterable[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:

@@ -37,8 +37,6 @@ class StepStats:
     samples: int = 0
     spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
     """(kind, start of the computation, end of it) of each operation, in order."""
-    in_flight: list[object] = field(default_factory=list)
-    """Messages that may not have arrived: to be held until the step's vote is complete."""
     reductions: tuple[TimedReduction, ...] = ()
     vote_s: tuple[float, float] = (0.0, 0.0)
     """(start, end)"""

@@ -4,9 +4,12 @@ Time advances from decision to decision: a free worker takes an operation whose 
 the arrival time of a message as soon as the operation that produces it starts.
 
 Channels hold one message, as in `check_program`: a worker may run one operation ahead of a full channel, and is then
-blocked until the receiver has taken a message out. It must not run ahead if it blocks
-the receiver itself, directly or through other workers. So the decisions, in order, are a run with blocking sends that
-ends, and the resulting program cannot deadlock.
+blocked until the receiver has taken a message out. It must not do so if the receiver is itself blocked, directly or
+through other workers, by this worker. So the decisions, in the order in which they are made, are a run with blocking
+sends that ends, and the program they make cannot deadlock.
+
+In the rest of an interrupted step slots lack operations that ran before or are not needed. The messages that are sent
+again are in their channels from the start, ahead of all others; they block no sender.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ def _connect(run: Run) -> None:
         worker.starts, worker.pending = starts, starts + 1
         worker.forward_in, worker.backward_in = starts, -1
         run.queues[starts].head = run.queues[starts + 1].head = run.queues[starts].next_in = -1
+        run.queues[starts + 1].gradient = True
     for number in range(num_channels - 1, -1, -1):
         queue, channel = run.queues[number], run.channels[number]
         queue.sender, queue.receiver, queue.gradient = channel.sender, channel.receiver, channel.gradient
@@ -79,16 +83,45 @@ def _start_routes(run: Run) -> None:
     state = run.state[0]
     for rank in range(len(run.by_priority)):
         slot = run.by_priority[rank]
-        _append(run, run.workers[run.slots[slot].worker].starts, slot)
         is_last = False
         while not is_last:
             run.hops[slot].rank = rank
             own = run.slots[slot]
             state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
             is_last = own.last
+            _resume(run, slot)
             slot += 1
     for worker in range(len(run.workers)):
         _push_event(run, 0.0, worker)
+
+
+@no_refcount_inline
+def _resume(run: Run, slot: int) -> None:
+    """Queue a slot for what it can run from the start: the first F of its route, or what follows what ran before."""
+    own, worker = run.slots[slot], run.workers[run.slots[slot].worker]
+    run.hops[slot].lacks_forward = own.runs_forward
+    if own.runs_forward:
+        if own.up < 0:
+            _append(run, worker.starts, slot)
+        elif not run.slots[slot - 1].runs_forward:
+            before = run.slots[slot - 1]
+            run.hops[slot].forward_at = before.down_s
+            _append(run, before.down, slot)
+            _push_event(run, before.down_s, own.worker)
+    elif own.runs_backward:
+        worker.room -= 1
+        worker.kept -= 1
+        if own.last:
+            _append(run, own.down, slot)
+    if own.runs_weight_grad and not own.runs_backward:
+        worker.kept -= 1
+        worker.deferred -= 1
+        _append(run, worker.pending, slot)
+    if own.runs_backward and not own.last and not run.slots[slot + 1].runs_backward:
+        after = run.slots[slot + 1]
+        run.hops[slot].backward_at = after.up_s
+        _append(run, after.up, slot)
+        _push_event(run, after.up_s, own.worker)
 
 
 @no_refcount_inline
@@ -128,13 +161,30 @@ def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
     queue = run.workers[worker].forward_in if forward else run.workers[worker].backward_in
     while queue >= 0:
         slot = run.queues[queue].head
-        if slot >= 0 and (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) <= horizon:
-            channel = run.slots[slot].down if forward else run.slots[slot].up
+        # In the rest of a step a gradient can be there before F has run.
+        is_early = slot >= 0 and not forward and run.hops[slot].lacks_forward
+        if (
+            slot >= 0
+            and not is_early
+            and (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) <= horizon
+        ):
+            channel = _channel_after(run, slot, forward)
             # `_may_send` comes last because it records a denial.
             if _goes_before(run, slot, best) and _may_send(run, worker, channel):
                 best = slot
         queue = run.queues[queue].next_in
     return best
+
+
+@no_refcount_inline
+def _channel_after(run: Run, slot: int, forward: bool) -> int:
+    """The channel into which F, or B or I, sends its result; -1 if no operation takes it."""
+    own = run.slots[slot]
+    if forward:
+        down: int = own.down if own.last or run.slots[slot + 1].runs_forward else -1
+        return down
+    up: int = own.up if own.up < 0 or run.slots[slot - 1].runs_backward else -1
+    return up
 
 
 @no_refcount_inline
@@ -160,8 +210,10 @@ def _better_soon(run: Run, worker: int, horizon: float) -> bool:
 @no_refcount_inline
 def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     hop, own = run.slots[slot], run.workers[worker]
-    own.room -= 1
-    own.kept -= 1
+    if hop.runs_backward:
+        own.room -= 1
+        own.kept -= 1
+    run.hops[slot].lacks_forward = False
     _append_code(run, worker, slot)
     end: float = max(run.hops[slot].forward_at, now) + hop.forward_s
     if hop.up < 0:
@@ -169,9 +221,11 @@ def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     else:
         _take(run, run.slots[slot - 1].down, now)
     if hop.last:
-        run.hops[slot].backward_at = end
-        _append(run, hop.down, slot)
-    else:
+        if hop.runs_backward:
+            run.hops[slot].backward_at = end
+            _append(run, hop.down, slot)
+        return end
+    if run.slots[slot + 1].runs_forward:
         run.hops[slot + 1].forward_at = end + hop.down_s
         _send(run, worker, hop.down, slot + 1, end + hop.down_s)
     return end
@@ -187,12 +241,12 @@ def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
         _remove_first(run, hop.down)
     else:
         _take(run, run.slots[slot + 1].up, now)
-    if run.split:
+    if hop.runs_weight_grad:
         own.deferred -= 1
         _append(run, own.pending, slot)
     else:
         own.kept += 1
-    if hop.up >= 0:
+    if hop.up >= 0 and run.slots[slot - 1].runs_backward:
         run.hops[slot - 1].backward_at = end + hop.up_s
         _send(run, worker, hop.up, slot - 1, end + hop.up_s)
     return end
@@ -219,17 +273,32 @@ def _append_code(run: Run, worker: int, code: int) -> None:
 @no_refcount_inline
 def _append(run: Run, queue: int, slot: int) -> None:
     own = run.queues[queue]
-    run.hops[slot].next = -1
     if own.head < 0:
         own.head = slot
     else:
-        run.hops[own.tail].next = slot
+        _set_next(run, queue, own.tail, slot)
+    _set_next(run, queue, slot, -1)
     own.tail = slot
 
 
 @no_refcount_inline
+def _set_next(run: Run, queue: int, slot: int, following: int) -> None:
+    if run.queues[queue].gradient:
+        run.hops[slot].next_backward = following
+    else:
+        run.hops[slot].next = following
+
+
+@no_refcount_inline
+def _next(run: Run, queue: int, slot: int) -> int:
+    hop = run.hops[slot]
+    following: int = hop.next_backward if run.queues[queue].gradient else hop.next
+    return following
+
+
+@no_refcount_inline
 def _remove_first(run: Run, queue: int) -> None:
-    run.queues[queue].head = run.hops[run.queues[queue].head].next
+    run.queues[queue].head = _next(run, queue, run.queues[queue].head)
 
 
 @no_refcount_inline
@@ -268,7 +337,7 @@ def _is_blocked(run: Run, worker: int) -> bool:
     channel = run.workers[worker].sending
     if channel < 0 or run.queues[channel].head < 0:
         return False
-    blocked: bool = run.hops[run.queues[channel].head].next >= 0
+    blocked: bool = _next(run, channel, run.queues[channel].head) >= 0
     return blocked
 
 

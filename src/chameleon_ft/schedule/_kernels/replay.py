@@ -61,6 +61,8 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
                     waiting[needed] = worker
                     break
                 now = max(now, input_s + operations[code].delay_s)
+            else:
+                now = max(now, operations[code].delay_s)
             starts_s[code] = now
             now += operations[code].duration_s
             ends_s[code] = now
@@ -247,14 +249,20 @@ def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float,
 
 @kernel
 def run_blocking(
-    starts: Integers, sources: Integers, targets: Integers, senders: Integers, receivers: Integers
+    starts: Integers,
+    sources: Integers,
+    targets: Integers,
+    senders: Integers,
+    receivers: Integers,
+    first_held: Integers,
 ) -> tuple[Integers, Booleans]:
-    """Run all workers until each has ended or is blocked; a send into a full channel blocks its worker.
+    """Run all workers until each has ended or is blocked, where a send into a channel with a message blocks its worker.
 
     Args:
         starts: the first operation of each worker, then the number of operations; int64 [workers + 1].
         sources, targets: the channel that each operation receives from and sends into, or -1; int64 [operations].
         senders, receivers: the workers at the ends of each channel; int64 [channels].
+        first_held: the messages that each channel holds at first; int64 [channels].
 
     Returns:
         By worker, the operation at which it is blocked (or its end), and whether it has run that operation but not sent
@@ -263,8 +271,8 @@ def run_blocking(
     count = len(starts) - 1
     position = starts[:-1].copy()
     sending = np.zeros(count, np.bool_)
-    full = np.zeros(len(senders), np.bool_)
-    # A stack of the `number` workers to visit.
+    held = first_held.copy()
+    # A stack of workers to look at, of which `number` are on it.
     waiting = np.arange(count)
     is_waiting = np.ones(count, np.bool_)
     number = count
@@ -277,14 +285,14 @@ def run_blocking(
             woken = -1
             if not sending[worker]:
                 if source >= 0:
-                    if not full[source]:
+                    if not held[source]:
                         break
-                    full[source] = False
+                    held[source] -= 1
                     woken = senders[source]
                 sending[worker] = True
-            elif target < 0 or not full[target]:
+            elif target < 0 or not held[target]:
                 if target >= 0:
-                    full[target] = True
+                    held[target] += 1
                     woken = receivers[target]
                 sending[worker] = False
                 position[worker] += 1

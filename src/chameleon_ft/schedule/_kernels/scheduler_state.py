@@ -1,7 +1,8 @@
 """The state of the list scheduler's event loop, by slot, worker and queue.
 
-All times are in seconds since the start of the step. Queues are linked lists through `HOP.next`: a slot waits in one
-queue at a time, for its F, then for its B or I, then for its W.
+All times are in seconds since the start of the step. Queues are linked lists. A slot waits in one queue for its F, then
+in one for its B or I, then for its W. In the rest of an interrupted step it may wait for its F and another operation at
+the same time, so there are two links.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import numpy as np
 
 from chameleon_ft.schedule.records import Integers, Records
 
-HOP: Final = np.dtype([("rank", "i8"), ("next", "i8"), ("forward_at", "f8"), ("backward_at", "f8")], align=True)
+HOP: Final = np.dtype(
+    [
+        ("rank", "i8"),
+        ("next", "i8"),
+        ("next_backward", "i8"),
+        ("forward_at", "f8"),
+        ("backward_at", "f8"),
+        ("lacks_forward", "?"),
+    ],
+    align=True,
+)
 """State of a slot.
 
-rank: of a worker's ready forwards, or backwards, the lowest rank goes first. next: the slot behind it in its queue, or
--1. forward_at, backward_at: when the input of F, and of B or I, arrives; zero at the start of a route.
+rank: of a worker's ready forwards, or backwards, the lowest rank goes first. next,
+next_backward: the slots behind it in its queues for F, and for B, I or W, or -1. forward_at, backward_at: when the
+inputs of F, and of B or I, arrive; zero at the start of a route. lacks_forward: whether its F has not begun.
 """
 
 WORKER: Final = np.dtype(
@@ -59,9 +71,9 @@ QUEUE: Final = np.dtype(
 )
 """A queue of slots: a channel, the routes that start on a worker, or the W that it has to run.
 
-remote: whether sender and receiver are different workers. awaited: whether its sender had an operation ready, but must
-not run ahead of it. head, tail: its first and last slot; head is -1 if it is empty. next_in: the next queue that brings
-the receiver inputs of the same kind, or -1.
+gradient: whether slots wait in it for B, I or W. remote: whether sender and receiver are different workers. awaited:
+whether its sender had an operation ready, but must not run ahead of it. head, tail: its first and last slot; head is -1
+if it is empty. next_in: the next queue that brings the receiver inputs of the same kind, or -1.
 """
 
 EVENT: Final = np.dtype([("at_s", "f8"), ("worker", "i8")], align=True)
@@ -85,7 +97,6 @@ class Run(NamedTuple):
         first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
         limits: micro-batches in flight, kept and deferred; int64 [3, workers].
         by_priority: the first slot of each route, the highest priority first; int64 [routes].
-        split: whether backward is split.
         forward_first, patience, gradients_only: of `Rules`.
         hops: `HOP` [slots], zeros at first, as all state.
         workers: `WORKER` [workers].
@@ -100,7 +111,6 @@ class Run(NamedTuple):
     first: Integers
     limits: Integers
     by_priority: Integers
-    split: bool
     forward_first: bool
     patience: float
     gradients_only: bool

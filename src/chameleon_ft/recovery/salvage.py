@@ -1,0 +1,333 @@
+"""Salvage of an interrupted step: the rest of the step, from what the surviving workers hold of it.
+
+A micro-batch with a missing contribution takes a partial route: F where an operation that remains needs its output and
+no worker can send that again, the input gradient down to the lowest missing layer, and weight gradients only where they
+are missing. On its own route a micro-batch uses all that survivors hold of it, so pipelines without a lost worker
+continue where they were. A micro-batch whose route has lost a worker takes, of its own route with peers in the lost
+places and the routes of other pipelines, the one that leaves the least load on its busiest worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+
+from chameleon_ft.errors import ProgramError
+from chameleon_ft.estimate import estimate_rest
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan
+from chameleon_ft.plan.rest import GradientKey, PartialHop, PartialRoute, RestOfStep, StepProgress
+from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, ScheduledRest, best_rest, check_rest
+
+__all__ = ["Salvage", "SalvagedStep", "complete_step", "salvage"]
+
+_Hops = tuple[Hop, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """The rest of an interrupted step, and how much of the step it repeats.
+
+    Attributes:
+        rest: what remains.
+        repeated_s: seconds of operations that are known to have run before the failure, and run again; the sum over all
+            workers.
+        work_s: seconds of the work of the whole step, on workers of speed 1; likewise.
+    """
+
+    rest: RestOfStep
+    repeated_s: float
+    work_s: float
+
+    @property
+    def repeated_share(self) -> float:
+        """Share of the step's work that is done twice."""
+        return self.repeated_s / self.work_s if self.work_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SalvagedStep:
+    """The program of the rest of an interrupted step.
+
+    Attributes:
+        rest: what remains.
+        scheduled: in which order.
+        rest_s: predicted seconds until all gradients are reduced.
+        repeated_share: share of the step's work that is done twice.
+    """
+
+    rest: RestOfStep
+    scheduled: ScheduledRest
+    rest_s: float
+    repeated_share: float
+
+
+def complete_step(
+    plan: Plan,
+    progress: Mapping[int, StepProgress],
+    costs: CostModel,
+    in_flight_limits: Mapping[int, InFlightLimit],
+    *,
+    before: RestOfStep | None = None,
+) -> SalvagedStep | None:
+    """Return the program that completes a step, which is checked; see `salvage`, and `best_rest` for the limits.
+
+    None too if no order of the operations that remain was found in which messages arrive as they are taken.
+    """
+    found = salvage(plan, progress, costs, tied=costs.workload.tied_layers, before=before)
+    if found is None:
+        return None
+    scheduled = best_rest(found.rest, costs, in_flight_limits=in_flight_limits)
+    try:
+        check_rest(scheduled.program, scheduled.resends, found.rest)
+    except ProgramError:
+        return None
+    return SalvagedStep(
+        rest=found.rest,
+        scheduled=scheduled,
+        rest_s=estimate_rest(found.rest, scheduled, costs).rest_s,
+        repeated_share=found.repeated_share,
+    )
+
+
+def salvage(
+    plan: Plan,
+    progress: Mapping[int, StepProgress],
+    costs: CostModel,
+    *,
+    tied: Iterable[tuple[int, ...]] = (),
+    before: RestOfStep | None = None,
+) -> Salvage | None:
+    """Work out the rest of a step; None if a layer with a missing contribution has no live holder.
+
+    Args:
+        plan: the interrupted plan, lost workers included.
+        progress: every surviving worker of the plan -> what it holds of the step.
+        costs: of these workers at least.
+        tied: the sets of layers that share parameters.
+        before: the rest of this step that was interrupted itself, if it was one.
+    """
+    held = _Held(plan, progress, tied)
+    hops_of = {route.micro_batch: route.hops for route in plan.routes if not held.is_complete(route.micro_batch)}
+    for route in () if before is None else before.routes:
+        if route.micro_batch in hops_of:
+            hops_of[route.micro_batch] = tuple(Hop(hop.worker, hop.layers) for hop in route.hops)
+    is_whole = cache(lambda hops: all(hop.worker in progress for hop in hops))
+    broken = [number for number, hops in hops_of.items() if not is_whole(hops)]
+    survivors = plan.placement.without([worker for worker in plan.workers if worker not in progress])
+    if broken and survivors.unheld_layers:
+        return None
+    work = _Work(plan, held, costs)
+    routes = {number: work.assign(number, [hops]) for number, hops in hops_of.items() if is_whole(hops)}
+    pipelines = [hops for hops in dict.fromkeys(route.hops for route in plan.routes) if is_whole(hops)]
+    # First those that have begun: on their own routes, less remains of them.
+    for number in sorted(broken, key=lambda number: (number not in held.begun, number)):
+        routes[number] = work.assign(number, [work.with_peers(hops_of[number], survivors), *pipelines])
+    rest = RestOfStep(
+        plan=plan,
+        routes=tuple(routes[number] for number in sorted(routes)),
+        sources=tuple(sorted(held.sources.items())),
+    )
+    layers_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+    return Salvage(rest, math.fsum(map(work.repeated_s, rest.routes)), plan.micro_batches * layers_s)
+
+
+class _Held:
+    """Holdings of all survivors together.
+
+    Attributes:
+        progress: of every survivor.
+        begun: micro-batches of which some survivor has run an operation.
+        sources: gradients whose sum is known -> the first worker that holds it.
+    """
+
+    def __init__(self, plan: Plan, progress: Mapping[int, StepProgress], tied: Iterable[tuple[int, ...]]) -> None:
+        self.progress = progress
+        self.sources: dict[GradientKey, int] = {}
+        for worker in sorted(progress):
+            for key in sorted(progress[worker].totals):
+                self.sources.setdefault(key, worker)
+        num_layers = plan.placement.num_layers
+        unknown = {layer for layer in range(num_layers) if (layer,) not in self.sources}
+        unknown.update(layer for layers in tied if layers not in self.sources for layer in layers)
+        # Sets of layers as bits: those without a known sum, and by micro-batch those with contributions.
+        self._unknown = sum(1 << layer for layer in unknown)
+        self._contributed: dict[int, int] = defaultdict(int)
+        self._counted: set[int] = set()
+        # By micro-batch, the layers that it is known to have passed: forward below, and backward from.
+        self._forward_to: dict[int, int] = defaultdict(int)
+        self._backward_from: dict[int, int] = defaultdict(lambda: num_layers)
+        for own in progress.values():
+            self._counted |= own.counted
+            for number, layers in own.contributed:
+                self._contributed[number] |= _bits(layers)
+            for number, layers in (*own.saved, *own.deferred, *own.contributed):
+                self._forward_to[number] = max(self._forward_to[number], layers.stop)
+            for number, layers in (*own.deferred, *own.contributed):
+                self._backward_from[number] = min(self._backward_from[number], layers.start)
+        self._forward_to.update(dict.fromkeys(self._counted, num_layers))
+        self.begun = frozenset(self._forward_to)
+        # The micro-batches of which each worker holds more than contributions.
+        self._touched = {
+            worker: {number for held in (own.saved, own.deferred, own.activations, own.gradients) for number, _ in held}
+            for worker, own in progress.items()
+        }
+
+    def is_counted(self, micro_batch: int) -> bool:
+        return micro_batch in self._counted
+
+    def is_complete(self, micro_batch: int) -> bool:
+        """Whether every contribution of a micro-batch and its loss are known."""
+        return self.is_counted(micro_batch) and not self.missing(micro_batch)
+
+    def missing(self, micro_batch: int) -> int:
+        """Return the layers that lack the contribution of a micro-batch, as bits."""
+        return self._unknown & ~self._contributed.get(micro_batch, 0)
+
+    def has_touched(self, micro_batch: int, hops: Iterable[Hop]) -> bool:
+        """Whether a worker of these hops can use what it holds of a micro-batch."""
+        return any(micro_batch in self._touched[hop.worker] for hop in hops)
+
+    def has_run(self, micro_batch: int, kind: OperationKind, hop: PartialHop) -> bool:
+        """Whether an operation is known to have run on some worker, live or lost."""
+        if kind is OperationKind.FORWARD:
+            return hop.layers.stop <= self._forward_to.get(micro_batch, 0)
+        if kind is OperationKind.WEIGHT_GRAD and (micro_batch, hop.layers) in self.progress[hop.worker].deferred:
+            return False
+        return micro_batch in self._backward_from and self._backward_from[micro_batch] <= hop.layers.start
+
+    def split(self, micro_batch: int, hops: Iterable[Hop]) -> tuple[Hop, ...]:
+        """Split hops where layers with a contribution and layers without one meet."""
+        found: list[Hop] = []
+        missing = self.missing(micro_batch)
+        for hop in hops:
+            if missing & _bits(hop.layers) in (0, _bits(hop.layers)):
+                found.append(hop)
+                continue
+            for _, run in groupby(hop.layers, key=lambda layer: missing >> layer & 1):
+                layers = list(run)
+                found.append(Hop(hop.worker, LayerRange(layers[0], layers[-1] + 1)))
+        return tuple(found)
+
+    def remaining(self, micro_batch: int, hops: Iterable[Hop]) -> tuple[PartialHop, ...]:
+        """Return what remains of a micro-batch on these hops, whose workers survive."""
+        route = self.split(micro_batch, hops)
+        own = [self.progress[hop.worker] for hop in route]
+        last = len(route) - 1
+        missing = self.missing(micro_batch)
+        adds = [missing & _bits(hop.layers) > 0 for hop in route]
+        forward, backward = [False] * len(route), [False] * len(route)
+        for place, hop in enumerate(route):
+            is_asked = place > 0 and backward[place - 1] and (micro_batch, hop.layers.start) not in own[place].gradients
+            backward[place] = is_asked or (adds[place] and (micro_batch, hop.layers) not in own[place].deferred)
+        for place, hop in reversed([*enumerate(route)]):
+            is_asked = (
+                not self.is_counted(micro_batch)
+                if place == last
+                else forward[place + 1] and (micro_batch, hop.layers.stop - 1) not in own[place].activations
+            )
+            forward[place] = is_asked or (backward[place] and (micro_batch, hop.layers) not in own[place].saved)
+        return tuple(
+            PartialHop(
+                worker=hop.worker,
+                layers=hop.layers,
+                forward=forward[place],
+                backward=backward[place],
+                weight_grad=adds[place],
+                sends_activation=place < last and forward[place + 1] and not forward[place],
+                sends_gradient=place > 0 and backward[place - 1] and not backward[place],
+            )
+            for place, hop in enumerate(route)
+        )
+
+
+def _bits(layers: LayerRange) -> int:
+    return (1 << layers.stop) - (1 << layers.start)
+
+
+class _Work:
+    """Assigns routes to micro-batches, and sums up the seconds of work of each worker."""
+
+    def __init__(self, plan: Plan, held: _Held, costs: CostModel) -> None:
+        self._plan = plan
+        self._held = held
+        self._load_s: dict[int, float] = defaultdict(float)
+        self._compute_s = cache(partial(_compute_s, plan, costs))
+        self._anew: dict[tuple[_Hops, int, bool], tuple[tuple[PartialHop, ...], dict[int, float]]] = {}
+
+    def assign(self, micro_batch: int, options: Sequence[_Hops]) -> PartialRoute:
+        """Choose the route of a micro-batch."""
+        scored = [self._scored(micro_batch, hops) for hops in options]
+        hops, seconds = min(scored, key=lambda each: (self._busiest_s(each[1]), sum(each[1].values())))
+        for worker, own_s in seconds.items():
+            self._load_s[worker] += own_s
+        return PartialRoute(micro_batch=micro_batch, hops=hops, is_counted=self._held.is_counted(micro_batch))
+
+    def with_peers(self, hops: _Hops, survivors: Placement) -> _Hops:
+        """Replace each hop on a lost worker by hops on its least loaded peers."""
+        found: list[Hop] = []
+        for hop in hops:
+            start = hop.layers.start
+            if hop.worker in self._held.progress:
+                found.append(hop)
+                continue
+            while start < hop.layers.stop:
+                # How far each peer gets; of those that get furthest, the least loaded one.
+                stops = {
+                    worker: min(hop.layers.stop, own.stop)
+                    for worker in survivors.holders(start)
+                    for own in survivors.ranges_of(worker)
+                    if start in own
+                }
+                worker = min(stops, key=lambda each: (-stops[each], self._load_s[each], each))
+                found.append(Hop(worker, LayerRange(start, stops[worker])))
+                start = stops[worker]
+        return tuple(found)
+
+    def repeated_s(self, route: PartialRoute) -> float:
+        """Return the seconds of operations of a partial route that are known to have run before."""
+        repeats = partial(self._held.has_run, route.micro_batch)
+        return math.fsum(
+            self._compute_s(hop.worker, kind, hop.layers)
+            for hop in route.hops
+            for kind in kinds_of(hop, self._plan)
+            if repeats(kind, hop)
+        )
+
+    def _scored(self, micro_batch: int, hops: _Hops) -> tuple[tuple[PartialHop, ...], dict[int, float]]:
+        """Return what remains of a micro-batch on these hops, and the seconds of each worker."""
+        if self._held.has_touched(micro_batch, hops):
+            return self._measured(micro_batch, hops)
+        # Then it is no different from others of which the same is missing.
+        key = hops, self._held.missing(micro_batch), self._held.is_counted(micro_batch)
+        if key not in self._anew:
+            self._anew[key] = self._measured(micro_batch, hops)
+        return self._anew[key]
+
+    def _measured(self, micro_batch: int, hops: _Hops) -> tuple[tuple[PartialHop, ...], dict[int, float]]:
+        remaining = self._held.remaining(micro_batch, hops)
+        seconds: dict[int, float] = defaultdict(float)
+        for hop in remaining:
+            for kind in kinds_of(hop, self._plan):
+                seconds[hop.worker] += self._compute_s(hop.worker, kind, hop.layers)
+        return remaining, seconds
+
+    def _busiest_s(self, seconds: Mapping[int, float]) -> float:
+        return max(self._load_s[worker] + own_s for worker, own_s in seconds.items())
+
+
+def _compute_s(plan: Plan, costs: CostModel, worker: int, kind: OperationKind, layers: LayerRange) -> float:
+    return costs.compute_s(worker, kind, layers, recompute=plan.recompute.get(worker))
+
+
+def kinds_of(hop: PartialHop, plan: Plan) -> tuple[OperationKind, ...]:
+    """Return the operations of a hop that remain, in their order."""
+    if hop.backward and hop.weight_grad and not plan.splits(hop.worker):
+        backward: tuple[OperationKind, ...] = (OperationKind.BACKWARD,)
+    else:
+        kinds = ((hop.backward, OperationKind.INPUT_GRAD), (hop.weight_grad, OperationKind.WEIGHT_GRAD))
+        backward = tuple(kind for remains, kind in kinds if remains)
+    return (OperationKind.FORWARD, *backward) if hop.forward else backward

@@ -1,0 +1,228 @@
+"""The rest of an interrupted step, from what the survivors hold of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from chameleon_ft.plan import Hop, Plan, data_pipeline_plan
+from chameleon_ft.plan.rest import PartialHop, RestOfStep, StepProgress
+from chameleon_ft.recovery.salvage import Salvage, salvage
+from chameleon_ft.schedule import CostModel, list_schedule, replay
+from tests.progress import progress_at
+from tests.strategies import Planned, equal_costs, planned
+
+
+def interrupted(plan: Plan, costs: CostModel, at: float, *, lost: set[int]) -> dict[int, StepProgress]:
+    """Return what the survivors hold after a share of the step."""
+    timeline = replay(list_schedule(plan, costs), costs)
+    return progress_at(plan, timeline, at * timeline.step_s, lost=lost)
+
+
+def survivors(costs: CostModel, lost: set[int]) -> CostModel:
+    return CostModel(costs.workload, costs.cluster.without(lost))
+
+
+def two_pipelines(*, split_backward: bool = False, dp: int = 2) -> tuple[Plan, CostModel]:
+    costs = equal_costs(layers=4, micro_batches=4 * dp, workers=2 * dp)
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=dp, pp=2, micro_batches=4 * dp, split_backward=split_backward)
+    return plan, costs
+
+
+def hop_of(rest: RestOfStep, micro_batch: int, layer: int) -> PartialHop:
+    (route,) = (route for route in rest.routes if route.micro_batch == micro_batch)
+    return next(hop for hop in route.hops if layer in hop.layers)
+
+
+def contributions(rest: RestOfStep, progress: Mapping[int, StepProgress]) -> Counter[tuple[int, int]]:
+    """How often each (micro-batch, layer) is in the sum that is applied, where no total is known."""
+    found: Counter[tuple[int, int]] = Counter()
+    for own in progress.values():
+        found.update((number, layer) for number, layers in own.contributed for layer in layers)
+    for route in rest.routes:
+        found.update((route.micro_batch, layer) for hop in route.hops if hop.weight_grad for layer in hop.layers)
+    return found
+
+
+def check_inputs(rest: RestOfStep, progress: Mapping[int, StepProgress]) -> None:
+    """Check that each operation that remains finds what it needs on its worker, or is sent it."""
+    for route in rest.routes:
+        for hop in route.hops:
+            own, key = progress[hop.worker], (route.micro_batch, hop.layers)
+            assert hop.forward or not hop.backward or key in own.saved
+            assert hop.backward or not hop.weight_grad or key in own.deferred
+            assert not hop.sends_activation or (route.micro_batch, hop.layers.stop - 1) in own.activations
+            assert not hop.sends_gradient or (route.micro_batch, hop.layers.start) in own.gradients
+        counted = sum(route.micro_batch in own.counted for own in progress.values())
+        assert counted + (not route.is_counted) == 1
+        assert route.is_counted or route.hops[-1].forward
+
+
+def check(found: Salvage | None, plan: Plan, progress: Mapping[int, StepProgress]) -> None:
+    assert found is not None
+    layers = plan.placement.num_layers
+    every = {(number, layer): 1 for number in range(plan.micro_batches) for layer in range(layers)}
+    assert contributions(found.rest, progress) == every
+    check_inputs(found.rest, progress)
+    remaining = {route.micro_batch for route in found.rest.routes}
+    counted = {number for own in progress.values() for number in own.counted}
+    assert remaining | counted == set(range(plan.micro_batches))
+
+
+@given(planned(), st.floats(0.0, 1.0), st.data())
+def test_every_contribution_and_loss_is_there_once(case: Planned, at: float, data: st.DataObject) -> None:
+    plan, costs = case.plan, case.costs
+    lost = data.draw(st.sets(st.sampled_from(plan.workers), max_size=2))
+    assume(not plan.placement.without(lost).unheld_layers)
+    progress = interrupted(plan, costs, at, lost=lost)
+    found = salvage(plan, progress, survivors(costs, lost))
+    check(found, plan, progress)
+
+
+@given(planned(), st.floats(0.0, 1.0))
+def test_an_interruption_without_a_loss_repeats_nothing(case: Planned, at: float) -> None:
+    progress = interrupted(case.plan, case.costs, at, lost=set())
+    found = salvage(case.plan, progress, case.costs)
+    check(found, case.plan, progress)
+    assert found is not None
+    assert found.repeated_s == 0.0
+
+
+def test_pipelines_without_a_lost_worker_continue_on_their_routes() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 0.5, lost={0})
+    found = salvage(plan, progress, survivors(costs, {0}))
+    assert found is not None
+    for route in found.rest.routes:
+        before = plan.routes[route.micro_batch].hops
+        if 0 not in {hop.worker for hop in before}:
+            assert tuple(Hop(hop.worker, hop.layers) for hop in route.hops) == before
+
+
+def test_a_micro_batch_that_ended_on_the_lost_worker_runs_again_without_other_weight_gradients() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 1.0, lost={0})
+    progress[1] = replace(progress[1], gradients=frozenset())
+    found = salvage(plan, progress, survivors(costs, {0}))
+    assert found is not None
+    # Worker 1 has added the weight gradients of layers 2 and 3 to its own; only the input gradient is needed again.
+    below, above = (hop_of(found.rest, 0, layer) for layer in (0, 2))
+    assert (below.forward, below.backward, below.weight_grad) == (True, True, True)
+    assert (above.forward, above.backward, above.weight_grad) == (True, True, False)
+    assert {route.micro_batch for route in found.rest.routes} == {0, 1, 2, 3}
+    # F and I of the stage above, and F of the lost stage; no survivor knows whether its B had run.
+    assert found.repeated_share == (4 * (4 + 2)) / (8 * 12)
+
+
+def test_layers_below_the_lowest_missing_one_run_no_backward() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 1.0, lost={1})
+    found = salvage(plan, progress, survivors(costs, {1}))
+    assert found is not None
+    below, above = (hop_of(found.rest, 0, layer) for layer in (0, 2))
+    assert (below.forward, below.backward, below.weight_grad) == (True, False, False)
+    assert (above.forward, above.backward, above.weight_grad) == (True, True, True)
+    assert above.worker == 3
+    assert not any(route.is_counted for route in found.rest.routes)  # the lost worker had their losses
+
+
+def test_a_peer_takes_over_where_the_activation_can_be_sent_again() -> None:
+    plan, costs = two_pipelines()
+    progress = {worker: StepProgress() for worker in (0, 2, 3)}
+    layers = plan.routes[0].hops[0].layers
+    progress[0] = StepProgress(saved=frozenset({(0, layers)}), activations=frozenset({(0, layers.stop - 1)}))
+    found = salvage(plan, progress, survivors(costs, {1}))
+    assert found is not None
+    below, above = (hop_of(found.rest, 0, layer) for layer in (0, 2))
+    assert below == PartialHop(worker=0, layers=layers, backward=True, weight_grad=True, sends_activation=True)
+    assert above == PartialHop(worker=3, layers=above.layers, forward=True, backward=True, weight_grad=True)
+    assert found.repeated_s == 0.0
+
+
+def test_a_known_total_needs_no_contribution_of_the_lost_worker() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 1.0, lost={0})
+    held = frozenset({(0,), (1,)})
+    progress[2] = replace(progress[2], totals=held)
+    found = salvage(plan, progress, survivors(costs, {0}))
+    assert found is not None
+    assert not found.rest.routes
+    assert dict(found.rest.sources) == {(0,): 2, (1,): 2}
+
+
+def test_a_loss_that_only_the_lost_worker_counted_takes_the_forward_alone() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 1.0, lost={1})
+    progress[3] = replace(progress[3], totals=frozenset({(2,), (3,)}))
+    found = salvage(plan, progress, survivors(costs, {1}))
+    assert found is not None
+    for number in range(4):
+        hops = [hop_of(found.rest, number, layer) for layer in (0, 2)]
+        assert [(hop.forward, hop.backward, hop.weight_grad) for hop in hops] == [(True, False, False)] * 2
+
+
+def test_tied_parameters_without_a_total_need_the_contributions_of_all_their_layers() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 1.0, lost={0})
+    progress[2] = replace(progress[2], totals=frozenset({(0,), (1,)}))
+    found = salvage(plan, progress, survivors(costs, {0}), tied=[(0, 3)])
+    assert found is not None
+    hops = next(route.hops for route in found.rest.routes if route.micro_batch == 0)
+    assert [layer for hop in hops if hop.weight_grad for layer in hop.layers] == [0]
+
+
+def test_the_work_of_a_lost_worker_is_spread_over_its_peers() -> None:
+    plan, costs = two_pipelines(dp=4)
+    progress = interrupted(plan, costs, 0.0, lost={0})
+    found = salvage(plan, progress, survivors(costs, {0}))
+    assert found is not None
+    busy = Counter(hop.worker for route in found.rest.routes for hop in route.hops)
+    assert [busy[worker] for worker in (2, 4, 6)] == [6, 5, 5]
+
+
+def test_a_deferred_weight_gradient_remains_where_it_is() -> None:
+    plan, costs = two_pipelines(split_backward=True)
+    layers = plan.routes[0].hops[1].layers
+    progress = {worker: StepProgress() for worker in (0, 1, 2)}
+    progress[1] = StepProgress(
+        deferred=frozenset({(0, layers)}), counted=frozenset({0}), gradients=frozenset({(0, layers.start)})
+    )
+    below_layers = plan.routes[0].hops[0].layers
+    progress[0] = StepProgress(saved=frozenset({(0, below_layers)}))
+    found = salvage(plan, progress, survivors(costs, {3}))
+    assert found is not None
+    assert hop_of(found.rest, 0, 2) == PartialHop(worker=1, layers=layers, weight_grad=True, sends_gradient=True)
+    assert hop_of(found.rest, 0, 0) == PartialHop(worker=0, layers=below_layers, backward=True, weight_grad=True)
+
+
+@given(planned(), st.floats(0.0, 1.0), st.data())
+def test_a_second_loss_before_the_rest_has_begun(case: Planned, at: float, data: st.DataObject) -> None:
+    plan, costs = case.plan, case.costs
+    first = data.draw(st.sampled_from(plan.workers))
+    second = data.draw(st.sampled_from(plan.workers))
+    assume(first != second and not plan.placement.without([first, second]).unheld_layers)
+    progress = interrupted(plan, costs, at, lost={first})
+    before = salvage(plan, progress, survivors(costs, {first}))
+    assert before is not None
+    left = {worker: own for worker, own in progress.items() if worker != second}
+    found = salvage(plan, left, survivors(costs, {first, second}), before=before.rest)
+    check(found, plan, left)
+
+
+def test_a_layer_without_a_live_holder_cannot_be_completed() -> None:
+    plan, costs = two_pipelines()
+    progress = interrupted(plan, costs, 0.5, lost={0, 2})
+    assert salvage(plan, progress, survivors(costs, {0, 2})) is None
+    # Unless nothing of it is missing.
+    ended = interrupted(plan, costs, 1.0, lost=set())
+    held = {
+        worker: replace(ended[worker], totals=frozenset({(0,), (1,)}), contributed=ended[worker].contributed)
+        for worker in (1, 3)
+    }
+    found = salvage(plan, held, survivors(costs, {0, 2}))
+    assert found is not None
+    assert not found.rest.routes
