@@ -304,7 +304,7 @@ def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them()
     got = {0: (0, 1, 2), 2: (0, 1), 4: (0, 1, 3)}
     states = {w: state.model_copy(update={"layers": got[w]}) for w, state in found.quiesced.items()}
     decision = decided(dataclasses.replace(found, quiesced=states))
-    assert (decision.policy, decision.load, decision.first_step, decision.lost_layers) == ("salvage", "keep", 7, ())
+    assert (decision.policy, decision.load, decision.first_step, decision.lost_layers) == ("from-copies", "keep", 7, ())
     assert decision.plan.workers == (0, 2, 4)
     assert decision.transition is not None
     assert decision.transition.keep == got

@@ -247,7 +247,7 @@ def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decisio
         kinds = worker_kinds(context.costs.cluster)
         plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=kinds, layers=layers).roles)
         transition = _transition(cluster, plan, context)
-        anew = _keep(cluster, context, plan, "salvage", default_limits(plan), transition=transition)
+        anew = _keep(cluster, context, plan, "from-copies", default_limits(plan), transition=transition)
     elif cluster.checkpoints or lost_layers:
         anew = _from_checkpoint(cluster, context, plan, "checkpoint", default_limits(plan))
     else:
