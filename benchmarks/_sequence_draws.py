@@ -15,10 +15,12 @@ _MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
 _MOST_LOSSES: Final = 4
 _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")
 _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
-_IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "transfer", "confirm", "switch")
+_IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "transfer", "confirm", "switch")
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
+_SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
+_MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,11 @@ def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, .
 
 def _failures_of_step(rng: random.Random, run: DrawnRun, step: int, workers: Sequence[int]) -> list[Failure]:
     in_a_step: tuple[FailurePhase, ...] = (*_IN_A_STEP, "checkpoint") if run.checkpoint_every else _IN_A_STEP
-    in_a_recovery: tuple[FailurePhase, ...] = ("recovery",) if run.policy in _WITHOUT_MOVES else _IN_A_RECOVERY
+    in_a_recovery = [
+        phase
+        for phase in _IN_A_RECOVERY
+        if phase == "recovery" or run.policy in (_SALVAGING if phase == "rest" else _MOVING)
+    ]
     at_once = rng.choice(in_a_step)
     failures = []
     for number, worker in enumerate(workers):

@@ -326,7 +326,7 @@ def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_
         (0, 1),
         (1, 1),
         (2, 1),
-        (3, 2),
+        # The rest of step 3 is not recorded.
         (4, 2),
         (6, 2),
     ]

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Batch, Checkpoint, FailurePhase, LlamaConfig, Parallel, RunConfig, Timeouts
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    FailureKind,
+    FailurePhase,
+    LlamaConfig,
+    Parallel,
+    Recovery,
+    RunConfig,
+    Timeouts,
+)
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints
@@ -57,6 +67,7 @@ def test_a_kill(tmp_path: Path, phase: FailurePhase) -> None:
     assert failure.detect_s is not None
     # The vote of step 4 may have reached others: then they apply that step, and training goes on with the next.
     assert (failure.step, failure.resume_step) in {(4, 4), (4, 5), (5, 5)}
+    assert failure.is_salvaged == (failure.resume_step == 4)
     assert [record.workers for record in ended.run.steps()] == [6] * failure.resume_step + [5] * (
         10 - failure.resume_step
     )
@@ -172,6 +183,30 @@ def test_a_failure_during_a_recovery(tmp_path: Path, kind: str) -> None:
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == {0, 5}
     assert {failure.resume_step for failure in ended.failures} == {ended.failures[0].resume_step}, "it was one outage"
+
+
+@pytest.mark.parametrize("first", ["forward", "sync"])
+@pytest.mark.parametrize("kind", ["kill", "hang"])
+def test_a_failure_in_the_rest_of_a_step(tmp_path: Path, first: FailurePhase, kind: FailureKind) -> None:
+    config = small_config(
+        tmp_path,
+        timeouts=WATCHFUL,
+        failures=(fails(0, step=4, phase=first), fails(5, step=4, phase="rest", kind=kind)),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.lost == {0, 5}
+    assert all(failure.is_salvaged and failure.resume_step == 4 for failure in ended.failures)
+    (cost,) = ended.events("failure_cost")
+    assert cost["incident_generations"] == [failure.generation for failure in ended.failures]
+
+
+def test_a_step_is_repeated_without_salvage(tmp_path: Path) -> None:
+    recovery = Recovery(policy="reroute", salvage=False)
+    config = small_config(tmp_path, recovery=recovery, failures=(fails(3, step=4, phase="backward"),))
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert not the_failure(ended).is_salvaged
 
 
 def test_failures_during_the_recovery_of_a_failure_in_a_recovery(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_pa
     config = emulated_config(
         tmp_path,
         workers=6,
-        steps=12,
+        steps=60,
         plan=file,
         recovery=Recovery(host_failure_fraction=0.5),
         emulation=Emulation(workers_per_host=2),
-        # One worker first, so that something is decided; then all of the second host at once.
-        failures=(fails(1, step=3), *(fails(worker, step=8) for worker in (2, 3))),
+        # One worker first, so that something is decided; once that has happened, all of the second host at once.
+        failures=(fails(1, step=3), *(fails(worker, step=50) for worker in (2, 3))),
     )
     profile = read_profile(config.profile or tmp_path)
     write_profile(dataclasses.replace(profile, inter_host=Link(1e-4, 1e9)), config.profile or tmp_path)
@@ -39,10 +39,11 @@ def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_pa
     ended = train_here(config, tmp_path / "run")
 
     assert_trained_as_if_nothing_failed(ended)
-    first, *later = ended.events("decision")
-    (chosen,) = (each for each in first["candidates"] if each["policy"] == first["chosen"])
+    _, review, *later = ended.events("decision")
+    assert review["trigger"] == "review"
+    (chosen,) = (each for each in review["candidates"] if each["policy"] == review["chosen"])
     assert chosen["host_single_points_of_failure"] == 0
-    assert any(each["host_single_points_of_failure"] for each in first["candidates"] if each["feasible"])
-    assert later[-1]["rate"]["failures"] == 2, "a host is one failure"
-    assert later[-1]["rate"]["host_failure_fraction"] == (0.5 + 1) / (1 + 2)
+    assert any(each["host_single_points_of_failure"] for each in review["candidates"] if each["feasible"])
+    assert later[0]["rate"]["failures"] == 2, "a host is one failure"
+    assert later[0]["rate"]["host_failure_fraction"] == (0.5 + 1) / (1 + 2)
     assert {failure.worker for failure in ended.failures} == {1, 2, 3}

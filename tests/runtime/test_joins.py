@@ -87,7 +87,9 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
     assert (respawn["worker"], respawn["incarnation"]) == (3, 2)
     assert [event["worker"] for event in ended.events("joined")] == [3]
     assert joined(ended) == [3]
-    assert [event["trigger"] for event in ended.events("decision")] == ["loss", "join"]
+    triggers = [event["trigger"] for event in ended.events("decision")]
+    # The worker may be back before a better plan without it is found.
+    assert triggers in (["loss", "review", "join"], ["loss", "join"])
     assert workers_of_last_plan(ended) == set(range(6))
     assert ended.run.steps()[-1].workers == 6
     assert not ended.events("refused")

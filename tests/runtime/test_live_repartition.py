@@ -68,7 +68,7 @@ def test_a_decision_that_was_made_before_the_loss(tmp_path: Path) -> None:
 
     # Late, when steps take what they took so far, and of one candidate, which is still the best whatever they take.
     view = ScriptedView(at_step={40: in_thread(kill_once_it_is_prepared)})
-    config = eight_workers(tmp_path, steps=150, recovery=Recovery(policy="reroute"))
+    config = eight_workers(tmp_path, steps=150, recovery=Recovery(policy="reroute", salvage=False))
     ended = train_here(config, run.path, view=view)
     assert_trained_as_if_nothing_failed(ended)
     assert ended.events("prepared")[0]["losses"] == 8

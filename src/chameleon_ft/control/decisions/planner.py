@@ -161,7 +161,11 @@ class Planner:
     ) -> RecoveryPlan | None:
         """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
         plan = decide_in_place(cluster, context, salvaged, rate=rate, decide_s=decide_s)
-        if plan is None or plan.decision is None:
+        if plan is None:
+            return None
+        # What "reroute" would find later is what was found now.
+        plan = replace(plan, is_hasty=bool(cluster.newcomers or (context.lost and self.policy != "reroute")))
+        if plan.decision is None:
             return plan
         context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))

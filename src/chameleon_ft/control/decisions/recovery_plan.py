@@ -171,7 +171,6 @@ def decide_in_place(
             return None
         plan = _keep(cluster, context, course.plan, "reroute", course.in_flight_limits, transition=None)
         plan = replace(plan, program=course.program, decision=decision)
-    plan = replace(plan, is_hasty=bool(context.lost or cluster.newcomers))
     if salvaged is None:
         return plan
     action = f"{plan.action}, of which {salvaged.repeated_share:.1%} is repeated"
