@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from chameleon_ft.config import Batch, Parallel, Recovery
-from chameleon_ft.control.wire.messages import Committed, OperationTimes, Pause, Progress, Quiesced, Vote
+from chameleon_ft.control.wire.messages import Committed, OperationTimes, Pause, PeerFailed, Progress, Quiesced, Vote
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import OperationKind
@@ -173,3 +173,28 @@ async def test_a_better_plan_is_found_while_the_next_steps_run(stage: Stage) -> 
 def committed(generation: int, step: int, of: Vote) -> Committed:
     times = OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01)
     return Committed(generation=generation, step=step, vote=of, grad_norm=0.5, lr=0.1, step_s=0.1, times=times)
+
+
+@scene(recovery=Recovery(policy="chameleon"), batch=Batch(micro_batches=60, micro_batch_size=1))
+async def test_a_failed_message_without_a_loss_does_not_end_the_search_for_a_better_plan(stage: Stage) -> None:
+    lose_worker_1(stage)
+    stage.start()
+    stage.commit(3)
+    stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a message failed"))
+    stage.quiesce(3, 4)
+    assert stage.order().generation == 3
+    stage.start()
+    assert stage.coordinator.state.scale_up.hurried_at_s is not None
+
+
+@scene()
+async def test_the_rest_of_a_step_without_a_loss_is_no_measure_either(stage: Stage) -> None:
+    stage.train()
+    stage.say(stage.ranks[0], PeerFailed(generation=1, peer=None, error="a message failed"))
+    report(stage, 2, 3, {worker: HELD.get(worker, StepProgress()) for worker in range(4)})
+    assert stage.order().rest is not None
+    stage.start()
+    stage.commit(3, step_s=0.001)
+    stage.commit(4, step_s=0.2)
+    assert stage.coordinator.state.outcomes.recent_s == (0.2,)
+    assert [step.is_rest for step in stage.run.steps()] == [False, False, False, True, False]

@@ -233,14 +233,15 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     state = draft.state
     if state.active is None:
         return
+    # The rest of a step is no measure: it lacks operations.
+    is_rest = state.active.rest is not None and message.step == state.active.first_step
     incidents.detect(draft, signals.OperationsTimed(message.times.longest_s))
-    if message.generation == state.generation:
+    if message.generation == state.generation and not is_rest:
         draft.do(commands.MeasureOperations(worker.id, message.times))
     if message.step != state.committed:
         return  # another worker has reported the step
     vote = message.vote
     draft.set(committed=message.step + 1, last_vote=vote)
-    is_rest = state.active.rest is not None and message.step == state.active.first_step
     if is_rest:
         incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     else:
@@ -261,15 +262,16 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
                 workers=len(state.active.plan.workers),
                 generation=message.generation,
                 time=draft.at.unix_s,
+                is_rest=is_rest,
             )
         )
     )
     if not is_rest:
         draft.do(commands.MeasureStep(message.step_s))
-    outcomes, cost = state.outcomes.cost(message.step, draft.at.unix_s)
+    outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s, is_rest=is_rest)
+    outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
     if cost is not None:
         draft.do(commands.Record(cost))
-    outcomes, outcome = outcomes.committed(message.step_s, draft.at.unix_s)
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)
     if vote.pause and not vote.finish and message.step + 1 < state.settings.steps:

@@ -163,7 +163,10 @@ class RunDirectory:
             for generation in event["incident_generations"]
         }
         failures = (FailureRecord.from_json(event) for event in events if event["event"] == "failure")
-        return [replace(each, failure_cost_steps=costs.get(each.generation)) for each in failures]
+        return [
+            each if each.policy == "none" else replace(each, failure_cost_steps=costs.get(each.generation))
+            for each in failures
+        ]
 
     def outcomes(self) -> list[OutcomeRecord]:
         """Read the outcomes of decisions in the order they were written."""

@@ -103,7 +103,8 @@ class RunInfo(_Record):
 class StepRecord(_Record):
     """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping.
 
-    `time` is when the first worker reported the commit, in Unix seconds; older runs have none.
+    `time` is when the first worker reported the commit, in Unix seconds; older runs have none. If `is_rest`, the step
+    was interrupted and completed, and `step_s` is the time of its rest.
     """
 
     step: int
@@ -116,6 +117,7 @@ class StepRecord(_Record):
     workers: int
     generation: int
     time: float | None = None
+    is_rest: bool = False
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:
@@ -324,7 +326,9 @@ def summarize(
         samples_repeated=sum(record.samples for record in steps) - seen,
         failures=tuple(failures),
         median_step_s_before=_median(r.step_s for r in steps if r.step < first_failure),
-        median_step_s_after=_median(r.step_s for r in steps if r.step > first_failure and r.step not in interrupted),
+        median_step_s_after=_median(
+            r.step_s for r in steps if r.step > first_failure and r.step not in interrupted and not r.is_rest
+        ),
         outcomes=tuple(outcomes),
     )
 

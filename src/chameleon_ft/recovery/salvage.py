@@ -20,7 +20,7 @@ from chameleon_ft.errors import ProgramError
 from chameleon_ft.estimate import estimate_rest
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan
 from chameleon_ft.plan.rest import GradientKey, PartialHop, PartialRoute, RestOfStep, StepProgress
-from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, ScheduledRest, best_rest, check_rest
+from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, ScheduledRest, best_rest
 
 __all__ = ["Salvage", "SalvagedStep", "complete_step", "salvage"]
 
@@ -80,9 +80,8 @@ def complete_step(
     found = salvage(plan, progress, costs, tied=costs.workload.tied_layers, before=before)
     if found is None:
         return None
-    scheduled = best_rest(found.rest, costs, in_flight_limits=in_flight_limits)
     try:
-        check_rest(scheduled.program, scheduled.resends, found.rest)
+        scheduled = best_rest(found.rest, costs, in_flight_limits=in_flight_limits)
     except ProgramError:
         return None
     return SalvagedStep(

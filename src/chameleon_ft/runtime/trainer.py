@@ -370,7 +370,8 @@ class Trainer:
         step, start_s, start_unix_s = committer.committed, time.perf_counter(), time.time()
         stats = executor.run(self._begin_step(committer), operations, after=reductions.after)
         vote = self._commit(order, committer, communicators, reductions, stats, start_s=start_s)
-        if self._recorder.wants(step, first_step=order.first_step):
+        first_step = order.first_step if order.rest is None else order.first_step + 1
+        if self._recorder.wants(step, first_step=first_step):
             self._recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
         return vote
 

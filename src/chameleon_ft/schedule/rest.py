@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,15 +11,16 @@ from typing import Final
 
 import numpy as np
 
+from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.quantities import ROUNDING
+from chameleon_ft.schedule.check import check_rest
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,
-    Schedule,
     default_limits,
     limits_array,
     schedule,
@@ -70,12 +72,13 @@ class ScheduledRest:
 
 
 def best_rest(rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[int, InFlightLimit]) -> ScheduledRest:
-    """Return the fastest of a few list schedules of the rest of a step, which take some milliseconds.
+    """Return the fastest of a few list schedules of the rest of a step that pass `check_rest`; some milliseconds.
 
     A worker that is not in the cluster is lost, and not in the program. Limits are as in `best_program`, and bound what
     a worker keeps from before the interruption as well.
 
     Raises:
+        ProgramError: none of them passes.
         PlanError: the workload has fewer layers than the plan.
         ConfigError: a lost worker has operations left to run.
     """
@@ -89,15 +92,25 @@ def best_rest(rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[i
     most = limits_array(workers, in_flight_limits)
     default = limits_array(workers, default_limits(rest.plan))
     enough_s = _work_s(network).max() * (1 + ROUNDING)
-    best: Schedule | None = None
+    best: ScheduledRest | None = None
+    best_s = math.inf
+    refused: ProgramError | None = None
     for rules in _rules(default, most):
         found = schedule(network, rules)
-        if best is None or found.step_s < best.step_s:
-            best = found
-        if best.step_s <= enough_s:
+        if found.step_s < best_s:
+            scheduled = _scheduled(network, operations, found.codes)
+            try:
+                check_rest(scheduled.program, scheduled.resends, rest)
+            except ProgramError as error:
+                refused = error
+                continue
+            best, best_s = scheduled, found.step_s
+        if best_s <= enough_s:
             break
-    assert best is not None
-    return _scheduled(network, operations, best.codes)
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
 
 
 def _rules(default: Integers, most: Integers) -> Iterator[Rules]:

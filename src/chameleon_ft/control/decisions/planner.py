@@ -137,8 +137,12 @@ class Planner:
 
     @property
     def salvages(self) -> bool:
-        """Whether an interrupted step is completed, and the search for the best plan is left for later."""
-        return self._config.recovery.salvage and recovery.POLICIES[self.policy].salvages
+        """Whether an interrupted step is completed, and the search for the best plan is left for later.
+
+        Not with nccl, whose receives do not block: a rank cannot tell what it computed from messages that never came.
+        """
+        recovery_ = self._config.recovery
+        return recovery_.salvage and self._config.backend != "nccl" and recovery.POLICIES[self.policy].salvages
 
     def salvage(self, cluster: ClusterState, hosts: Mapping[int, str]) -> recovery.SalvagedStep | None:
         """Return the program that completes the interrupted step; None if there is none, or it has to be repeated."""
@@ -163,7 +167,7 @@ class Planner:
         plan = decide_in_place(cluster, context, salvaged, rate=rate, decide_s=decide_s)
         if plan is None:
             return None
-        # What "reroute" would find later is what was found now.
+        # Under "reroute", a review would find the same plan.
         plan = replace(plan, is_hasty=bool(cluster.newcomers or (context.lost and self.policy != "reroute")))
         if plan.decision is None:
             return plan

@@ -122,6 +122,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
                 action=action,
                 transition=None,
                 lost_layers=(),
+                rest=None,
             ),
         )
 
@@ -203,7 +204,9 @@ def decided(draft: Draft, event: events.Decided) -> None:
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
-    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_hasty=plan.is_hasty))
+    # If a plan is only tried again, a better one is still to be looked for.
+    is_hasty = plan.is_hasty or (plan.policy == "again" and state.scale_up.hurried_at_s is not None)
+    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_hasty=is_hasty))
     state = draft.state
     if plan.decision is not None:
         draft.set(incident=replace(state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
@@ -297,10 +300,16 @@ def started(draft: Draft) -> None:
         return
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
-    scale_up = state.scale_up.hurried() if incident.is_hasty else state.scale_up.settled()
-    draft.set(phase=Phase.TRAINING, outcomes=state.outcomes.resumed(now), scale_up=scale_up)
+    hurried = incident.is_hasty
+    scale_up = state.scale_up.hurried(draft.at.monotonic_s) if hurried else state.scale_up.settled()
+    outcomes = state.outcomes
+    if incident.losses:
+        # If the step that was running could be applied, the next one is late.
+        step = max(incident.losses[0].step, state.active.first_step)
+        outcomes = outcomes.hit(step, generation=state.generation)
+    draft.set(phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
     _record_incident(draft, state.active)
-    if not incident.is_hasty and (newcomers or (incident.paused and not incident.losses)):
+    if not hurried and (newcomers or (incident.paused and not incident.losses)):
         record = incident.join_record(state.active, newcomers, generation=state.generation, resumed_at=now)
         draft.do(commands.Record(record))
 
@@ -334,9 +343,6 @@ def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "")
     )
     draft.do(*(commands.Record(record) for record in records))
     history = state.history
-    if active is not None and was_a_stall and records:
-        step = records[0].step
-        draft.set(outcomes=state.outcomes.hit(step, generation=state.generation))
     if active is not None and was_a_stall:
         for record in records:
             history = history.resumed(record)

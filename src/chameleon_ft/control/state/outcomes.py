@@ -56,7 +56,7 @@ class Outcomes:
 
     pending: PendingOutcome | None = None
     since: float | None = None  # when the latest commit, start, resumption or decision happened
-    recent_s: tuple[float, ...] = ()  # durations of recent steps
+    recent_s: tuple[float, ...] = ()  # durations of recent steps of this generation
     committed_at: float | None = None  # when the latest commit happened
     interrupted: InterruptedStep | None = None
 
@@ -90,20 +90,21 @@ class Outcomes:
         return replace(self, pending=pending, since=now), self.outcome
 
     def resumed(self, now: float) -> Self:
-        """Note that the first operation of a generation is about to run."""
+        """Note that the first operation of a generation, whose steps may take another time, is about to run."""
         pending = self.pending
         if pending is not None and pending.stall_s is None and not pending.is_salvaged:
             pending = replace(pending, stall_s=max(0.0, now - pending.since) + pending.repeated_s)
-        return replace(self, since=now, pending=pending)
+        return replace(self, since=now, pending=pending, recent_s=())
 
     def hit(self, step: int, *, generation: int) -> Self:
         """Note that an incident has interrupted `step`, and that `generation` goes on with it.
 
         Nothing is noted before the first commit, because there is nothing to compare with.
         """
-        if self.committed_at is None or not self.recent_s:
+        pending, before = self.pending, self.interrupted
+        if self.committed_at is None or not (self.recent_s or before):
             return self
-        usual_s, pending, before = statistics.median(self.recent_s), self.pending, self.interrupted
+        usual_s = statistics.median(self.recent_s) if before is None else before.usual_s
         predicted_s = None if pending is None else pending.predicted_stall_s
         if predicted_s is not None and pending is not None and not pending.is_salvaged:
             predicted_s += (pending.predicted_step_s or usual_s) - usual_s
@@ -133,12 +134,16 @@ class Outcomes:
         )
         return replace(self, interrupted=None), record
 
-    def committed(self, step_s: float, now: float) -> tuple[Self, OutcomeRecord | None]:
-        """Note a committed step; also return the outcome if it is complete."""
+    def committed(self, step_s: float, now: float, *, is_rest: bool = False) -> tuple[Self, OutcomeRecord | None]:
+        """Note a committed step; also return the outcome if it is complete.
+
+        `is_rest`: whether the step was interrupted and completed, so that `step_s` is no measure of a step.
+        """
         pending = self.pending
-        if pending is not None and pending.is_salvaged and pending.stall_s is None:
-            usual_s = statistics.median(self.recent_s) if self.recent_s else step_s
-            pending = replace(pending, stall_s=max(0.0, now - pending.since - usual_s))
+        if is_rest:
+            if pending is not None and pending.is_salvaged and pending.stall_s is None:
+                usual_s = step_s if self.interrupted is None else self.interrupted.usual_s
+                pending = replace(pending, stall_s=max(0.0, now - pending.since - usual_s))
             return replace(self, since=now, committed_at=now, pending=pending), None
         if pending is not None:
             pending = replace(pending, steps_s=(*pending.steps_s, step_s))

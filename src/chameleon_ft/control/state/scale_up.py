@@ -38,7 +38,7 @@ class ScaleUp:
 
     loaded: tuple[int, ...] = ()  # ready workers that do not take part yet, in order of arrival
     newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
-    is_hasty: bool = False  # whether the plan was chosen without a search, while all workers waited
+    hurried_at_s: float | None = None  # when training continued under a plan that was chosen without a search
     first_at_s: float = 0.0  # when the first newcomer became a spare
     last_at_s: float = 0.0  # when the last newcomer did
     considering: int | None = None  # generation of the decision that is being made; None if there is none
@@ -68,7 +68,9 @@ class ScaleUp:
     def is_complete(self, now: float, *, is_loading: bool) -> bool:
         """Return whether to consider a plan now, with all newcomers, instead of waiting for more that are loading."""
         if not self.newcomers:
-            return self.is_hasty
+            if self.hurried_at_s is None:
+                return False
+            return not is_loading or now >= self.hurried_at_s + _GATHERING_S
         if now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
@@ -87,10 +89,10 @@ class ScaleUp:
         """Expect no layers any more; also return the workers that expected some and are not among `ordered`."""
         return replace(self, expecting=frozenset(), preallocating={}), tuple(sorted(self.expecting - set(ordered)))
 
-    def hurried(self) -> Self:
+    def hurried(self, now: float) -> Self:
         """Note that a plan was chosen without a search: newcomers, and better plans, are still to be considered."""
-        return replace(self, is_hasty=True, is_pausing=False, prepared=None)
+        return replace(self, hurried_at_s=now, is_pausing=False, prepared=None)
 
     def settled(self) -> Self:
         """Clear the newcomers: all are in the plan, or stay spares."""
-        return replace(self, newcomers=frozenset(), is_hasty=False, is_pausing=False, prepared=None)
+        return replace(self, newcomers=frozenset(), hurried_at_s=None, is_pausing=False, prepared=None)
