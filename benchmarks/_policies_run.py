@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks._common import child, write_config
+from benchmarks._live_run import Tail, end
 from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.config import RunConfig
@@ -43,23 +41,6 @@ class Clock:
         return unix_s - self.began_at + self.charged_s
 
 
-@dataclass(slots=True)
-class _Tail:
-    """Yields the lines of a file while it is being written."""
-
-    path: Path
-    _rest: bytes = b""
-    _offset: int = 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(self._offset)
-            read = file.read()
-            self._offset += len(read)
-            *lines, self._rest = (self._rest + read).split(b"\n")
-            yield from map(json.loads, lines)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Watch:
     """Follows a live run through its files, and kills its workers at the given times."""
@@ -74,12 +55,12 @@ class _Watch:
     skipped: list[int] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    metrics: _Tail = field(init=False)
-    events: _Tail = field(init=False)
+    metrics: Tail = field(init=False)
+    events: Tail = field(init=False)
     _before: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.metrics, self.events = _Tail(self.run.metrics_file), _Tail(self.run.events_file)
+        self.metrics, self.events = Tail(self.run.metrics_file), Tail(self.run.events_file)
 
     def look(self) -> float:
         """Read new records and kill workers that are due; return the seconds since the start of the window."""
@@ -161,7 +142,7 @@ def observe(
         [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)], log=log
     ) as process:
         ended = _watched(watch, process, timeout_s=timeout_s)
-        _end(process)
+        end(process)
     if watch.clock is None:
         raise SystemExit(f"{run}: there was no third step; see {log}")
     watch.losses.clear()
@@ -199,17 +180,6 @@ def _watched(watch: _Watch, process: subprocess.Popen[bytes], *, timeout_s: floa
         elif watch.clock is None and time.monotonic() > began + timeout_s:
             return f"no third step within {timeout_s:g} s (--timeout)"
         time.sleep(_POLL_S)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run at once, as a second Ctrl-C does."""
-    for _ in range(2):
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
 
 
 def _commit(at_s: float, line: dict[str, Any]) -> Commit:

@@ -1,0 +1,317 @@
+"""What does a failure cost? Single losses at random moments of a step, with salvage and without.
+
+Two parts; --parts picks some.
+
+  emulated   32 emulated workers, 8 pipelines of 4 stages of a Llama 2 7B, 128 micro-batches
+  real       eight CPU workers, the model and the layout of the quick start
+
+A worker is lost to SIGKILL. Worker and moment are drawn from --seed, the moment evenly over a step. Runs with and
+without `recovery.salvage` alternate; two of a pair have the same draws. A run loses one worker, so that every loss is
+in the layout of the start. With more (--losses-per-run), the lost worker is started again, and the next loss waits
+until all workers have made `--settled` steps under one plan, which may be another than at the start. Measured:
+
+  cost       time between the commits before and after the interrupted step, less the median time between the commits
+             before it (of the same plan), over that median
+  repeated   work that is repeated, in such median steps, as the run recorded it
+  stall      from the loss to the first operation after it, in seconds
+
+A loss after which the step could not be completed, but was repeated, counts like any other; the table has their number.
+Runs whose results are in --out are not made again, so an interrupted benchmark can be continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, arguments, base_config, markdown_table
+from benchmarks._failure_costs import Draw, LossCost, draws, observe, read_costs, write_costs
+from benchmarks._neighbours import Neighbours, progress
+from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Parallel, PolicyName, Recovery, RunConfig
+
+_PARTS: Final = ("emulated", "real")
+_SALVAGE: Final = {"on": True, "off": False}
+_ALWAYS: Final = 1_000_000  # more steps, and restarts of a worker, than there are
+_SETTINGS: Final = ("losses", "losses_per_run", "settled", "seed", "policy", "time_scale", "respawn_delay_s")
+
+_EMULATED_COST, _EMULATED_LARGE_COST = 0.20, 0.30
+_REAL_REPEATED, _REAL_RATIO = 0.15, 0.65
+_PREDICTION_ERROR: Final = 0.15
+_ROUNDING: Final = 0.001
+_OTHER_MEDIAN: Final = "because a run compares with the durations of its last ten steps, under whatever plan"
+_COLUMNS: Final = (
+    "part",
+    "salvage",
+    "losses",
+    "cost, steps: median (least to largest)",
+    "90th percentile",
+    "repeated",
+    "stall, s",
+    "mean error of predicted cost",
+    "not salvaged",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The losses of one part with one setting of salvage."""
+
+    part: str
+    salvage: str
+    costs: tuple[LossCost, ...]
+
+    @property
+    def cost(self) -> Spread:
+        return Spread(tuple(each.cost for each in self.costs))
+
+    @property
+    def large_cost(self) -> float:
+        """The 90th percentile of the cost."""
+        return _large(self.cost.values)
+
+    @property
+    def repeated(self) -> Spread:
+        return Spread(tuple(each.repeated for each in self.costs))
+
+    @property
+    def stall_s(self) -> Spread:
+        return Spread(tuple(each.stall_s for each in self.costs))
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Mean size of the relative errors of predicted costs; None if nothing was predicted."""
+        errors = [abs(each.prediction_error) for each in self.costs if each.prediction_error is not None]
+        return statistics.mean(errors) if errors else None
+
+    @property
+    def not_salvaged(self) -> int:
+        return sum(not each.is_salvaged for each in self.costs)
+
+    @property
+    def in_other_layouts(self) -> int:
+        """Number of losses after the policy had left the layout of the start."""
+        return sum(not each.is_first_layout for each in self.costs)
+
+    @property
+    def inconsistency(self) -> float:
+        """Largest difference of a recorded cost from its definition."""
+        return max(each.inconsistency for each in self.costs)
+
+    @property
+    def difference(self) -> float:
+        """Largest difference of a recorded cost from the cost here, whose median is of steps of one plan only."""
+        return max((abs(each.cost - each.recorded) for each in self.costs if each.recorded is not None), default=0.0)
+
+    def row(self) -> tuple[str, ...]:
+        """Return a row of the table."""
+        error = self.prediction_error
+        return (
+            self.part,
+            self.salvage,
+            str(len(self.costs)),
+            self.cost.shown(2),
+            f"{self.large_cost:.2f}",
+            self.repeated.shown(2),
+            self.stall_s.shown(),
+            "" if error is None else f"{error:.1%}",
+            str(self.not_salvaged) if _SALVAGE[self.salvage] else "",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cost": self.cost.to_json(),
+            "cost_90th_percentile": self.large_cost,
+            "repeated": self.repeated.to_json(),
+            "stall_s": self.stall_s.to_json(),
+            "prediction_error": self.prediction_error,
+            "not_salvaged": self.not_salvaged,
+            "in_other_layouts": self.in_other_layouts,
+            "largest_inconsistency": self.inconsistency,
+            "largest_difference_to_record": self.difference,
+            "losses": [asdict(each) for each in self.costs],
+        }
+
+
+def main() -> int:
+    given = _arguments()
+    folder: Path = given.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    _same_settings(given, folder)
+    neighbours = Neighbours(most=given.most_others)
+    configs: Mapping[str, Callable[[], RunConfig]] = {
+        "emulated": partial(emulated_config, given),
+        "real": partial(real_config, given),
+    }
+    found: list[Measured] = []
+    for part in given.parts:
+        found += _measured(part, configs[part](), given, folder, neighbours)
+    for measured in found:
+        _tell(measured)
+    if given.markdown is not None:
+        given.markdown.write_text(markdown_table(_COLUMNS, (each.row() for each in found)), encoding="utf-8")
+    report = Report(
+        benchmark="failure_cost",
+        columns=_COLUMNS,
+        rows=tuple(each.row() for each in found),
+        bars=bars(found),
+        results={"settings": _settings(given), **{f"{each.part}, {each.salvage}": each.to_json() for each in found}},
+        neighbours=neighbours,
+    )
+    return report.emit(folder, as_json=given.json)
+
+
+def emulated_config(given: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the emulated workers, which `benchmarks.policies` has too."""
+    return RunConfig(
+        job=STAND_IN_JOB,
+        device="emulated",
+        profile=given.profile,
+        workers=32,
+        steps=_ALWAYS,
+        seed=given.seed,
+        parallel=Parallel(dp=8, pp=4, split_backward=True),
+        batch=Batch(micro_batches=128, micro_batch_size=1),
+        recovery=_recovery(given),
+        emulation=Emulation(time_scale=given.time_scale),
+    )
+
+
+def real_config(given: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the CPU workers."""
+    return base_config(given.config, stamped=False, steps=_ALWAYS, recovery=_recovery(given))
+
+
+def _recovery(given: argparse.Namespace) -> Recovery:
+    return Recovery(
+        policy=given.policy,
+        host_failure_fraction=0.0,
+        respawn=given.losses_per_run > 1,
+        respawn_delay_s=given.respawn_delay_s,
+        max_respawns=_ALWAYS,
+    )
+
+
+def _measured(
+    part: str, config: RunConfig, given: argparse.Namespace, folder: Path, neighbours: Neighbours
+) -> list[Measured]:
+    """Return the losses of a part with each setting of salvage, from runs in turns."""
+    costs: dict[str, list[LossCost]] = {salvage: [] for salvage in _SALVAGE}
+    for pair, first in enumerate(range(0, given.losses, given.losses_per_run)):
+        count = min(given.losses_per_run, given.losses - first)
+        losses = draws(f"{given.seed} {part} {pair}", workers=config.workers, count=count)
+        for salvage in _SALVAGE:
+            name = f"{part}-{salvage}-{pair}"
+            progress(f"{part}, salvage {salvage}, losses {first + 1} to {first + count} of {given.losses}")
+            recovery = config.recovery.model_copy(update={"salvage": _SALVAGE[salvage]})
+            now = config.model_copy(update={"recovery": recovery})
+            costs[salvage] += _run(now, losses, given, folder / name, neighbours)
+    return [Measured(part=part, salvage=salvage, costs=tuple(each)) for salvage, each in costs.items()]
+
+
+def _run(
+    config: RunConfig, losses: Sequence[Draw], given: argparse.Namespace, path: Path, neighbours: Neighbours
+) -> tuple[LossCost, ...]:
+    """Return the losses of a run, which is made unless its result exists."""
+    result = path.with_suffix(".json")
+    if not result.exists():
+
+        def measure(run: Path) -> tuple[LossCost, ...]:
+            return observe(config, run=run, losses=losses, settled=given.settled, timeout_s=given.timeout)
+
+        write_costs(neighbours.undisturbed(measure, _free(path)), result)
+    return read_costs(result)
+
+
+def _free(path: Path) -> Path:
+    """Return a new run directory, beside those of interrupted runs."""
+    number = sum(1 for other in path.parent.glob(f"{path.name}*") if other.is_dir())
+    return path.with_name(f"{path.name}-{number + 1}") if number else path
+
+
+def _tell(measured: Measured) -> None:
+    """Print facts that the table lacks: other layouts, differences from the run's own records, repeated steps."""
+    part = f"{measured.part}, salvage {measured.salvage}"
+    if measured.in_other_layouts:
+        progress(f"{part}: {measured.in_other_layouts} losses in another layout than that of the start")
+    progress(f"{part}: recorded costs differ by up to {measured.difference:.3f}, {_OTHER_MEDIAN}")
+    if measured.inconsistency > _ROUNDING:
+        progress(f"{part}: and by up to {measured.inconsistency:.3f} from their definition")
+    for number, each in enumerate(measured.costs, start=1):
+        where = f"{part}, loss {number} (worker {each.worker}, step {each.step})"
+        if _SALVAGE[measured.salvage] and not each.is_salvaged:
+            progress(f"{where}: not salvaged, {each.policy}: {each.action}")
+        if each.recorded is None:
+            progress(f"{where}: no cost was recorded")
+
+
+def bars(found: Sequence[Measured]) -> tuple[Bar, ...]:
+    """Return the limits of the parts that were measured."""
+    by_name = {(each.part, each.salvage): each for each in found}
+    asked = []
+    if emulated := by_name.get(("emulated", "on")):
+        asked += [
+            Bar(name="emulated, median cost", value=emulated.cost.median, limit=_EMULATED_COST),
+            Bar(name="emulated, 90th percentile", value=emulated.large_cost, limit=_EMULATED_LARGE_COST),
+        ]
+    if real := by_name.get(("real", "on")):
+        ratio = real.cost.median / by_name["real", "off"].cost.median
+        asked += [
+            Bar(name="real, median of repeated work", value=real.repeated.median, limit=_REAL_REPEATED),
+            Bar(name="real, cost on over off, medians", value=ratio, limit=_REAL_RATIO),
+        ]
+    for measured in (emulated, real):
+        if measured is not None and (error := measured.prediction_error) is not None:
+            name = f"{measured.part}, mean error of predicted cost"
+            asked.append(Bar(name=name, value=error, limit=_PREDICTION_ERROR))
+    return tuple(asked)
+
+
+def _large(values: Sequence[float]) -> float:
+    """Return the 90th percentile."""
+    return statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def _settings(given: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(given, name) for name in _SETTINGS}
+
+
+def _same_settings(given: argparse.Namespace, folder: Path) -> None:
+    """Record the settings of a folder's results; exit if they differ from the recorded ones."""
+    file, settings = folder / "settings.json", _settings(given)
+    if not file.exists():
+        file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    elif (before := json.loads(file.read_text(encoding="utf-8"))) != settings:
+        other = {name: before.get(name) for name in settings if before.get(name) != settings[name]}
+        raise SystemExit(f"--out {folder}: its results were made with {other}; give the same, or another folder")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__, name="failure_cost")
+    add_most_others(parser)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--losses", type=int, default=30, help="of each part, with each setting")
+    parser.add_argument("--losses-per-run", type=int, default=1)
+    parser.add_argument("--settled", type=int, default=6, help="steps of all workers in one plan before a loss")
+    parser.add_argument("--seed", type=int, default=0, help="of the workers and moments")
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="chameleon", metavar="NAME")
+    parser.add_argument("--profile", type=Path, default=ROOT / "profiles" / "llama2-7b-h100-80g.json")
+    parser.add_argument("--time-scale", type=float, default=2.0, help="seconds that a second of the profile takes")
+    parser.add_argument(
+        "--respawn-delay-s", type=float, default=6.0, help="longer than the step takes that it was lost in"
+    )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the docs")
+    given = parser.parse_args()
+    given.profile = given.profile.resolve()
+    if given.settled < 3:
+        parser.error(f"--settled {given.settled}: should be at least 3, for a median of the time between them")
+    return given
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
