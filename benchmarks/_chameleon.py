@@ -23,11 +23,12 @@ def train(
     run: Path,
     failures: Sequence[Failure] = (),
     policy: PolicyName = "reroute",
+    salvage: bool = True,
     timeout_s: float,
 ) -> RunDirectory:
     """Run ``chameleon train`` to its end in the directory `run` and return it. Exits if it fails."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    recovery = config.recovery.model_copy(update={"policy": policy})
+    recovery = config.recovery.model_copy(update={"policy": policy, "salvage": salvage})
     config = config.model_copy(update={"failures": tuple(failures), "recovery": recovery})
     file = write_config(config, run.with_suffix(".toml"))
     command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)]

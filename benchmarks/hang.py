@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _hang(config: TrainConfig, failure: Failure, given: argparse.Namespace, path: Path) -> _chameleon.Recovery:
-    run = _chameleon.train(config, run=path, failures=[failure], timeout_s=given.timeout)
+    run = _chameleon.train(config, run=path, failures=[failure], salvage=False, timeout_s=given.timeout)
     return _chameleon.recovery_of(run, failure)
 
 

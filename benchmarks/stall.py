@@ -3,7 +3,8 @@
 Every run trains the same model on the same number of cores and loses one process to SIGKILL. The process itself records
 the time of the kill, and stamps in the model everything after it: see _stamped_job.py. Measured:
 
-  stall         from the kill to the first forward of the first layer in the repeated step
+  stall         from the kill to the first forward of the first layer in the repeated step; salvage is off, because the
+                stamps do not show where a step that is completed goes on
   until commit  from the kill to the first update after it by a survivor
   lost          `until commit` less the median of the steps that follow: the cost of the failure
 
@@ -131,7 +132,8 @@ class _Experiment:
         return tuple(kills)
 
     def _chameleon_kill(self, failure: Failure, path: Path) -> _Kill:
-        run = _chameleon.train(self.config, run=path, failures=[failure], timeout_s=self.given.timeout)
+        # A repeated step begins with a forward of the first layer, which the stamps tell; a completed one need not.
+        run = _chameleon.train(self.config, run=path, failures=[failure], salvage=False, timeout_s=self.given.timeout)
         return _chameleon.recovery_of(run, failure).to_json()
 
     def _torchrun_kill(self, kill: _torchrun.Kill, path: Path) -> _Kill:

@@ -32,7 +32,7 @@ class DecisionContext:
         has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
         step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
         transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
-        effort: effort of `find_plan`.
+        effort: effort of `find_plan`; with 0, `search.reroute` does not search either.
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.

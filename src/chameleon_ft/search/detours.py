@@ -52,6 +52,7 @@ def reroute(
     costs: CostModel,
     *,
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
+    searches: bool = True,
 ) -> Plan:
     """Return the plan without the lost workers: only their micro-batches move, and no layers.
 
@@ -66,6 +67,7 @@ def reroute(
         lost: ids of the lost workers.
         costs: durations of operations and messages.
         in_flight_limits: limits of each worker; pass the same to `best_program`.
+        searches: whether several spreads are compared; otherwise the first is taken, which is usually the fastest.
 
     Raises:
         NoHolderError: some layers have lost their last holder.
@@ -77,11 +79,12 @@ def reroute(
     losses = _Losses(plan, placement, costs)
     if not losses.broken:
         return losses.rerouted({})
+    if not searches:
+        return losses.rerouted(losses.detoured(cut=True, whole_holders=True))
     operations = _OPERATIONS * sum(len(route.hops) for route in plan.routes)
     is_small = operations * _LEAST_TRIALS <= _SEARCH
     wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
     spreads: list[_Spread] = []
-    # The first one is usually the fastest.
     for cut in (True, False) if is_small else (True,):
         spreads += [losses.detoured(cut=cut, whole_holders=whole) for whole in wholes]
     if (moved := losses.moved()) is not None:

@@ -164,11 +164,12 @@ class Planner:
         decide_s: Callable[[], float],
     ) -> RecoveryPlan | None:
         """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
-        plan = decide_in_place(cluster, context, salvaged, rate=rate, decide_s=decide_s)
+        # Under "reroute", a review would find the same plan.
+        is_reviewed = bool(cluster.newcomers or (context.lost and self.policy != "reroute"))
+        plan = decide_in_place(cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, decide_s=decide_s)
         if plan is None:
             return None
-        # Under "reroute", a review would find the same plan.
-        plan = replace(plan, is_hasty=bool(cluster.newcomers or (context.lost and self.policy != "reroute")))
+        plan = replace(plan, is_hasty=is_reviewed)
         if plan.decision is None:
             return plan
         context = replace(context, phases=plan.decision.phases)

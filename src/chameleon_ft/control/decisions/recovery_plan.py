@@ -154,6 +154,7 @@ def decide_in_place(
     salvaged: recovery.SalvagedStep | None,
     *,
     rate: FailureModel,
+    is_reviewed: bool,
     decide_s: Callable[[], float] | None = None,
 ) -> RecoveryPlan | None:
     """Choose how to continue at once, without moving layers; None if that is not feasible.
@@ -161,11 +162,13 @@ def decide_in_place(
     Args:
         cluster, context, rate, decide_s: as for `decide`.
         salvaged: the rest of the interrupted step, if it is completed.
+        is_reviewed: whether a search for a better plan follows, so that there is none now.
     """
     if not context.lost:
         plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     else:
-        decision = recovery.decide(context, "reroute", rate, decide_s=decide_s)
+        quick = replace(context, effort=0) if is_reviewed else context
+        decision = recovery.decide(quick, "reroute", rate, decide_s=decide_s)
         course = decision.course
         if course is None or course.transfer is None or course.transfer.messages:
             return None

@@ -171,7 +171,13 @@ class ProposalsOnWorkers:
         self, name: str, plan: Plan, lost: tuple[int, ...] | list[int], in_flight_limits: Mapping[int, InFlightLimit]
     ) -> Proposal:
         try:
-            rerouted = reroute(plan, lost, self._context.costs, in_flight_limits=in_flight_limits)
+            rerouted = reroute(
+                plan,
+                lost,
+                self._context.costs,
+                in_flight_limits=in_flight_limits,
+                searches=self._context.effort != 0,
+            )
         except NoHolderError as error:
             return Proposal(name=name, reason=str(error))
         limits = {worker: limit for worker, limit in in_flight_limits.items() if worker in rerouted.workers}
