@@ -314,7 +314,10 @@ def test_the_stand_in_needs_a_profile() -> None:
 def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_profile(tmp_path: Path) -> None:
     failure = Failure(step=3, worker=1, phase="backward")
     emulation = Emulation(time_scale=2.0)
-    ended = train_here(emulated_config(tmp_path, failures=(failure,), emulation=emulation), tmp_path / "run")
+    # Without a search for a better plan, which would lead to further generations.
+    recovery = Recovery(policy="reroute")
+    config = emulated_config(tmp_path, failures=(failure,), emulation=emulation, recovery=recovery)
+    ended = train_here(config, tmp_path / "run")
 
     assert_trained_as_if_nothing_failed(ended)
     plans = read_generation_plans(ended.run.plans)
@@ -328,6 +331,7 @@ def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_
         (2, 1),
         # The rest of step 3 is not recorded.
         (4, 2),
+        (5, 2),
         (6, 2),
     ]
     for step in recorded:

@@ -67,7 +67,8 @@ def test_a_kill(tmp_path: Path, phase: FailurePhase) -> None:
     assert failure.detect_s is not None
     # The vote of step 4 may have reached others: then they apply that step, and training goes on with the next.
     assert (failure.step, failure.resume_step) in {(4, 4), (4, 5), (5, 5)}
-    assert failure.is_salvaged == (failure.resume_step == 4)
+    # If it was applied, another may have been begun and is completed.
+    assert failure.is_salvaged or failure.resume_step == 5
     assert [record.workers for record in ended.run.steps()] == [6] * failure.resume_step + [5] * (
         10 - failure.resume_step
     )

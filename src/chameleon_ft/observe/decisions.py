@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -197,7 +197,13 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
 
     def loss_of(worker: int, decision: DecisionEvent, session: int) -> list[FailureRecord]:
         # A worker may have come back since, and been lost again.
-        return [loss for loss in losses[session, worker] if loss.generation >= decision.generation][:1]
+        found = [loss for loss in losses[session, worker] if loss.generation >= decision.generation][:1]
+        return [
+            replace(loss, failure_cost_steps=costs[loss.generation].failure_cost_steps)
+            if loss.generation in costs
+            else loss
+            for loss in found
+        ]
 
     return tuple(
         DecisionStory(
