@@ -1,4 +1,4 @@
-"""What does a failure cost? Single losses at random moments of a step, with salvage and without.
+"""How many steps does a failure cost? Single losses at random moments of a step, with salvage and without it.
 
 Two parts; --parts picks some.
 

@@ -1,4 +1,4 @@
-"""What workers hold of a step that is interrupted, by the replay of its program."""
+"""The progress of an interrupted step on each worker, by the replay of its program."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Interruption:
     at_s: float
 
     def progress(self, keeps: Keeps) -> dict[int, StepProgress]:
-        """What each survivor holds. It can send an output again until its own backward has run."""
+        """Return the progress of each survivor, which can send an output again until its own backward has run."""
         done: dict[int, dict[OperationKind, set[tuple[int, LayerRange]]]] = {}
         for worker in self.plan.workers:
             done[worker] = {kind: set() for kind in OperationKind}

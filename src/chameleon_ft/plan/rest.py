@@ -10,13 +10,13 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.plan.plan import Plan
 
-__all__ = ["GradientKey", "PartialHop", "PartialRoute", "RestOfStep", "StepProgress"]
+__all__ = ["GradientKey", "HopKey", "PartialHop", "PartialRoute", "RestOfStep", "StepProgress"]
 
 GradientKey: TypeAlias = tuple[int, ...]
 """Gradients that are reduced as one: ``(layer,)`` for a layer's own parameters, or all layers that share tied ones."""
 
 HopKey: TypeAlias = tuple[int, LayerRange]
-"""(micro-batch, layers)"""
+"""(micro-batch, layers): unlike the index of a hop, it is the same in a partial route."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from chameleon_ft.plan import LayerRange
-from chameleon_ft.plan.rest import GradientKey, StepProgress
+from chameleon_ft.plan.rest import GradientKey, HopKey, StepProgress
 from chameleon_ft.runtime.communicators import InFlight
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations, WeightHalf
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["CountedLoss", "HopKey", "Result", "StepState", "hop_of"]
-
-HopKey: TypeAlias = tuple[int, LayerRange]
-"""(micro-batch, layers): unlike the index of a hop, it is the same in a partial route."""
+__all__ = ["CountedLoss", "Result", "StepState", "hop_of"]
 
 Result: TypeAlias = tuple[bool, int, int]
 """(whether it is an activation, micro-batch, layer): the output of the layer, or the gradient of its input."""
