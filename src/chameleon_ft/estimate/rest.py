@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, sync_after
-from chameleon_ft.plan import Hop, Plan
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule import CostModel, OperationKind, ScheduledRest
-from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.program import KINDS
 
 __all__ = ["RestEstimate", "estimate_rest"]
@@ -27,13 +24,9 @@ class RestEstimate:
 
     Attributes:
         sync: when gradients are reduced.
-        busy_s: what all workers together compute in the rest.
-        step_busy_s: what they would together compute in a whole step of the interrupted plan.
     """
 
     sync: SyncEstimate
-    busy_s: float
-    step_busy_s: float
 
     @property
     def rest_s(self) -> float:
@@ -59,27 +52,4 @@ def estimate_rest(rest: RestOfStep, scheduled: ScheduledRest, costs: CostModel) 
     for worker, start, stop, end_s in zip(*(own[makes_gradients].tolist() for own in columns), strict=True):
         complete_s[worker][start, stop] = end_s
     placement = rest.plan.placement.without(set(rest.plan.workers) - live)
-    return RestEstimate(
-        sync=sync_after(placement, complete_s, scheduled.program_s, costs),
-        busy_s=scheduled.busy_s,
-        step_busy_s=_step_busy_s(rest.plan, costs, live),
-    )
-
-
-def _step_busy_s(plan: Plan, costs: CostModel, live: set[int]) -> float:
-    """Seconds that all workers of a plan compute in a step; a lost one is as fast as another holder of its layers."""
-    paths, path_of = distinct_paths(route.hops for route in plan.routes)
-    counts = Counter(path_of)
-    hop_s: dict[Hop, float] = {}
-    for hop in {hop for hops in paths for hop in hops}:
-        worker = hop.worker
-        if worker not in live:
-            worker = next(own for own in plan.placement.holders(hop.layers.start) if own in live)
-        kinds = [OperationKind.BACKWARD]
-        if plan.splits(hop.worker):
-            kinds = [OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD]
-        hop_s[hop] = math.fsum(
-            costs.compute_s(worker, kind, hop.layers, recompute=plan.recompute.get(hop.worker))
-            for kind in (OperationKind.FORWARD, *kinds)
-        )
-    return math.fsum(counts[path] * hop_s[hop] for path, hops in enumerate(paths) for hop in hops)
+    return RestEstimate(sync=sync_after(placement, complete_s, scheduled.program_s, costs))
