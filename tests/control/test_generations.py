@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
-from chameleon_ft.control.wire.messages import PeerFailed, StartGeneration, Stop, Switched, Transition
+from chameleon_ft.control.wire.messages import PeerFailed, StartGeneration, Stop, Switched
+from chameleon_ft.control.wire.parts import Transition
 from chameleon_ft.recovery import DecisionContext, FailureModel
 from tests.control.stage import Stage, scene
 

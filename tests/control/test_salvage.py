@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from chameleon_ft.config import Batch, Parallel, Recovery
-from chameleon_ft.control.wire.messages import Committed, OperationTimes, Pause, PeerFailed, Progress, Quiesced, Vote
+from chameleon_ft.control.wire.messages import Committed, OperationTimes, PeerFailed, Quiesced, Vote
+from chameleon_ft.control.wire.parts import Progress
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.schedule import OperationKind

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chameleon_ft.config import Failure, FailurePhase
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
-from chameleon_ft.control.wire.messages import Transition
+from chameleon_ft.control.wire.parts import Transition
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import LayerRange

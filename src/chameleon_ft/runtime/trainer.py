@@ -17,18 +17,15 @@ from chameleon_ft.control.wire.messages import (
     Exit,
     Finished,
     PeerFailed,
-    Preallocate,
-    Preallocated,
-    Progress,
     Quiesced,
     Refused,
-    Rest,
     Started,
     StartGeneration,
     Stop,
     Switched,
     Vote,
 )
+from chameleon_ft.control.wire.parts import Progress, Rest
 from chameleon_ft.errors import ControlError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.observe import RunDirectory, TimelineLog

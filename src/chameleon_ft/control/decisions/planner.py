@@ -19,7 +19,8 @@ from chameleon_ft.control.decisions.recovery_plan import (
 from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.wire.messages import Rest, StartGeneration, Transition
+from chameleon_ft.control.wire.messages import StartGeneration
+from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -247,7 +248,7 @@ class Planner:
                 members=plan.workers,
                 store_port=store_port,
                 first_step=recovery_plan.first_step,
-                operations=StartGeneration.pack_operations(program.records_of(worker)),
+                operations=pack_operations(program.records_of(worker)),
                 segments=segments,
                 roll_forward=recovery_plan.roll_forward,
                 load=recovery_plan.load,
@@ -311,7 +312,7 @@ def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:
     """Return a worker's part in the rest of a step."""
     scheduled, rest = salvaged.scheduled, salvaged.rest
     return Rest(
-        operations=StartGeneration.pack_operations(scheduled.program.records_of(worker)),
+        operations=pack_operations(scheduled.program.records_of(worker)),
         resends=scheduled.resends.get(worker, ()),
         counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
         sources=rest.sources,

@@ -6,31 +6,28 @@ generation that is over.
 
 from __future__ import annotations
 
-import base64
-from collections import defaultdict
-from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import Annotated, Literal, TypeAlias
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.config import FailurePhase
+from chameleon_ft.control.wire.parts import MessagePart, Migration, Progress, Rest, Transition, unpack_operations
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.plan.rest import GradientKey, StepProgress
 from chameleon_ft.schedule import Operation
-from chameleon_ft.schedule.program import operations_from
-from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 from chameleon_ft.sync import Segment
 
 __all__ = [
+    "Begin",
     "BoundaryMessage",
     "CheckpointSaved",
     "Committed",
     "Crashed",
     "Departure",
+    "Discard",
+    "Drain",
     "Exit",
     "Finish",
     "Finished",
@@ -40,37 +37,28 @@ __all__ = [
     "Kill",
     "Message",
     "OperationTimes",
-    "Pause",
     "PeerFailed",
     "Position",
-    "Preallocate",
-    "Preallocated",
+    "Prepare",
+    "Prepared",
     "Probe",
     "ProcessState",
-    "Progress",
     "Quiesced",
     "Ready",
     "Refused",
-    "Rest",
     "SlowIO",
     "Spawn",
     "StartGeneration",
     "Started",
     "Stop",
+    "Switch",
     "Switched",
-    "Transition",
     "Vote",
     "Welcome",
     "WorkerExited",
     "decode",
     "encode",
 ]
-
-
-class MessagePart(BaseModel):
-    """Base of messages and their parts: frozen, and no other fields are accepted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Message(MessagePart):
@@ -87,7 +75,7 @@ class Vote(MessagePart):
     terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
     samples: int
     finish: bool  # whether some rank was told to end the run after this step
-    pause: bool = False  # whether some rank was told to pause after this step
+    switch: bool = False  # whether some rank was told to switch to the next generation after this step
 
 
 class OperationTimes(MessagePart):
@@ -103,87 +91,6 @@ class BoundaryMessage(MessagePart):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-class Transition(MessagePart):
-    """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
-
-    participants: tuple[int, ...]  # ascending: workers of the placement in force and of the new one
-    keep: tuple[int, ...]  # layers that this worker does not give up before the switch; if none, it begins anew
-    moves: tuple[tuple[int, int, int, int, int], ...]
-    """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
-
-
-_Hops = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""(first layer, layer after the last, micro-batches) of hops"""
-
-
-class Progress(MessagePart):
-    """A `StepProgress`, in numbers; its attributes are described there."""
-
-    contributed: _Hops
-    saved: _Hops
-    deferred: _Hops
-    counted: tuple[int, ...]
-    totals: tuple[GradientKey, ...]
-    activations: tuple[tuple[int, int], ...]
-    gradients: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, progress: StepProgress) -> Progress:
-        """Pack what a rank holds of a step."""
-        return cls(
-            contributed=_packed(progress.contributed),
-            saved=_packed(progress.saved),
-            deferred=_packed(progress.deferred),
-            counted=tuple(sorted(progress.counted)),
-            totals=tuple(sorted(progress.totals)),
-            activations=tuple(sorted(progress.activations)),
-            gradients=tuple(sorted(progress.gradients)),
-        )
-
-    def unpack(self) -> StepProgress:
-        """Return what the rank holds of the step."""
-        return StepProgress(
-            contributed=_unpacked(self.contributed),
-            saved=_unpacked(self.saved),
-            deferred=_unpacked(self.deferred),
-            counted=frozenset(self.counted),
-            totals=frozenset(self.totals),
-            activations=frozenset(self.activations),
-            gradients=frozenset(self.gradients),
-        )
-
-
-def _packed(hops: Iterable[tuple[int, LayerRange]]) -> _Hops:
-    by_layers: dict[LayerRange, list[int]] = defaultdict(list)
-    for micro_batch, layers in sorted(hops):
-        by_layers[layers].append(micro_batch)
-    return tuple((layers.start, layers.stop, tuple(own)) for layers, own in by_layers.items())
-
-
-def _unpacked(hops: _Hops) -> frozenset[tuple[int, LayerRange]]:
-    ranges = ((LayerRange(start, stop), micro_batches) for start, stop, micro_batches in hops)
-    return frozenset((micro_batch, layers) for layers, micro_batches in ranges for micro_batch in micro_batches)
-
-
-class Rest(MessagePart):
-    """A worker's part in the rest of an interrupted step; see `plan.rest`."""
-
-    operations: str  # its program for the rest, as in `StartGeneration`
-    resends: tuple[tuple[int, int, bool, int], ...]
-    """(micro-batch, layer, forward, receiver) of what it sends again before its first operation, in this order: the
-    output of the layer, or the gradient of its input. The receiver may be the worker itself."""
-    counted: tuple[int, ...]  # micro-batches whose loss some surviving worker has counted
-    sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
-
-    def unpack_operations(self) -> tuple[Operation, ...]:
-        """Return this worker's program for the rest."""
-        return _unpacked_operations(self.operations)
-
-
-def _unpacked_operations(packed: str) -> tuple[Operation, ...]:
-    return operations_from(np.frombuffer(base64.b64decode(packed), PROGRAM_RECORD))
 
 
 class Hello(Message):
@@ -310,11 +217,12 @@ class SlowIO(Message):
     since_s: float
 
 
-class Preallocated(Message):
-    """A rank has preallocated memory for incoming layers."""
+class Prepared(Message):
+    """A rank has prepared `generation`, and holds all layers that migrated to it; or could not, because of `error`."""
 
-    type: Literal["preallocated"] = "preallocated"
-    layers: tuple[tuple[int, int], ...]  # as in its `Preallocate`, which may be outdated by now
+    type: Literal["prepared"] = "prepared"
+    generation: int
+    error: str | None = None
 
 
 class Finished(Message):
@@ -359,13 +267,14 @@ class StartGeneration(Message):
     members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
     store_port: int  # port of the rendezvous store, on the coordinator's host
     first_step: int
-    operations: str  # this worker's program: its records, in base 64; see `pack_operations`
+    operations: str  # this worker's program: its records, in base 64; see `parts.pack_operations`
     segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
     """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
     the order all workers issue them; those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
     load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
-    transition: Transition | None = None  # with "keep", if the placement changes
+    transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
+    migration: Migration | None = None  # with "keep", if layers move while it trains
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
 
     @property
@@ -373,14 +282,9 @@ class StartGeneration(Message):
         """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
         return self.members if self.transition is None else self.transition.participants
 
-    @staticmethod
-    def pack_operations(records: Records) -> str:
-        """Write an array of `PROGRAM_RECORD`, of a program that may have many thousands; see `unpack_operations`."""
-        return base64.b64encode(records.tobytes()).decode("ascii")
-
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program."""
-        return _unpacked_operations(self.operations)
+        return unpack_operations(self.operations)
 
     def unpack_segments(self) -> tuple[Segment, ...]:
         """Return the gradient segments of the whole model."""
@@ -400,18 +304,36 @@ class Finish(Message):
     type: Literal["finish"] = "finish"
 
 
-class Pause(Message):
-    """Pause `generation` once the current step is applied, and wait for orders."""
+class Prepare(Message):
+    """Prepare the generation of `order` beside training, and answer with `Prepared`; begin it at a switch.
 
-    type: Literal["pause"] = "pause"
+    The order's `first_step` is a lower bound: the step of the switch is not known yet.
+    """
+
+    type: Literal["prepare"] = "prepare"
+    order: StartGeneration
+
+
+class Switch(Message):
+    """All ranks have prepared `generation`: begin it once the current step is applied."""
+
+    type: Literal["switch"] = "switch"
     generation: int
 
 
-class Preallocate(Message):
-    """Preallocate memory for these incoming layers, free that for others, and answer with `Preallocated`."""
+class Begin(Message):
+    """The others have switched to `generation`: a prepared rank that did not train begins it with `first_step`."""
 
-    type: Literal["preallocate"] = "preallocate"
-    layers: tuple[tuple[int, int], ...]  # (layer, bytes of its state), in order of arrival; none to cancel
+    type: Literal["begin"] = "begin"
+    generation: int
+    first_step: int
+
+
+class Discard(Message):
+    """Give up `generation`, which was being prepared."""
+
+    type: Literal["discard"] = "discard"
+    generation: int
 
 
 class Probe(Message):
@@ -426,6 +348,17 @@ class Exit(Message):
 
     type: Literal["exit"] = "exit"
     reason: str
+
+
+class Drain(Message):
+    """Take workers out of the run before they leave it: those given, and all of a host.
+
+    The answer is this message with all workers that it concerns, or `Refused`.
+    """
+
+    type: Literal["drain"] = "drain"
+    workers: tuple[int, ...] = ()
+    host: str | None = None
 
 
 class Spawn(Message):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from chameleon_ft.control.wire.messages import Transition
+from chameleon_ft.control.wire.parts import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
 from chameleon_ft.runtime.execution.layers import HeldLayers

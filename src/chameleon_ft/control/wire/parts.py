@@ -1,0 +1,122 @@
+"""Parts of messages: layers that move, and what a rank holds of an interrupted step and has to do of it."""
+
+from __future__ import annotations
+
+import base64
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan.rest import GradientKey, StepProgress
+from chameleon_ft.schedule import Operation
+from chameleon_ft.schedule.program import operations_from
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
+
+__all__ = ["MessagePart", "Migration", "Progress", "Rest", "Transition", "pack_operations", "unpack_operations"]
+
+
+class MessagePart(BaseModel):
+    """Base of messages and their parts: frozen, and no other fields are accepted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Transition(MessagePart):
+    """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
+
+    participants: tuple[int, ...]  # ascending: workers of the placement in force and of the new one
+    keep: tuple[int, ...]  # layers that this worker does not give up before the switch; if none, it begins anew
+    moves: tuple[tuple[int, int, int, int, int], ...]
+    """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
+
+
+class Migration(MessagePart):
+    """The layers that move while a generation trains; see docs/transition.md.
+
+    Each destination is a shadow holder: it takes part in the gradient reduction of the layer from the beginning, and is
+    a holder like any other from the first update before which it has received the layer.
+    """
+
+    moves: tuple[tuple[int, int, int, int], ...]
+    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+
+
+def pack_operations(records: Records) -> str:
+    """Write an array of `PROGRAM_RECORD`, of a program that may have many thousands, in base 64."""
+    return base64.b64encode(records.tobytes()).decode("ascii")
+
+
+def unpack_operations(packed: str) -> tuple[Operation, ...]:
+    """Read the output of `pack_operations`."""
+    return operations_from(np.frombuffer(base64.b64decode(packed), PROGRAM_RECORD))
+
+
+_Hops = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""(first layer, layer after the last, micro-batches) of hops"""
+
+
+class Progress(MessagePart):
+    """A `StepProgress`, in numbers; its attributes are described there."""
+
+    contributed: _Hops
+    saved: _Hops
+    deferred: _Hops
+    counted: tuple[int, ...]
+    totals: tuple[GradientKey, ...]
+    activations: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, progress: StepProgress) -> Progress:
+        """Pack what a rank holds of a step."""
+        return cls(
+            contributed=_packed(progress.contributed),
+            saved=_packed(progress.saved),
+            deferred=_packed(progress.deferred),
+            counted=tuple(sorted(progress.counted)),
+            totals=tuple(sorted(progress.totals)),
+            activations=tuple(sorted(progress.activations)),
+            gradients=tuple(sorted(progress.gradients)),
+        )
+
+    def unpack(self) -> StepProgress:
+        """Return what the rank holds of the step."""
+        return StepProgress(
+            contributed=_unpacked(self.contributed),
+            saved=_unpacked(self.saved),
+            deferred=_unpacked(self.deferred),
+            counted=frozenset(self.counted),
+            totals=frozenset(self.totals),
+            activations=frozenset(self.activations),
+            gradients=frozenset(self.gradients),
+        )
+
+
+def _packed(hops: Iterable[tuple[int, LayerRange]]) -> _Hops:
+    by_layers: dict[LayerRange, list[int]] = defaultdict(list)
+    for micro_batch, layers in sorted(hops):
+        by_layers[layers].append(micro_batch)
+    return tuple((layers.start, layers.stop, tuple(own)) for layers, own in by_layers.items())
+
+
+def _unpacked(hops: _Hops) -> frozenset[tuple[int, LayerRange]]:
+    ranges = ((LayerRange(start, stop), micro_batches) for start, stop, micro_batches in hops)
+    return frozenset((micro_batch, layers) for layers, micro_batches in ranges for micro_batch in micro_batches)
+
+
+class Rest(MessagePart):
+    """A worker's part in the rest of an interrupted step; see `plan.rest`."""
+
+    operations: str  # its program for the rest, as in `StartGeneration`
+    resends: tuple[tuple[int, int, bool, int], ...]
+    """(micro-batch, layer, forward, receiver) of what it sends again before its first operation, in this order: the
+    output of the layer, or the gradient of its input. The receiver may be the worker itself."""
+    counted: tuple[int, ...]  # micro-batches whose loss some surviving worker has counted
+    sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program for the rest."""
+        return unpack_operations(self.operations)
