@@ -243,7 +243,7 @@ class Cluster:
     def lose(self, worker: int) -> None:
         del self.workers[worker]
         for each in self.workers.values():
-            each.buffers.regroup(self.segments(self.workers))
+            each.buffers.regroup(each.held, self.segments(self.workers))
 
     def rest(self) -> Rest:
         """Make the rest of the step, micro-batch by micro-batch, by the plainest rules that are right.

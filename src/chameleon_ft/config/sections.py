@@ -41,6 +41,7 @@ FailurePhase = Literal[
     "optimizer",
     "recovery",
     "rest",
+    "preparation",
     "transfer",
     "confirm",
     "switch",

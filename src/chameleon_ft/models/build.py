@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "blank_layer",
     "boundary_specs",
     "build_layer",
+    "generator_lock",
     "param_bytes",
     "seed_forward",
     "state_bytes",
@@ -32,6 +34,9 @@ __all__ = [
 
 
 # --- layers and seeds ------------------------------------------------------------------------------------------------
+
+generator_lock = threading.RLock()
+"""Of torch's generator, which all threads share: hold it from a seed to the last random number that follows from it."""
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
@@ -50,7 +55,7 @@ def blank_layer(job: Job, layer: int, seed: int) -> nn.Module:
     Initialising parameters takes most of the time of `build_layer`. They are initialised only if something else
     depends on them or on the random numbers after them.
     """
-    with torch.random.fork_rng(devices=[]):
+    with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
         before = torch.default_generator.get_state()
         with _SkipInitialization():  # type: ignore[no-untyped-call]
@@ -81,7 +86,7 @@ def _has_blank_buffers(module: nn.Module) -> bool:
 
 
 def _initialize(job: Job, layer: int, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
         return job.layers[layer]()
 
@@ -98,7 +103,7 @@ def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: 
     """Seed the CPU's generator, and that of `device`, immediately before the forward of `layer` on `micro_batch`.
 
     A dropout mask is thus the same on any worker of one kind of device; between kinds it differs, as their generators
-    do.
+    do. Hold `generator_lock` until the forward has ended, if other threads build layers.
     """
     key = step_key(seed, step=step, micro_batch=micro_batch, layer=layer)
     # Not torch.manual_seed: it looks for every kind of accelerator, which takes longer than a small layer's forward.

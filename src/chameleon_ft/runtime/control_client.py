@@ -14,18 +14,20 @@ from websockets.exceptions import ConnectionClosed
 from chameleon_ft.config import Failure
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import (
+    Begin,
+    Discard,
     Exit,
     Finish,
     Hello,
     Inject,
     Message,
-    Pause,
     Position,
-    Preallocate,
+    Prepare,
     Probe,
     Refused,
     StartGeneration,
     Stop,
+    Switch,
     Welcome,
     decode,
     encode,
@@ -36,7 +38,7 @@ from chameleon_ft.runtime.fault_injection import FaultInjector
 
 __all__ = ["ControlClient", "Order"]
 
-Order = StartGeneration | Stop | Preallocate | Exit | Welcome | Refused
+Order = StartGeneration | Begin | Stop | Exit | Welcome | Refused
 """An order for the training thread."""
 
 _INTERRUPT_EVERY_S = 0.005
@@ -46,14 +48,14 @@ class ControlClient:
     """Connects to the coordinator and stays connected for the life of the process.
 
     Orders go into `orders`, for the training thread to take. The control thread itself does what cannot wait for it: it
-    interrupts the communicators of an ended generation until the training thread has left them, and answers probes.
+    interrupts the communicators of generations that are over until they have been left, and answers probes.
 
     Attributes:
         activity: of the training thread.
         orders: orders in the sequence they arrived.
-        ended: highest generation that is known to be over.
+        preparations: orders to prepare a generation beside training, or to discard it; likewise.
         finishing: whether the run shall end after the current step.
-        pausing: highest generation that shall train no further after the current step.
+        switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
     """
 
     def __init__(self, *, coordinator: str, token: str, worker: int, host: str, incarnation: int = 0) -> None:
@@ -63,15 +65,17 @@ class ControlClient:
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._interrupt: Callable[[], None] | None = None
-        self._generation = 0
+        self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
+        self._ended = 0  # highest generation that is known to be over, with all before it
+        self._discarded: set[int] = set()
+        self._interrupting: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.ended = 0
+        self.preparations: queue.SimpleQueue[Prepare | Discard] = queue.SimpleQueue()
         self.finishing = False
-        self.pausing = 0
+        self.switch_to = 0
 
     def start(self) -> None:
         """Connect. Raises ControlError where the coordinator does not answer or does not accept the token."""
@@ -100,20 +104,22 @@ class ControlClient:
         """Make this rank fail when told to; failures that were ordered before happen now."""
         self._loop.call_soon_threadsafe(self._arm, faults)
 
+    def is_over(self, generation: int) -> bool:
+        """Return whether a generation is over, or was discarded before it began."""
+        return generation <= self._ended or generation in self._discarded
+
     def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
-        """Enter a generation, in the training thread, whose communicators `interrupt` breaks; False if it is over."""
-        # In this order: an interruption of the generation before, should one still be going on, must not hit this one.
-        self._generation = generation
-        self._interrupt = interrupt
+        """Use communicators of a generation from now on, which `interrupt` breaks; False if it is over."""
+        self._interrupts[generation] = interrupt
         # Only now look: a Stop that came before found nothing to interrupt, one that comes after will.
-        if self.ended >= generation:
-            self.leave()
+        if self.is_over(generation):
+            self.leave(generation)
             return False
         return True
 
-    def leave(self) -> None:
-        """Note that the training thread has left its generation's communicators."""
-        self._interrupt = None
+    def leave(self, generation: int) -> None:
+        """Note that no thread uses the communicators of a generation any more."""
+        self._interrupts.pop(generation, None)
 
     async def _connect(self) -> ClientConnection:
         connection = await control_connection(self._coordinator, self._token)
@@ -126,8 +132,8 @@ class ControlClient:
             self._loop.run_until_complete(self._serve())
         finally:
             # Without the coordinator this rank belongs to no run.
+            self._ended = sys.maxsize
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
-            self.ended = sys.maxsize
             self._loop.run_until_complete(self._interrupt_until_left())
 
     async def _serve(self) -> None:
@@ -150,15 +156,21 @@ class ControlClient:
         match message:
             case Stop() | Exit():
                 # An Exit ends this generation, and any that is on its way.
-                self.ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
+                self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
                 self.orders.put(message)
-                self._interrupting = self._loop.create_task(self._interrupt_until_left())
-            case StartGeneration() | Welcome() | Preallocate() | Refused():
+                self._interrupt_over()
+            case StartGeneration() | Begin() | Welcome() | Refused():
                 self.orders.put(message)
+            case Prepare():
+                self.preparations.put(message)
+            case Discard(generation=generation):
+                self._discarded.add(generation)
+                self.preparations.put(message)
+                self._interrupt_over()
             case Finish():
                 self.finishing = True
-            case Pause(generation=generation):
-                self.pausing = generation
+            case Switch(generation=generation):
+                self.switch_to = generation
             case Probe(probe=probe):
                 doing, waiting, since_s = self.activity.read()
                 self._outbox.put_nowait(Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s))
@@ -183,8 +195,14 @@ class ControlClient:
         for message in early:
             self._inject(message)
 
+    def _interrupt_over(self) -> None:
+        task = self._loop.create_task(self._interrupt_until_left())
+        self._interrupting.add(task)
+        task.add_done_callback(self._interrupting.discard)
+
     async def _interrupt_until_left(self) -> None:
-        # Again and again: the training thread may be connecting, with sockets that do not exist yet.
-        while (interrupt := self._interrupt) is not None and self.ended >= self._generation:
-            interrupt()
+        # Again and again: a thread may be connecting, with sockets that do not exist yet.
+        while over := [each for generation, each in tuple(self._interrupts.items()) if self.is_over(generation)]:
+            for interrupt in over:
+                interrupt()
             await asyncio.sleep(_INTERRUPT_EVERY_S)

@@ -64,7 +64,8 @@ class InFlight(Protocol):
 class Communicators(Protocol):
     """The communicators of one generation.
 
-    The training thread calls all methods but `interrupt` and `all_reduce`.
+    Any thread may send and receive; messages of one tag from one worker to another have one sending and one receiving
+    thread. All reductions of a group are issued by one thread, and so are the votes.
     """
 
     def open(self, membership: Membership) -> None:

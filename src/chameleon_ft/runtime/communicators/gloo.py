@@ -24,7 +24,6 @@ __all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
 
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
-_MESSAGES, _REDUCTIONS = 0, 1  # the waiters: reductions are waited for beside messages
 _CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends within milliseconds of it
 
 
@@ -41,17 +40,16 @@ class GlooCommunicators:
         self._sockets = SocketTracker()
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
-        self._waiters: tuple[Waiter, ...] = ()
+        self._waiters: dict[int, Waiter] = {}  # by the thread that waits
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
-        _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
+        for leftover in tuple(_LEFTOVERS):
+            if leftover.at_rest():
+                _LEFTOVERS.remove(leftover)
         self._sockets.start()
-        with self._lock:
-            self._waiters = (Waiter(), Waiter())
-            waiter = self._waiters[_MESSAGES]
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
             device = ProcessGroupGloo.create_device(hostname=self._address)
@@ -69,7 +67,7 @@ class GlooCommunicators:
                             timeout_s=self._timeouts.collective_timeout_s,
                         )
                     )
-                    waiter.wait(forming)
+                    self._wait(forming)
                     self._groups[group] = forming.group
         except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
@@ -81,18 +79,23 @@ class GlooCommunicators:
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         host = tensor.cpu()
         work = issue(peer, self._groups[self._world].send, [host], self._world.index(peer), tag)
-        return _Message(work, peer, host, None, self._waiters[_MESSAGES])
+        return _Message(work, peer, host, None, self._wait)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         work = issue(peer, self._groups[self._world].recv, [host], self._world.index(peer), tag)
-        return _Message(work, peer, host, tensor, self._waiters[_MESSAGES])
+        return _Message(work, peer, host, tensor, self._wait)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._reduce(tensor, group, _REDUCTIONS)
+        host = tensor.cpu()
+        work = issue(None, self._groups[group].allreduce, [host])
+        with self._lock:
+            self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
+            self._reductions.append(work)
+        return _Message(work, None, host, tensor, self._wait)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._reduce(ballot, group, _MESSAGES)
+        return self.all_reduce(ballot, group)
 
     def interrupt(self) -> None:
         now = time.monotonic()
@@ -101,14 +104,14 @@ class GlooCommunicators:
         self._sockets.shut_down()
         if now - self._interrupted_at > _CALL_OFF_AFTER_S:
             with self._lock:
-                for waiter in self._waiters:
+                for waiter in self._waiters.values():
                     waiter.call_off()
 
     def close(self) -> None:
         # First the connections, so that the groups' destructors find nothing to wait for.
         self._sockets.close()
         with self._lock:
-            waiters, self._waiters = self._waiters, ()
+            waiters, self._waiters = tuple(self._waiters.values()), {}
         for waiter in waiters:
             waiter.stop()
         leftover = _Leftover(self._groups, self._reductions, waiters)
@@ -116,12 +119,13 @@ class GlooCommunicators:
         if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):
             _LEFTOVERS.append(leftover)
 
-    def _reduce(self, tensor: Tensor, group: tuple[int, ...], waiter: int) -> InFlight:
-        host = tensor.cpu()
-        work = issue(None, self._groups[group].allreduce, [host])
-        self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
-        self._reductions.append(work)
-        return _Message(work, None, host, tensor, self._waiters[waiter])
+    def _wait(self, work: _Waitable) -> None:
+        """Wait in the calling thread, in a way that `interrupt` can call off."""
+        with self._lock:
+            waiter = self._waiters.get(threading.get_ident())
+            if waiter is None:
+                waiter = self._waiters[threading.get_ident()] = Waiter()
+        waiter.wait(work)
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted_at is not None:
@@ -165,13 +169,13 @@ class _Message:
     peer: int | None
     host: Tensor
     target: Tensor | None
-    waiter: Waiter
+    wait_for: Callable[[Work], None]
 
     def wait(self) -> None:
         if self.work is None:
             return
         try:
-            self.waiter.wait(self.work)
+            self.wait_for(self.work)
         except RuntimeError as error:
             raise CommunicationError(self.peer, str(error)) from None
         finally:

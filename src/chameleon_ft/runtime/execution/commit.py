@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.control.wire.messages import Vote
+from chameleon_ft.control.wire.parts import Progress
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.execution.step_stats import StepStats, TimedReduction
 from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment, issue_points
 
@@ -210,6 +213,7 @@ class Committer:
 
     Attributes:
         committed: steps applied; the next one is step `committed`.
+        state: of step `committed`, once it has begun.
         reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
     """
@@ -221,8 +225,20 @@ class Committer:
     committed: int
     activity: Activity
     faults: FaultInjector
+    state: StepState | None = None
     reduced: bool = False
     last_vote: Vote | None = None
+
+    def begin(self) -> StepState:
+        """Begin step `committed`: there is nothing of it yet."""
+        self.reduced = False
+        self.buffers.zero()
+        self.state = StepState(self.committed)
+        return self.state
+
+    def progress(self) -> Progress | None:
+        """Return what this rank holds of step `committed`; None if it has not begun it."""
+        return None if self.state is None else Progress.of(self.state.progress(self.buffers.totals))
 
     def commit(
         self,
@@ -232,9 +248,14 @@ class Committer:
         members: tuple[int, ...],
         *,
         finish: bool,
-        pause: bool = False,
+        switch: bool = False,
+        migration: LayerMigration | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
+
+        Args:
+            finish, switch: this rank's part of the vote.
+            migration: of layers that are to take part in the update.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
@@ -244,11 +265,15 @@ class Committer:
         self.faults.at("sync", self.committed)
         with self.activity.waiting("sync"):
             stats.reductions = reductions.finish()
+            if migration is not None:
+                migration.settle()
         self.reduced = True
         reduced_s = time.perf_counter()
-        vote = self._vote(stats, communicators, members, finish=finish, pause=pause)
+        vote = self._vote(stats, communicators, members, finish=finish, switch=switch)
         stats.vote_s = (reduced_s, time.perf_counter())
         applied = self.apply(vote)
+        if migration is not None:
+            migration.resume()
         stats.end_s = time.perf_counter()
         return applied
 
@@ -275,23 +300,24 @@ class Committer:
         self.buffers.scale(clip / vote.terms)
         lr = self.held.update(self.committed)
         self.committed += 1
+        self.state = None  # the vote is complete, so all messages have arrived
         self.reduced = False
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
     def _vote(
-        self, stats: StepStats, communicators: Communicators, members: tuple[int, ...], *, finish: bool, pause: bool
+        self, stats: StepStats, communicators: Communicators, members: tuple[int, ...], *, finish: bool, switch: bool
     ) -> Vote:
         square_sum = self.buffers.square_sum(self.worker)
         ballot = torch.tensor(
-            [square_sum, stats.loss, stats.terms, stats.samples, float(finish), float(pause), 1.0], dtype=torch.float64
+            [square_sum, stats.loss, stats.terms, stats.samples, float(finish), float(switch), 1.0], dtype=torch.float64
         )
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote"):
                 result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, pausing, voters = ballot.tolist()
+        grad_square_sum, loss_sum, terms, samples, finishing, switching, voters = ballot.tolist()
         if round(voters) != len(members):
             raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
         return Vote(
@@ -300,5 +326,5 @@ class Committer:
             terms=round(terms),
             samples=round(samples),
             finish=finishing > 0,
-            pause=pausing > 0,
+            switch=switching > 0,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
+from chameleon_ft.models.build import blank_layer, build_layer, generator_lock, seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import GradientKey
@@ -27,6 +27,9 @@ _NORM_ELEMENTS: Final = 1 << 22
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for parameters and persistent buffers, ``optimizer/NAME/KEY``."""
 
+_Parameters = list[list[nn.Parameter]]
+"""The copies of each parameter of a key."""
+
 
 def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn.Module:
     """Build a layer for `HeldLayers.take_in`; its parameters may hold anything."""
@@ -34,36 +37,53 @@ def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn
 
 
 class HeldLayers:
-    """The modules of the layers a rank holds, on its device, and one optimizer over all their parameters."""
+    """The modules of the layers a rank holds, on its device, and one optimizer over all their parameters.
+
+    Attributes:
+        arriving: layers of which there is a blank module, and whose state has not arrived yet. They are not held: no
+            update changes them, but they have gradients.
+    """
 
     def __init__(self, job: Job, layers: Iterable[int], *, seed: int, device: torch.device) -> None:
         self._job = job
         self._seed = seed
         self._device = device
         self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
+        self.arriving: frozenset[int] = frozenset()
         self._optimizer: torch.optim.Optimizer | None = None
         self._renew_optimizer()
 
     @property
     def layers(self) -> frozenset[int]:
-        return frozenset(self._modules)
+        return frozenset(self._modules) - self.arriving
+
+    def expect(self, layer: int, module: nn.Module) -> None:
+        """Note that the state of a layer will arrive; `module` is a blank one."""
+        self._modules = dict(sorted({**self._modules, layer: module}.items()))
+        self.arriving |= {layer}
 
     def take_in(self, layer: int, state: Mapping[str, Any], module: nn.Module | None = None) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
 
         Args:
-            module: a blank one of the layer; tensors of `state` may be its own, then nothing is copied.
+            module: a blank one of the layer, unless it is expected; tensors of `state` may be its own, then nothing is
+                copied.
         """
-        if module is None:
-            module = blank_module(self._job, layer, seed=self._seed, device=self._device)
-        self._modules = dict(sorted({**self._modules, layer: module}.items()))
+        if layer not in self.arriving:
+            self.expect(layer, module or blank_module(self._job, layer, seed=self._seed, device=self._device))
+        self.arriving -= {layer}
         self._renew_optimizer()
         self.restore(layer, state)
 
+    def targets_of(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of a layer's module, by the keys of its state."""
+        return {f"module/{name}": value for name, value in self._modules[layer].state_dict().items()}
+
     def keep_only(self, layers: Collection[int]) -> None:
-        """Release all other layers, and their memory."""
-        if not self.layers.issubset(layers):
+        """Release all other layers, and their memory; also those that are arriving."""
+        if not self.layers.union(self.arriving).issubset(layers):
             self._modules = {layer: module for layer, module in self._modules.items() if layer in layers}
+            self.arriving &= self._modules.keys()
             self._renew_optimizer()
 
     def drop_gradients(self) -> None:
@@ -76,8 +96,8 @@ class HeldLayers:
     ) -> Tensor:
         """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers."""
         for layer in layers:
-            seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
-            with selective_recomputation() if layer in selective else nullcontext():
+            with generator_lock, selective_recomputation() if layer in selective else nullcontext():
+                seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
                 boundary = self._modules[layer](boundary)
         return boundary
 
@@ -104,7 +124,10 @@ class HeldLayers:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def state_of(self, layer: int) -> LayerState:
-        """A layer's parameters, persistent buffers and optimizer state: its own tensors, which training changes."""
+        """A layer's parameters, persistent buffers and optimizer state: its own tensors, which training changes.
+
+        An update changes all of them, a forward only the buffers.
+        """
         module = self._modules[layer]
         state: LayerState = {f"module/{name}": value for name, value in module.state_dict().items()}
         if self._optimizer is not None:
@@ -112,6 +135,12 @@ class HeldLayers:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     state[f"optimizer/{name}/{key}"] = value
         return state
+
+    def constant_state_of(self, layer: int) -> LayerState:
+        """As `state_of`, but constant until the next update: with copies of the buffers."""
+        buffers = {f"module/{name}" for name, _ in self._modules[layer].named_buffers()}
+        state = self.state_of(layer)
+        return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
     def snapshot(self, layer: int) -> LayerState:
         """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
@@ -122,8 +151,9 @@ class HeldLayers:
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over the state that `state_of` or `snapshot` gave for this layer."""
-        module = self._modules[layer]
-        module.load_state_dict(_under("module/", state))
+        module, own = self._modules[layer], _under("module/", state)
+        if any(not _is_same(value, own.get(name)) for name, value in module.state_dict().items()):
+            module.load_state_dict(own)
         if self._optimizer is None:
             return
         for name, parameter in module.named_parameters():
@@ -143,7 +173,7 @@ class HeldLayers:
     def _renew_optimizer(self) -> None:
         """Make an optimizer for the parameters that are held now, with the state that the last one kept for them."""
         before = None if self._optimizer is None else self._optimizer.state
-        parameters = self.parameters(self._modules)
+        parameters = self.parameters(sorted(self.layers))
         self._optimizer = self._job.optimizer(parameters) if parameters else None
         if self._optimizer is not None and before is not None:
             self._optimizer.state.update({p: before[p] for p in parameters if p in before})
@@ -153,7 +183,7 @@ class GradientBuffers:
     """The gradients of the held layers as views into flat buffers: one for each `GradientKey` and element type.
 
     Autograd accumulates into the views in place. The copies of a tied parameter share one view, which sums their
-    gradients. The buffers depend on the held layers only, so they can outlive a generation: see `regroup`.
+    gradients. Layers that are arriving have gradients too: zeros, and the sum once they are reduced.
 
     Attributes:
         segments: those of the given segments in which the held layers take part.
@@ -161,23 +191,36 @@ class GradientBuffers:
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
-        self._layers = held.layers
-        self.segments = self._own(segments)
         self.totals: set[GradientKey] = set()
+        # The copies of each parameter; all but tied ones have a single copy.
+        self._parameters: dict[GradientKey, _Parameters] = {}
+        self._buffers: dict[GradientKey, tuple[Tensor, ...]] = {}
+        self._reserved: dict[GradientKey, tuple[_Parameters, tuple[Tensor, ...]]] = {}
+        self.regroup(held, segments)
+
+    def regroup(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
+        """Take the segments of another generation; the gradients of modules that are still there stay as they are."""
+        layers = held.layers | held.arriving
+        made = {**self._reserved, **{key: (own, self._buffers[key]) for key, own in self._parameters.items()}}
+        self._reserved = {}
+        self.segments = tuple(segment for segment in segments if _has_part(layers, segment))
         tied = {segment.tied: held.tied(segment.tied) for segment in self.segments if segment.tied}
         elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
-        # The copies of each parameter; all but tied ones have a single copy.
         self._parameters = {
             key: tied[key] if key in tied else [[p] for p in held.parameters(key) if id(p) not in elsewhere]
             for segment in self.segments
             for key in segment.keys
         }
-        self._buffers = {key: _flat_gradients(parameters) for key, parameters in self._parameters.items()}
+        self._buffers = {
+            key: made[key][1] if key in made and _are_same(made[key][0], parameters) else _flat_gradients(parameters)
+            for key, parameters in self._parameters.items()
+        }
+        self.totals &= self._buffers.keys()
 
-    def regroup(self, segments: Sequence[Segment]) -> None:
-        """Take other segments of the same layers, with other holders; the gradients stay as they are."""
-        self.segments = self._own(segments)
-        assert {key for segment in self.segments for key in segment.keys} == set(self._buffers), "other layers"
+    def reserve(self, layer: int, module: nn.Module) -> None:
+        """Allocate the gradients of a layer that will arrive, ahead of `regroup`. Called from any thread."""
+        parameters = [[p] for p in module.parameters() if p.requires_grad]
+        self._reserved[layer,] = parameters, _flat_gradients(parameters)
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
         """The flat buffers of a segment, by its keys."""
@@ -221,15 +264,18 @@ class GradientBuffers:
         parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
         return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
-    def _own(self, segments: Sequence[Segment]) -> tuple[Segment, ...]:
-        return tuple(
-            segment
-            for segment in segments
-            if (not self._layers.isdisjoint(segment.tied) if segment.tied else self._layers.issuperset(segment.layers))
-        )
+
+def _has_part(layers: frozenset[int], segment: Segment) -> bool:
+    """Return whether a worker with these layers is a holder of the segment."""
+    return not layers.isdisjoint(segment.tied) if segment.tied else layers.issuperset(segment.layers)
 
 
-def _flat_gradients(parameters: Iterable[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:
+def _are_same(one: _Parameters, other: _Parameters) -> bool:
+    """Return whether these are the same objects, in the same groups."""
+    return [list(map(id, copies)) for copies in one] == [list(map(id, copies)) for copies in other]
+
+
+def _flat_gradients(parameters: _Parameters) -> tuple[Tensor, ...]:
     """Make flat buffers, one for each element type, and give all copies of each parameter its view as gradient."""
     buffers: list[Tensor] = []
     by_type = sorted(parameters, key=lambda copies: str(copies[0].dtype))
@@ -247,3 +293,8 @@ def _flat_gradients(parameters: Iterable[Sequence[nn.Parameter]]) -> tuple[Tenso
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two tensors have the same memory."""
+    return isinstance(other, Tensor) and isinstance(value, Tensor) and value.data_ptr() == other.data_ptr()

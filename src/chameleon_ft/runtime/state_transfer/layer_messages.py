@@ -35,7 +35,8 @@ __all__ = [
     "tensor_bytes",
 ]
 
-_PIECE_BYTES: Final = 1 << 25  # a piece is checked while the next one arrives
+_PIECE_BYTES: Final = 1 << 22  # a piece is checked while the next one arrives
+_PIECES_IN_FLIGHT: Final = 2  # of a layer that gives way to other messages
 _COLUMNS: Final = 4096
 _ROW_BYTES: Final = 8 * _COLUMNS
 _ROWS_AT_ONCE: Final = 1 << 12  # enough to amortize a launch
@@ -68,6 +69,7 @@ class OutgoingLayers:
         layers: in sending order.
         peer: the receiver.
         device: tensors are sent from it; tensors elsewhere, such as an optimizer's counter, are copied to it first.
+        gives_way: whether other messages to the receiver wait for few pieces at most.
 
     Raises:
         CommunicationError: the peer is gone. The methods raise it too.
@@ -81,7 +83,9 @@ class OutgoingLayers:
         peer: int,
         tag: int,
         device: torch.device,
+        gives_way: bool = False,
     ) -> None:
+        self._gives_way = gives_way
         self._waiting = deque(layers)
         self._in_flight: deque[list[tuple[InFlight, Tensor]]] = deque()
         self._communicators = communicators
@@ -101,7 +105,10 @@ class OutgoingLayers:
         total = max(1, tensor_bytes(layer.state))
         pieces = _pieces_of(layer.state, self._device)
         sent, self._description = self._description, []
-        sent += [self._send(piece, layer.num_bytes * piece.numel() // total) for piece in pieces]
+        for piece in pieces:
+            if self._gives_way and len(sent) >= _PIECES_IN_FLIGHT:
+                sent[-_PIECES_IN_FLIGHT][0].wait()
+            sent.append(self._send(piece, layer.num_bytes * piece.numel() // total))
         if checksums := layer.checksums.result():
             sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
         self._in_flight.append(sent)

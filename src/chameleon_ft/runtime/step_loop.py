@@ -1,0 +1,162 @@
+"""Trains the steps of one generation: run the program, commit, report, write checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.wire.messages import CheckpointSaved, Committed, Vote
+from chameleon_ft.control.wire.parts import Rest
+from chameleon_ft.errors import ControlError
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.checkpoint import CheckpointWriter
+from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.executor import Executor
+from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
+from chameleon_ft.runtime.generation import Generation
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
+from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
+
+__all__ = ["Outcome", "StepLoop"]
+
+
+class Outcome(Enum):
+    """How the steps of a generation ended."""
+
+    FINISHED = "finished"
+    """The run is at its end."""
+    SWITCH = "switch"
+    """All ranks switch to the generation that they have prepared."""
+    OVER = "over"
+    """The coordinator has ended the generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoop:
+    """Runs in the training thread.
+
+    Attributes:
+        migration: of layers that move during the generation.
+        first_committed: called after the first commit, when every rank has left the generation before.
+    """
+
+    worker: int
+    config: RunConfig
+    client: ControlClient
+    generation: Generation
+    committer: Committer
+    executor: Executor
+    migration: LayerMigration | None
+    recorder: StepRecorder
+    writer: CheckpointWriter
+    activity: Activity
+    first_committed: Callable[[], None]
+
+    def run(self) -> Outcome:
+        """Train until the run ends, the vote of a step switches to another generation, or this one is over.
+
+        Raises:
+            CommunicationError: a message failed, probably because the generation is over.
+        """
+        order, committer = self.generation.order, self.committer
+        vote: Vote | None = None
+        if order.roll_forward is not None:
+            self._checkpoint_if_due()
+        if order.rest is not None:
+            vote = self._rest_of_step(order.rest)
+        with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
+            while committer.committed < self.config.steps and not (vote and vote.finish):
+                if vote is not None and vote.switch:
+                    return Outcome.SWITCH
+                if self.client.is_over(order.generation):
+                    return Outcome.OVER
+                vote = self._step(reductions)
+        return Outcome.FINISHED
+
+    def submit_checkpoint(self) -> None:
+        """Copy this worker's share of the layers it holds, and have them written in the background."""
+        start = time.perf_counter()
+        with self.activity.waiting("copying layers"):
+            layers = {layer: self.executor.held.snapshot(layer) for layer in self.generation.written_layers()}
+        copy_s = time.perf_counter() - start
+        self.writer.submit(self.generation.number, self.committer.committed, layers, copy_s=copy_s)
+
+    def _step(self, reductions: Reductions) -> Vote:
+        """Run, commit, report and record a step; return its vote."""
+        order, step = self.generation.order, self.committer.committed
+        start_s, start_unix_s = time.perf_counter(), time.time()
+        stats = self.executor.run(self.committer.begin(), self.generation.operations, after=reductions.after)
+        vote = self._commit(reductions, stats, start_s=start_s)
+        first_step = order.first_step if order.rest is None else order.first_step + 1
+        if self.recorder.wants(step, first_step=first_step):
+            self.recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
+        return vote
+
+    def _rest_of_step(self, rest: Rest) -> Vote:
+        """Run the rest of the step that was interrupted, commit and report it; return its vote."""
+        start_s = time.perf_counter()
+        committer, buffers = self.committer, self.committer.buffers
+        committer.reduced = False
+        state = committer.state or committer.begin()
+        operations, sources = rest.unpack_operations(), dict(rest.sources)
+        reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
+        if twice := reduced & buffers.totals - sources.keys():
+            raise ControlError(f"worker {self.worker} holds the sums of {sorted(twice)}, which would be summed again")
+        added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
+        zeros = {key for key, source in sources.items() if source != self.worker}
+        with Reductions(buffers, operations, self.executor.communicators, zeros=zeros) as reductions:
+            with buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
+                stats = self.executor.resume(
+                    state,
+                    operations,
+                    resends=[resend for resend in rest.resends if resend[-1] != self.worker],
+                    counted=rest.counted,
+                    after=reductions.after,
+                )
+            return self._commit(reductions, stats, start_s=start_s)
+
+    def _commit(self, reductions: Reductions, stats: StepStats, *, start_s: float) -> Vote:
+        """Commit and report the step that was just executed, and begin a checkpoint if one is due."""
+        order, step = self.generation.order, self.committer.committed
+        applied = self.committer.commit(
+            stats,
+            reductions,
+            self.executor.communicators,
+            order.members,
+            finish=self.client.finishing,
+            switch=self.client.switch_to > order.generation,
+            migration=self.migration,
+        )
+        self.client.send(
+            Committed(
+                generation=order.generation,
+                step=step,
+                vote=applied.vote,
+                grad_norm=applied.grad_norm,
+                lr=applied.lr,
+                step_s=time.perf_counter() - start_s,
+                times=stats.operation_times(),
+            )
+        )
+        if step == order.first_step:
+            self.first_committed()
+        if not applied.vote.finish:
+            self._checkpoint_if_due()
+        return applied.vote
+
+    def _checkpoint_if_due(self) -> None:
+        """Begin a checkpoint on the way. The last one is written when training ends."""
+        config, step = self.config, self.committer.committed
+        every = config.checkpoint.every
+        if not every or step % every or step >= config.steps:
+            return
+        if self.writer.is_busy:
+            # Copies of the model must not pile up when the disk is slower than training.
+            error = "left out, for the one before it is still being written; raise checkpoint.every"
+            self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=error))
+        else:
+            self.submit_checkpoint()
