@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
+from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.execution import commit, executor
 from chameleon_ft.runtime.execution.commit import Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
@@ -30,6 +29,7 @@ from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, OperationKind, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
+from tests.runtime.switchboard import Line, Switchboard
 from tests.runtime.toy import SEED, toy_job, train_plainly
 from tests.strategies import equal_costs
 
@@ -49,85 +49,6 @@ def _one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             return compute(self, *arguments)
 
     monkeypatch.setattr(executor._StepExecution, "_compute", alone)
-
-
-class Switchboard:
-    """Connects workers that are threads of this process, until it is cut: by a test, or after so many sums."""
-
-    def __init__(self, sums: int = -1) -> None:
-        self.cut = threading.Event()
-        self.sums_left = sums
-        self.lock = threading.Lock()
-        self.messages: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
-        self.sums: dict[tuple[tuple[int, ...], int], list[Tensor]] = defaultdict(list)
-
-    def await_(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            if self.cut.wait(0.0005):
-                raise CommunicationError(None, "the generation is over")
-
-
-@dataclass
-class Line:
-    """The communicators of one worker: every message is there when it is posted, and nothing after the cut."""
-
-    worker: int
-    board: Switchboard
-    reductions: defaultdict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))
-
-    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        if self.board.cut.is_set():
-            raise CommunicationError(peer, "the generation is over")
-        self.board.messages[self.worker, peer, tag].put(tensor.clone())
-        return Waiting(lambda: None)
-
-    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        queue = self.board.messages[peer, self.worker, tag]
-
-        def wait() -> None:
-            while True:
-                try:
-                    tensor.copy_(queue.get(timeout=0.0005))
-                except Empty:
-                    if self.board.cut.is_set():
-                        raise CommunicationError(peer, "the generation is over") from None
-                else:
-                    return
-
-        return Waiting(wait)
-
-    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        number = self.reductions[group]
-        self.reductions[group] += 1
-        shares = self.board.sums[group, number]
-
-        def wait() -> None:
-            with self.board.lock:
-                shares.append(tensor.clone())
-            self.board.await_(lambda: len(shares) == len(group))
-            with self.board.lock:
-                if self.board.sums_left == 0:
-                    self.board.cut.set()
-                    raise CommunicationError(None, "the generation is over")
-                self.board.sums_left -= 1
-            tensor.copy_(torch.stack(shares).sum(0))
-
-        return Waiting(wait)
-
-    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        raise NotImplementedError
-
-    def open(self, membership: Membership) -> None: ...
-
-    def interrupt(self) -> None:
-        self.board.cut.set()
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Waiting:
-    wait: Callable[[], None]
 
 
 class Worker:

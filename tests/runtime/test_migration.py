@@ -1,0 +1,209 @@
+"""Layers that migrate while all ranks train: threads take the part of ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_ft.config import Batch
+from chameleon_ft.control.wire.parts import Migration
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.observe import FaultLog
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import Channel, CommunicationError, InFlight
+from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, blank_module
+from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration, channels_of_migration
+from chameleon_ft.schedule import Operation, best_program
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
+from tests.runtime.switchboard import Line, Switchboard
+from tests.runtime.toy import SEED, toy_job, train_plainly
+from tests.strategies import equal_costs
+
+CPU = torch.device("cpu")
+LAYERS = 5
+BATCH = Batch(micro_batches=4, micro_batch_size=2)
+WHOLE = LayerRange(0, LAYERS)
+
+
+@dataclass
+class Slow(Line):
+    """A line on which every message of a layer takes a while."""
+
+    message_s: float = 0.0
+    spoiled_tag: int | None = None
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
+        if stands_for_bytes is not None:
+            time.sleep(self.message_s)
+        if stands_for_bytes and self.spoiled_tag is not None:
+            tensor = tensor.clone()
+            tensor[0] ^= 1
+        return super().send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
+
+
+@dataclass
+class Rank:
+    """A rank without a process, which trains from the beginning or is a shadow holder only."""
+
+    worker: int
+    job: Job
+    held: HeldLayers
+    buffers: GradientBuffers
+    operations: tuple[Operation, ...]
+    losses: list[float] = field(default_factory=list)
+    current: list[frozenset[int]] = field(default_factory=list)
+    migrated: Future[None] = field(default_factory=Future)
+    error: BaseException | None = None
+
+    def run(self, line: Line, migration: Migration, members: Sequence[int], steps: int) -> None:
+        faults = FaultInjector(self.worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
+        committer = Committer(
+            worker=self.worker,
+            held=self.held,
+            buffers=self.buffers,
+            clip_norm=self.job.clip_norm,
+            committed=0,
+            activity=Activity(),
+            faults=faults,
+        )
+        executor = Executor(
+            job=self.job,
+            held=self.held,
+            boundaries=boundary_specs(self.job, BATCH.micro_batch_size),
+            micro_batches=micro_batches_of(self.job, BATCH, seed=SEED, device=CPU),
+            device=CPU,
+            communicators=line,
+            activity=Activity(),
+            faults=faults,
+        )
+        layers = LayerMigration(
+            migration,
+            self.worker,
+            held=self.held,
+            memory={},
+            communicators=line,
+            device=CPU,
+            faults=faults,
+            committed=0,
+            stand_ins=False,
+            migrated=self.migrated,
+        )
+        try:
+            with Reductions(self.buffers, self.operations, line) as reductions:
+                for _ in range(steps):
+                    stats = executor.run(committer.begin(), self.operations, after=reductions.after)
+                    applied = committer.commit(stats, reductions, line, tuple(members), finish=False, migration=layers)
+                    self.losses.append(applied.vote.loss_sum / applied.vote.terms)
+                    self.current.append(self.held.layers)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+            line.interrupt()
+        finally:
+            layers.close(interrupt=not self.migrated.done())
+
+
+def train(
+    migration: Migration, *, steps: int, tied: bool = False, message_s: float = 0.0, spoiled_tag: int | None = None
+) -> list[Rank]:
+    """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder."""
+    job = toy_job(LAYERS, tied=tied)
+    routes = [Route(m, (Hop(m % 2, WHOLE),)) for m in range(BATCH.micro_batches)]
+    held = {0: set(WHOLE), 1: set(WHOLE)}
+    shadows: dict[int, set[int]] = {}
+    for _, destination, layer, _ in migration.moves:
+        shadows.setdefault(destination, set()).add(layer)
+    placement = Placement(
+        LAYERS,
+        {0: (WHOLE,), 1: (WHOLE,)} | {w: tuple(LayerRange(n, n + 1) for n in sorted(s)) for w, s in shadows.items()},
+    )
+    plan = Plan(Placement(LAYERS, {0: (WHOLE,), 1: (WHOLE,)}), tuple(routes))
+    program = best_program(plan, equal_costs(layers=LAYERS, micro_batches=BATCH.micro_batches, workers=2)).program
+    ties = [tuple(layer for layer, _ in copies) for copies in job.tied]
+    segments: tuple[Segment, ...] = (*gradient_rounds(placement, ties).order,)
+    alone = (s for s in (*gradient_segments(placement), *tied_segments(placement, ties)) if len(s.holders) == 1)
+    segments = (*segments, *alone)
+    board, members = Switchboard(), sorted(placement.workers)
+    ranks = []
+    for worker in members:
+        own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU)
+        for layer in sorted(shadows.get(worker, ())):
+            own.expect(layer, blank_module(job, layer, seed=SEED, device=CPU))
+        operations = program.of(worker) if worker in held else ()
+        ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations))
+    lines = [Slow(rank.worker, board, message_s=message_s, spoiled_tag=spoiled_tag) for rank in ranks]
+    threads = [
+        threading.Thread(target=rank.run, args=(line, migration, members, steps))
+        for rank, line in zip(ranks, lines, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return ranks
+
+
+def state(rank: Rank, layer: int) -> dict[str, Any]:
+    return rank.held.state_of(layer)
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(v), torch.as_tensor(other[k])) for k, v in one.items()
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_that_migrate_are_those_of_their_sources_from_the_next_update_on(tied: bool) -> None:
+    moves = [(0, 2, 0, 100), (1, 2, 3, 100), (0, 2, 4, 100), (1, 3, 3, 100)]
+    ranks = train(Migration(moves=tuple(moves)), steps=8, tied=tied, message_s=0.001)
+    assert [rank.error for rank in ranks] == [None] * 4
+    plain = train_plainly(toy_job(LAYERS, tied=tied), BATCH, 8)
+    for rank in ranks:
+        assert rank.losses == pytest.approx([step.loss for step in plain], rel=1e-6)
+    assert ranks[2].held.layers == {0, 3, 4}
+    assert ranks[3].held.layers == {3}
+    assert not ranks[2].held.arriving
+    for rank in ranks[2:]:
+        for layer in rank.held.layers:
+            assert equal(state(rank, layer), state(ranks[0], layer))
+
+
+def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
+    ranks = train(Migration(moves=((0, 2, 1, 100), (0, 2, 2, 100))), steps=6, message_s=0.02)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert ranks[2].current[0] == set(), "the first step only measures how long a step is"
+    assert ranks[2].held.layers == {1, 2}
+    assert all(equal(state(ranks[2], layer), state(ranks[0], layer)) for layer in (1, 2))
+
+
+def test_a_layer_that_arrives_damaged_ends_the_generation() -> None:
+    ranks = train(Migration(moves=((0, 2, 1, 100),)), steps=6, spoiled_tag=0)
+    assert isinstance(ranks[2].error, CommunicationError)
+    assert "another checksum" in str(ranks[2].error)
+    assert ranks[2].held.layers == set()
+    assert not ranks[2].migrated.done()
+
+
+def test_channels_go_both_ways_between_a_source_and_its_destination() -> None:
+    migration = Migration(moves=((0, 2, 1, 100), (0, 2, 2, 100), (1, 0, 3, 100)))
+    assert channels_of_migration(0, migration) == (
+        Channel(0, 1, True),
+        Channel(0, 2, True),
+        Channel(1, 0, True),
+        Channel(2, 0, True),
+    )
+    assert channels_of_migration(3, migration) == ()
