@@ -6,7 +6,7 @@ The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from th
 from __future__ import annotations
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
-from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory, workload_memory
 from chameleon_ft.estimate.rest import RestEstimate, estimate_rest
 from chameleon_ft.estimate.step import (
     PartsEstimate,
@@ -45,4 +45,5 @@ __all__ = [
     "reduction_times",
     "state_bytes",
     "total_work_bound_s",
+    "workload_memory",
 ]

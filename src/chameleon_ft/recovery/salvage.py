@@ -4,25 +4,29 @@ A micro-batch with a missing contribution takes a partial route: F where an oper
 no worker can send that again, the input gradient down to the lowest missing layer, and weight gradients only where they
 are missing. On its own route a micro-batch uses all that survivors hold of it, so pipelines without a lost worker
 continue where they were. A micro-batch whose route has lost a worker takes, of its own route with peers in the lost
-places and the routes of other pipelines, the one that leaves the least load on its busiest worker.
+places and the routes of other pipelines, the one that leaves the least load on its busiest worker. Peers share the lost
+places evenly.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
+from typing import Self
 
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.estimate import estimate_rest
+from chameleon_ft.estimate import estimate_rest, workload_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan
 from chameleon_ft.plan.rest import GradientKey, PartialHop, PartialRoute, RestOfStep, StepProgress
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, ScheduledRest, best_rest
+from chameleon_ft.search import shared_hops
 
-__all__ = ["Salvage", "SalvagedStep", "complete_step", "salvage"]
+__all__ = ["Salvage", "SalvagedStep", "complete_step", "limits_by_memory", "salvage"]
 
 _Hops = tuple[Hop, ...]
 
@@ -73,23 +77,48 @@ def complete_step(
     *,
     before: RestOfStep | None = None,
 ) -> SalvagedStep | None:
-    """Return the program that completes a step, which is checked; see `salvage`, and `best_rest` for the limits.
+    """Return the fastest program that completes a step, which is checked; see `salvage` for the arguments.
 
-    None too if no order of the operations that remain was found in which messages arrive as they are taken.
+    None if there is no way to complete it, or none of which an order of the operations was found in which messages
+    arrive as they are taken.
+
+    Args:
+        in_flight_limits: limits of the plan; a worker whose memory is known may exceed its limit as far as that allows.
     """
-    found = salvage(plan, progress, costs, tied=costs.workload.tied_layers, before=before)
-    if found is None:
-        return None
-    try:
-        scheduled = best_rest(found.rest, costs, in_flight_limits=in_flight_limits)
-    except ProgramError:
-        return None
-    return SalvagedStep(
-        rest=found.rest,
-        scheduled=scheduled,
-        rest_s=estimate_rest(found.rest, scheduled, costs).rest_s,
-        repeated_share=found.repeated_share,
-    )
+    limits = limits_by_memory(plan, costs, in_flight_limits)
+    steps: list[SalvagedStep] = []
+    for found in salvage(plan, progress, costs, tied=costs.workload.tied_layers, before=before):
+        try:
+            scheduled = best_rest(found.rest, costs, in_flight_limits=limits)
+        except ProgramError:
+            continue
+        rest_s = estimate_rest(found.rest, scheduled, costs).rest_s
+        steps.append(
+            SalvagedStep(rest=found.rest, scheduled=scheduled, rest_s=rest_s, repeated_share=found.repeated_share)
+        )
+    return min(steps, key=lambda step: step.rest_s, default=None)
+
+
+def limits_by_memory(plan: Plan, costs: CostModel, limits: Mapping[int, InFlightLimit]) -> Mapping[int, InFlightLimit]:
+    """Return how many micro-batches each worker can keep; those in `limits` fit in any case.
+
+    A micro-batch is counted with all layers of the worker, without recomputation; one is left out for the messages and
+    the operation that runs.
+    """
+    layers, found = costs.workload.layers, dict(limits)
+    for worker in costs.cluster.workers:
+        ranges = plan.placement.ranges_of(worker.id) if worker.id in found else ()
+        if worker.memory_bytes is None or not ranges:
+            continue
+        own = [layers[layer] for each in ranges for layer in each]
+        hop_bytes = sum(max(each.activation_bytes, each.weight_grad_bytes) + each.output_bytes for each in own)
+        left = worker.memory_bytes - workload_memory(costs.workload).state_of(ranges).total_bytes
+        fits = (left - max(each.working_bytes for each in own)) // max(1, hop_bytes) - 1
+        limit = found[worker.id]
+        if fits > limit.in_flight:
+            deferred = None if limit.deferred is None else max(limit.deferred, fits)
+            found[worker.id] = InFlightLimit(fits, max(limit.kept, fits), deferred)
+    return found
 
 
 def salvage(
@@ -99,8 +128,11 @@ def salvage(
     *,
     tied: Iterable[tuple[int, ...]] = (),
     before: RestOfStep | None = None,
-) -> Salvage | None:
-    """Work out the rest of a step; None if a layer with a missing contribution has no live holder.
+) -> tuple[Salvage, ...]:
+    """Work out the rest of a step in two ways; none if a layer with a missing contribution has no live holder.
+
+    In the first, peers take lost hops as wholes; in the second also in parts, which levels their loads. Neither always
+    leads to the faster program.
 
     Args:
         plan: the interrupted plan, lost workers included.
@@ -118,20 +150,24 @@ def salvage(
     broken = [number for number, hops in hops_of.items() if not is_whole(hops)]
     survivors = plan.placement.without([worker for worker in plan.workers if worker not in progress])
     if broken and survivors.unheld_layers:
-        return None
+        return ()
     work = _Work(plan, held, costs)
-    routes = {number: work.assign(number, [hops]) for number, hops in hops_of.items() if is_whole(hops)}
+    whole = {number: work.assign(number, [hops]) for number, hops in hops_of.items() if is_whole(hops)}
     pipelines = [hops for hops in dict.fromkeys(route.hops for route in plan.routes) if is_whole(hops)]
     # First those that have begun: on their own routes, less remains of them.
-    for number in sorted(broken, key=lambda number: (number not in held.begun, number)):
-        routes[number] = work.assign(number, [work.with_peers(hops_of[number], survivors), *pipelines])
-    rest = RestOfStep(
-        plan=plan,
-        routes=tuple(routes[number] for number in sorted(routes)),
-        sources=tuple(sorted(held.sources.items())),
-    )
+    broken.sort(key=lambda number: (number not in held.begun, number))
     layers_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
-    return Salvage(rest, math.fsum(map(work.repeated_s, rest.routes)), plan.micro_batches * layers_s)
+    found: list[Salvage] = []
+    for own, cut in ((work.copy(), False), (work, True)) if broken else ((work, False),):
+        detours = own.detours({number: hops_of[number] for number in broken}, survivors, cut=cut)
+        routes = whole | {number: own.assign(number, [detours[number], *pipelines]) for number in broken}
+        rest = RestOfStep(
+            plan=plan,
+            routes=tuple(routes[number] for number in sorted(routes)),
+            sources=tuple(sorted(held.sources.items())),
+        )
+        found.append(Salvage(rest, math.fsum(map(own.repeated_s, rest.routes)), plan.micro_batches * layers_s))
+    return tuple(found)
 
 
 class _Held:
@@ -255,7 +291,14 @@ class _Work:
         self._held = held
         self._load_s: dict[int, float] = defaultdict(float)
         self._compute_s = cache(partial(_compute_s, plan, costs))
+        self._hop_s = cache(self._new_hop_s)
         self._anew: dict[tuple[_Hops, int, bool], tuple[tuple[PartialHop, ...], dict[int, float]]] = {}
+
+    def copy(self) -> Self:
+        """Return one with the same work so far."""
+        found = copy(self)
+        found._load_s = self._load_s.copy()
+        return found
 
     def assign(self, micro_batch: int, options: Sequence[_Hops]) -> PartialRoute:
         """Choose the route of a micro-batch."""
@@ -265,26 +308,32 @@ class _Work:
             self._load_s[worker] += own_s
         return PartialRoute(micro_batch=micro_batch, hops=hops, is_counted=self._held.is_counted(micro_batch))
 
-    def with_peers(self, hops: _Hops, survivors: Placement) -> _Hops:
-        """Replace each hop on a lost worker by hops on its least loaded peers."""
-        found: list[Hop] = []
-        for hop in hops:
-            start = hop.layers.start
-            if hop.worker in self._held.progress:
-                found.append(hop)
-                continue
-            while start < hop.layers.stop:
-                # How far each peer gets; of those that get furthest, the least loaded one.
-                stops = {
-                    worker: min(hop.layers.stop, own.stop)
-                    for worker in survivors.holders(start)
-                    for own in survivors.ranges_of(worker)
-                    if start in own
-                }
-                worker = min(stops, key=lambda each: (-stops[each], self._load_s[each], each))
-                found.append(Hop(worker, LayerRange(start, stops[worker])))
-                start = stops[worker]
-        return tuple(found)
+    def detours(self, broken: Mapping[int, _Hops], survivors: Placement, *, cut: bool) -> dict[int, _Hops]:
+        """Return the routes of micro-batches, by number, with hops of peers in the place of those on lost workers."""
+        lost: dict[LayerRange, list[int]] = defaultdict(list)
+        for number, hops in broken.items():
+            for hop in hops:
+                if hop.worker not in self._held.progress:
+                    lost[hop.layers].append(number)
+        load_s = self._load_s.copy()
+        peers: dict[tuple[int, LayerRange], list[Hop]] = defaultdict(list)
+        for layers, numbers in sorted(lost.items()):
+            for part, holders in _parts(layers, survivors):
+                for number, hop in shared_hops(numbers, part, holders, load_s, self._hop_s, cut=cut):
+                    peers[number, layers].append(hop)
+        return {
+            number: tuple(
+                new
+                for hop in hops
+                for new in sorted(peers.get((number, hop.layers), [hop]), key=lambda each: each.layers)
+            )
+            for number, hops in broken.items()
+        }
+
+    def _new_hop_s(self, worker: int, start: int, stop: int) -> float:
+        halves = (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
+        kinds = OperationKind.FORWARD, *(halves if self._plan.splits(worker) else (OperationKind.BACKWARD,))
+        return math.fsum(self._compute_s(worker, kind, LayerRange(start, stop)) for kind in kinds)
 
     def repeated_s(self, route: PartialRoute) -> float:
         """Return the seconds of operations of a partial route that are known to have run before."""
@@ -316,6 +365,24 @@ class _Work:
 
     def _busiest_s(self, seconds: Mapping[int, float]) -> float:
         return max(self._load_s[worker] + own_s for worker, own_s in seconds.items())
+
+
+def _parts(layers: LayerRange, survivors: Placement) -> Iterator[tuple[LayerRange, tuple[int, ...]]]:
+    """Yield the ranges into which a lost hop is cut, each with its holders: at each layer those that hold most of it.
+
+    A hop that some worker holds as a whole is not cut.
+    """
+    start = layers.start
+    while start < layers.stop:
+        stops = {
+            worker: min(layers.stop, own.stop)
+            for worker in survivors.holders(start)
+            for own in survivors.ranges_of(worker)
+            if start in own
+        }
+        stop = max(stops.values())
+        yield LayerRange(start, stop), tuple(worker for worker, own_stop in stops.items() if own_stop == stop)
+        start = stop
 
 
 def _compute_s(plan: Plan, costs: CostModel, worker: int, kind: OperationKind, layers: LayerRange) -> float:

@@ -11,6 +11,7 @@ from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.options import DEFAULT_EFFORT
 from chameleon_ft.search.recut import recut_plan
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures, pareto_front
+from chameleon_ft.search.sharing import shared_hops
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -28,4 +29,5 @@ __all__ = [
     "pareto_front",
     "recut_plan",
     "reroute",
+    "shared_hops",
 ]

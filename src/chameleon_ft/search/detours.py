@@ -17,6 +17,7 @@ from chameleon_ft.schedule.components import components, distinct_paths
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
 from chameleon_ft.schedule.network import builder_of
+from chameleon_ft.search.sharing import shared_hops
 
 __all__ = ["reroute"]
 
@@ -27,10 +28,6 @@ _SEARCH: Final = 8_000
 _LEAST_TRIALS: Final = 25
 # F, and B or I and W.
 _OPERATIONS: Final = 3
-# Most workers that take over, by lost micro-batch: more would gain little, and all pipelines that take part wait for
-# each other.
-_HELPERS: Final = 2
-_BISECTIONS: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +210,8 @@ class _Losses:
                     for part in parts[hop.layers]:
                         groups[part].append(micro_batch)
         for (layers, holders), micro_batches in sorted(groups.items(), key=lambda group: (len(group[0][1]), group[0])):
-            for micro_batch, piece in self._shared(micro_batches, layers, holders, load_s, cut=cut):
-                pieces[micro_batch].append(piece)
+            for micro_batch, hop in shared_hops(micro_batches, layers, holders, load_s, self._seconds, cut=cut):
+                pieces[micro_batch].append(_Piece(hop.layers, hop.worker, holders))
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
 
     def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
@@ -274,64 +271,6 @@ class _Losses:
         holders = self.placement.holders(layers.start)
         return tuple(worker for worker in holders if self.placement.holds(worker, layers))
 
-    def _shared(
-        self,
-        micro_batches: Sequence[int],
-        layers: LayerRange,
-        holders: tuple[int, ...],
-        load_s: dict[int, float],
-        *,
-        cut: bool,
-    ) -> Iterator[tuple[int, _Piece]]:
-        """Yield (micro-batch, piece) for `layers` of each micro-batch, so that the largest load is least.
-
-        The micro-batches are laid end to end. Each worker takes the next layers up to a common level of load, which is
-        found by bisection.
-        """
-        count = len(micro_batches)
-        chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
-        low_s = min(load_s[worker] for worker in chosen)
-        own_s = {worker: self._seconds(worker, layers.start, layers.stop) for worker in chosen}
-        high_s = min(load_s[worker] + count * own_s[worker] for worker in chosen) * (1 + ROUNDING)
-
-        def dealt(level_s: float) -> list[tuple[int, LayerRange, int]] | None:
-            rooms_s = [(worker, level_s - load_s[worker]) for worker in chosen]
-            return self._dealt(count, layers, rooms_s, cut=cut)
-
-        for _ in range(_BISECTIONS):
-            level_s = (low_s + high_s) / 2
-            low_s, high_s = (level_s, high_s) if dealt(level_s) is None else (low_s, level_s)
-        pieces = dealt(high_s) or []
-        order = _order(pieces, layers)
-        for number, part, worker in pieces:
-            load_s[worker] += self._hop_s(Hop(worker, part))
-            yield micro_batches[order[number]], _Piece(part, worker, holders)
-
-    def _dealt(
-        self, count: int, layers: LayerRange, rooms_s: Iterable[tuple[int, float]], *, cut: bool
-    ) -> list[tuple[int, LayerRange, int]] | None:
-        """Return (micro-batch number, layers, worker) of each piece; None if the time is too short.
-
-        Each worker takes as many of the next layers as fit its time.
-        """
-        dealt: list[tuple[int, LayerRange, int]] = []
-        number, start = 0, layers.start
-        for worker, room_s in rooms_s:
-            while number < count:
-                least = start + 1 if cut else layers.stop
-                stop = layers.stop
-                while stop >= least and self._seconds(worker, start, stop) > room_s:
-                    stop -= 1
-                if stop < least:
-                    break
-                dealt.append((number, LayerRange(start, stop), worker))
-                if stop < layers.stop:
-                    start = stop
-                    break
-                room_s -= self._seconds(worker, start, stop)
-                number, start = number + 1, layers.start
-        return dealt if number == count else None
-
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
         """Yield disjoint pipelines of idle workers: at each layer, the worker whose range reaches furthest is next."""
         left = set(idle)
@@ -360,20 +299,3 @@ def _joined_hops(pieces: Iterable[_Piece]) -> tuple[Hop, ...]:
         layers = [piece.layers for piece in own]
         hops.append(Hop(worker, LayerRange(layers[0].start, layers[-1].stop)))
     return tuple(hops)
-
-
-def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> dict[int, int]:
-    """Return the position of each micro-batch, by number: those of one worker spread evenly, cut ones in the middle.
-
-    A route through more workers takes longer, which delays the start or the end of the step if it is first or last.
-    """
-    uncut: dict[int, list[int]] = defaultdict(list)
-    key: dict[int, tuple[float, int]] = {}
-    for number, part, worker in dealt:
-        if part == layers:
-            uncut[worker].append(number)
-        else:
-            key[number] = 0.5, -1
-    for worker, numbers in uncut.items():
-        key.update({number: ((place + 0.5) / len(numbers), worker) for place, number in enumerate(numbers)})
-    return {number: place for place, number in enumerate(sorted(key, key=lambda number: (key[number], number)))}
