@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -28,6 +29,7 @@ from chameleon_ft.observe import (
     FailureCostRecord,
     FailureRecord,
     FaultLog,
+    GenerationPlan,
     JoinRecord,
     OutcomeRecord,
     Recorder,
@@ -80,6 +82,7 @@ class Coordinator:
         self._decisions = Decisions(planner=self._planner, cache=cache, executor=executor)
         self._fault_log = FaultLog(run.faults_file)
         self._began_at = time.time()
+        self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
         self._peers: dict[int, Peer] = {}  # by number
         self._rejected = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
@@ -205,8 +208,12 @@ class Coordinator:
             case commands.Record(record=record):
                 self._record(record)
             case commands.Task.RECORD_SCALE_UP:
-                fields = self._decisions.describe_scale_up(state)
-                self._recorder.event("decision", generation=state.generation, **fields)
+                if (fields := self._decisions.describe_scale_up(state)) is not None:
+                    self._recorder.event("decision", generation=state.generation, **fields)
+            case commands.Task.PREPARE_GENERATION:
+                return self._prepare(state)
+            case commands.Task.BEGIN_GENERATION:
+                self._begin(state)
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.CompleteCheckpoint(step=checkpoint):
@@ -282,14 +289,12 @@ class Coordinator:
         """Send the orders of a generation."""
         generation = state.generation
         try:
-            planned, orders = self._planner.orders(
-                plan, state.members.hosts(), generation=generation, store_port=self._store_port
-            )
+            planned, orders = self._orders(state, plan, generation)
         except ProfileError as error:  # a link between hosts without costs
             return events.DecisionFailed(at=_now(), question=state.question, reason=str(error))
-        for worker, order in orders.items():
-            if (connection := state.members[worker].connection) is not None:
-                self._send(connection, order)
+        for connection, order in orders.items():
+            self._send(connection, order)
+        self._planner.begin(planned, state.members.hosts())
         launched = events.Launched(at=_now(), generation=generation)
         # Before any answer is handled: records of a generation mean nothing without its plan.
         self._recorder.plan(planned, policy=plan.policy)
@@ -297,16 +302,47 @@ class Coordinator:
             self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
         return launched
 
+    def _prepare(self, state: State) -> events.Event | None:
+        """Send the orders of the next generation, to be prepared."""
+        upcoming = state.next
+        assert upcoming is not None
+        try:
+            self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
+        except ProfileError as error:
+            return events.PrepareFailed(at=_now(), generation=upcoming.number, reason=str(error))
+        for connection, order in orders.items():
+            self._send(connection, messages.Prepare(order=order))
+        return None
+
+    def _begin(self, state: State) -> None:
+        """Record the plan of the generation that was prepared last, and begin to measure it."""
+        planned, active = self._prepared, state.active
+        assert active is not None
+        assert planned is not None
+        assert planned.generation == state.active_generation
+        self._planner.begin(planned, state.members.hosts())
+        self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
+
+    def _orders(
+        self, state: State, plan: RecoveryPlan, generation: int
+    ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
+        """Return the record of a generation and the orders of its workers, by connection."""
+        hosts, port = state.members.hosts(), self._store_port
+        planned, orders = self._planner.orders(plan, hosts, generation=generation, store_port=port)
+        connections = {worker: state.members[worker].connection for worker in orders}
+        return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}
+
     async def _consider(self, state: State) -> None:
         question = state.scale_up.question
         try:
             found = await self._decisions.consider(state)
         except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
             reason = f"{type(error).__name__}: {error}"
-            answer = events.Considered(at=_now(), question=question, incoming={}, error=reason)
+            answer = events.Considered(at=_now(), question=question, error=reason)
         else:
-            live, is_change, incoming = found.context.live, found.is_change, found.incoming
-            answer = events.Considered(at=_now(), question=question, live=live, is_change=is_change, incoming=incoming)
+            answer = events.Considered(
+                at=_now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
+            )
         self._handle(answer)
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.incident import Fault
-from chameleon_ft.control.state.scale_up import LayerBytes
 from chameleon_ft.control.wire.messages import Departure, Message
 from chameleon_ft.observe import RunStatus
 
@@ -22,6 +20,7 @@ __all__ = [
     "Interrupted",
     "Launched",
     "Moment",
+    "PrepareFailed",
     "Received",
     "Ticked",
 ]
@@ -99,10 +98,18 @@ class Considered(Event):
     """The answer to `Task.CONSIDER_SCALE_UP`."""
 
     question: int
-    live: tuple[int, ...] = ()  # workers that the decision was made for
-    is_change: bool = False  # whether it is better to stop for the newcomers than to continue as before
-    incoming: Mapping[int, LayerBytes]  # worker -> layers that come to it in that case
+    staying: tuple[int, ...] = ()  # live workers that the decision was made for, without those that are to leave
+    plans: tuple[RecoveryPlan, ...] = ()  # to switch to, one after the other; none: continue as before
+    reason: str = ""  # why there is no plan without the workers that are to leave
     error: str | None = None  # reason of a decision that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFailed(Event):
+    """The orders of a generation cannot be worked out; answers `Task.PREPARE_GENERATION`."""
+
+    generation: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import incidents, scale_up
+from chameleon_ft.control.handlers import drains, incidents, scale_up, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -26,7 +26,12 @@ TICK_S: Final = 0.05
 """Seconds between two `Ticked` events, unless the coordinator is held up."""
 
 _OF_A_GENERATION: Final = (
-    messages.Quiesced | messages.Switched | messages.Started | messages.PeerFailed | messages.Finished
+    messages.Quiesced
+    | messages.Switched
+    | messages.Started
+    | messages.PeerFailed
+    | messages.Finished
+    | messages.Prepared
 )
 _WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
 
@@ -55,6 +60,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             incidents.launched(draft, event)
         case events.Considered():
             scale_up.considered(draft, event)
+        case events.PrepareFailed():
+            switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
             draft.set(faults=faults)
         case events.Interrupted():
@@ -75,6 +82,7 @@ def _ticked(draft: Draft) -> None:
     incidents.detect(draft, signals.Ticked(now, held_up_s, unquiesced))
     if draft.state.phase in _WATCHED and not draft.state.interrupted:
         scale_up.respawn_due(draft)
+        drains.release(draft)
         scale_up.advance(draft)
 
 
@@ -120,6 +128,8 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             scale_up.host_joined(draft, connection, message)
         case messages.Inject():
             _inject(draft, connection, message)
+        case messages.Drain() if state.members.worker_of(connection) is None:
+            drains.drain(draft, connection, message)
         case messages.WorkerExited() | messages.ProcessState() if connection in state.members.agents:
             worker = state.members.started_by(connection, message.worker, message.incarnation)
             if isinstance(message, messages.WorkerExited):
@@ -137,8 +147,8 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
     match message:
         case messages.Ready():
             scale_up.ready(draft, worker)
-        case messages.Preallocated(layers=layers):
-            draft.set(scale_up=draft.state.scale_up.preallocated(worker.id, layers))
+        case messages.Prepared():
+            switches.prepared(draft, worker.id, message)
         case messages.Committed():
             _committed(draft, worker, message)
         case messages.Position():
@@ -149,7 +159,7 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             incidents.switched(draft, message)
         case messages.Started() if message.generation == generation:
             incidents.started(draft)
-        case messages.PeerFailed() if message.generation == draft.state.reported:
+        case messages.PeerFailed() if message.generation in draft.state.reported:
             incidents.peer_failed(draft, worker.id, message)
         case messages.Finished() if message.generation == generation:
             _finished(draft, worker.id)
@@ -179,7 +189,7 @@ def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
     draft.change_worker(worker, takes_part=True, first_step=0)
     if len(draft.state.members.live()) == state.settings.workers:
         draft.set(
-            generation=state.generation + 1,
+            generation=draft.new_generation(),
             question=state.question + 1,
             outcomes=replace(state.outcomes, since=draft.at.unix_s),
         )
@@ -191,7 +201,7 @@ def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> Non
     if draft.state.members[worker.id].incarnation != worker.incarnation:
         return
     incidents.detect(draft, signals.ProcessExited(worker.id, message.exit_code))
-    if draft.state.phase is not Phase.OVER:
+    if draft.state.phase is not Phase.OVER and not worker.draining:
         draft.set(respawns=draft.state.respawns.reaped(worker.id, draft.at.monotonic_s))
 
 
@@ -266,7 +276,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
             )
         )
     )
-    if not is_rest:
+    if not is_rest and state.active.migration is None:  # layers that move make a step longer
         draft.do(commands.MeasureStep(message.step_s))
     outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s, is_rest=is_rest)
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
@@ -274,8 +284,8 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
         draft.do(commands.Record(cost))
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)
-    if vote.pause and not vote.finish and message.step + 1 < state.settings.steps:
-        incidents.paused(draft, message)
+    if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
+        switches.adopt(draft, message)
 
 
 def _finished(draft: Draft, worker: int) -> None:

@@ -106,7 +106,7 @@ class DecisionEvent(_Part):
     generation: int
     search_s: float
     prepared: bool
-    trigger: Literal["loss", "join", "review"] = "loss"
+    trigger: Literal["loss", "join", "review", "drain"] = "loss"
     step: int
     lost: tuple[int, ...]
     live: int

@@ -47,7 +47,7 @@ class View:
         """The outcome of a decision is measured."""
 
     def join(self, record: JoinRecord) -> None:
-        """Training resumes after new workers were considered."""
+        """Training goes on with a plan for new workers, without drained ones, or otherwise better."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Another event."""
@@ -104,7 +104,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._view.outcome(record)
 
     def join(self, record: JoinRecord) -> None:
-        """Record a stop for new workers, after training has resumed."""
+        """Record a better plan, once training goes on with it."""
         self._write_event("join", record.to_json())
         self._view.join(record)
 

@@ -183,18 +183,22 @@ class FailureCostRecord(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRecord(_Record):
-    """New workers that a stop took into account: a stop for them at the end of a step, or one after a failure.
+    """A better plan: for new workers, of which it uses `workers` and not `spares`; without those `drained`; or both.
 
-    The new plan uses `workers`, not `spares`. `stop_s` begins with the order to stop. Other fields are those of a
-    `FailureRecord`.
+    The run switches to it at the end of a step, or takes it after a failure. `stop_s` begins with the order to stop; it
+    is zero at a switch, for which no worker stops, and `stall_s` is the time from the last step before it to the first
+    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds beside training.
+    Other fields are those of a `FailureRecord`.
     """
 
     workers: tuple[int, ...]
     spares: tuple[int, ...]
+    drained: tuple[int, ...] = ()
     stop_s: float
     decide_s: float
     regroup_s: float
     transfer_s: float
+    migrate_s: float = 0.0
     stall_s: float
     policy: str
     action: str

@@ -142,6 +142,8 @@ class TerminalView(View):
             facts.add_row("spare", _list_workers(record.spares))
         if record.workers or record.spares:
             title = f"{_list_workers(record.workers)} joined before step {record.resume_step}"
+        elif record.drained:
+            title = f"without {_list_workers(record.drained)} from step {record.resume_step}"
         else:
             title = f"a better plan from step {record.resume_step}"
         self._banner(title, facts, record, colour="green")
@@ -175,7 +177,7 @@ class TerminalView(View):
 
     def _banner(self, title: str, facts: Table, record: FailureRecord | JoinRecord, *, colour: str) -> None:
         """Add the transfer, the stall and the point of resumption to the facts, and print them in a frame."""
-        if record.rounds:
+        if record.moved_bytes:
             facts.add_row("moved", _describe_transfer(record))
         facts.add_row("stall", _describe_stall(record))
         facts.add_row("resumed", f"at step {record.resume_step} in generation {record.generation}")
@@ -228,6 +230,8 @@ def _describe_stall(record: FailureRecord | JoinRecord) -> str:
 
 
 def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
+    if isinstance(record, JoinRecord) and record.migrate_s:
+        return f"{data_size(record.moved_bytes)} beside training in {duration(record.migrate_s)}"
     rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
     rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
     return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"

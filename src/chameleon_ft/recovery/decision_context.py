@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement, Plan
@@ -36,6 +37,8 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
+        leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
+            are not in the cluster of `costs`, and count as lost.
         home: the plan whose empty places idle workers may take; None if they stay idle.
         home_in_flight_limits: the most micro-batches that workers can keep under it.
 
@@ -55,6 +58,7 @@ class DecisionContext:
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
+    leaving: tuple[Worker, ...] = ()
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
 
@@ -88,8 +92,17 @@ class DecisionContext:
 
     @property
     def held(self) -> Placement:
-        """The layers that the live workers hold and can send."""
+        """The layers that the live workers, and those that leave, hold and can send."""
+        if self.holdings is None and self.leaving:
+            senders = self.senders.hosts
+            return self.plan.placement.without([worker for worker in self.lost if worker not in senders])
         return self.placement if self.holdings is None else self.holdings
+
+    @cached_property
+    def senders(self) -> Cluster:
+        """The cluster with the workers that leave."""
+        cluster = self.costs.cluster
+        return Cluster((*cluster.workers, *self.leaving), cluster.intra_host, cluster.inter_host)
 
     @property
     def returns(self) -> bool:

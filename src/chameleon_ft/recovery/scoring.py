@@ -124,13 +124,13 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
     transfer: Transfer | None = None
     if not proposal.from_checkpoint:
         try:
-            transfer = transfer_to(context.held, plan.placement, live=context.live, layers=layers)
+            transfer = transfer_to(context.held, plan.placement, live=context.senders.hosts, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = is_noop(proposal, context)
     draft = _draft(plan, proposal.in_flight_limits, context) if stays else _fitting_draft(plan, proposal, context)
     plan, estimate = draft.plan, draft.estimate
-    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * context.transfer_factor
+    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, context.senders) * context.transfer_factor
     if stays:
         stall_s = 0.0
     elif proposal.from_checkpoint:

@@ -77,7 +77,7 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         life = f", life {story.session} of the run" if resumed else ""
         out.text("")
         out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{life}", "bold")
-        present = "are left" if decided.trigger == "loss" else "are there, newcomers included"
+        present = {"loss": "are left", "drain": "stay"}.get(decided.trigger, "are there, newcomers included")
         out.facts(
             [
                 ("lost", _describe_losses(story)),
@@ -127,7 +127,7 @@ def _describe_search(decided: DecisionEvent) -> str:
         return "scored in"
     if decided.trigger == "loss":
         return "scored before the loss, looked up in"
-    return "scored while training continued, " + ("in" if decided.chosen == "stay" else "looked up in")
+    return "scored while training continued, in"
 
 
 def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) -> tuple[str, ...]:

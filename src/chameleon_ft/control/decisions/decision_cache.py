@@ -15,14 +15,13 @@ from chameleon_ft.recovery import (
     FailureModel,
     LossClass,
     classes_to_prepare,
-    decide,
     decide_for_class,
     remap_decision,
     rescore,
 )
 from chameleon_ft.schedule import CostModel, check_program
 
-__all__ = ["DecisionCache", "decide_and_check"]
+__all__ = ["DecisionCache"]
 
 _Answer = TypeVar("_Answer")
 
@@ -155,17 +154,8 @@ class DecisionCache:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def decide_and_check(context: DecisionContext, policy: str, rate: FailureModel) -> Decision:
-    """Decide, and check the program, so that it is ready to send; see `recovery.decide`."""
-    return _checked(decide(context, policy, rate))
-
-
 def _decide(losses: LossClass, context: DecisionContext, policy: str, rate: FailureModel) -> Decision | None:
     decision = decide_for_class(losses, context, policy, rate)
-    return None if decision is None else _checked(decision)
-
-
-def _checked(decision: Decision) -> Decision:
-    if decision.course is not None:
+    if decision is not None and decision.course is not None:
         check_program(decision.course.program, decision.course.plan)
     return decision

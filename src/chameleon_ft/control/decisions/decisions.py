@@ -8,53 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from chameleon_ft import recovery
-from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_and_check
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
-from chameleon_ft.control.state.scale_up import LayerBytes
+from chameleon_ft.control.decisions.switch import decide_on_switch
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import State
-from chameleon_ft.estimate import StallModel, state_bytes
-from chameleon_ft.recovery import STAY, FailureModel, rescore
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.recovery import FailureModel
 
 __all__ = ["Decisions", "ScaleUpDecision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:
-    """A decision on newcomers, or on a plan that was chosen in haste, made while training continued."""
+    """A decision made while training continued: on workers that join or leave, or on a plan chosen in haste."""
 
     context: recovery.DecisionContext
     rate: FailureModel
-    decision: recovery.Decision  # with a program that has been checked
+    decision: recovery.Decision
+    plans: tuple[RecoveryPlan, ...]  # to switch to, one after the other; none: continue as before
     search_s: float  # seconds that the decision took
-    trigger: Literal["join", "review"]
-
-    def is_for(self, context: recovery.DecisionContext) -> bool:
-        """Return whether `context` has the plan and the live workers that the decision was made for."""
-        return (self.context.plan, self.context.live) == (context.plan, context.live)
+    trigger: Literal["join", "review", "drain"]
 
     @property
-    def is_change(self) -> bool:
-        """Whether the decision is worth a stop, instead of continuing unchanged."""
-        return self.decision.chosen is not None and self.decision.chosen.policy != STAY
-
-    @property
-    def incoming(self) -> dict[int, LayerBytes]:
-        """Worker -> the layers that it receives, in order of arrival."""
-        course = self.decision.course
-        costs = self.context.costs.workload.layers
-        incoming: dict[int, LayerBytes] = {}
-        for message in () if course is None or course.transfer is None else course.transfer.messages:
-            layers = tuple((layer, state_bytes(costs[layer])) for layer in message.layers)
-            incoming[message.destination] = (*incoming.get(message.destination, ()), *layers)
-        return incoming
+    def reason(self) -> str:
+        """Why no plan was found, if none is feasible."""
+        return "; ".join(f"{each.policy}: {each.reason}" for each in self.decision.candidates if not each.feasible)
 
 
 class Decisions:
@@ -69,7 +56,7 @@ class Decisions:
         self._planner = planner
         self._cache = cache
         self._executor = executor
-        self._scale_ups: dict[int, ScaleUpDecision] = {}
+        self._scale_up: ScaleUpDecision | None = None  # the newest
 
     def prepare(self, state: State) -> None:
         """Have decisions prepared for the next loss, assuming that it wastes half a step, the average.
@@ -89,20 +76,38 @@ class Decisions:
             self._cache.drop()
 
     async def consider(self, state: State) -> ScaleUpDecision:
-        """Decide on all live workers. The stop is at the end of a step: nothing to detect, nothing to repeat."""
-        phases = replace(state.history.phases(looked_up=True), detect_s=0.0)
-        context, rate = self._context(state, phases=phases, repeat_s=0.0), state.history.rate
-        start, loop = time.perf_counter(), asyncio.get_running_loop()
-        decision = await loop.run_in_executor(self._executor, decide_and_check, context, self._planner.policy, rate)
-        search_s = time.perf_counter() - start
-        trigger: Literal["join", "review"] = "join" if state.scale_up.newcomers else "review"
-        found = ScaleUpDecision(context=context, rate=rate, decision=decision, search_s=search_s, trigger=trigger)
-        self._scale_ups = {state.scale_up.question: found}  # the previous one is settled
-        return found
+        """Decide for all live workers that stay. No worker stops for it: nothing to detect, to wait for or to repeat.
 
-    def describe_scale_up(self, state: State) -> dict[str, Any]:
-        """Return the fields of the event `decision` that changes nothing."""
-        found = self._scale_ups[state.scale_up.question]
+        Layers that move count as a stall, although they may move beside training: so they are moved only where it pays.
+        """
+        phases = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
+        context, rate = (
+            self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining()),
+            state.history.rate,
+        )
+        start, loop = time.perf_counter(), asyncio.get_running_loop()
+        decide = partial(decide_on_switch, migrates=self._planner.migrates)
+        decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
+        search_s = time.perf_counter() - start
+        trigger: Literal["join", "review", "drain"] = "join" if state.scale_up.newcomers else "review"
+        if context.leaving:
+            trigger = "drain"
+        self._scale_up = ScaleUpDecision(
+            context=context, rate=rate, decision=decision, plans=plans, search_s=search_s, trigger=trigger
+        )
+        return self._scale_up
+
+    def to_prepare(self, plan: ActivePlan) -> RecoveryPlan:
+        """Return a plan of the newest decision beside training with its program."""
+        known = () if self._scale_up is None else self._scale_up.plans
+        program = next((each.program for each in known if each.plan == plan.plan), None)
+        return RecoveryPlan.kept(plan, program)
+
+    def describe_scale_up(self, state: State) -> dict[str, Any] | None:
+        """Return the fields of the event `decision` for the newest decision beside training; None if there is none."""
+        found = self._scale_up
+        if found is None:
+            return None
         inputs = self._planner.inputs(state.committed, found.context, found.rate)
         fields = {"trigger": found.trigger, "search_s": found.search_s, "prepared": True}
         return {**fields, **inputs, **found.decision.to_json()}
@@ -124,13 +129,13 @@ class Decisions:
 
         cluster = ClusterState.of(state, checkpoints)
         phases, repeat_s = incident.stall_so_far(state.outcomes.since, history.phases(looked_up=False))
-        if self._planner.salvages and (incident.losses or not incident.paused):
+        if self._planner.salvages:
             plan = self._decide_in_place(state, cluster, decide_s)
             if plan is not None:
                 return plan, chosen_at
         context = self._context(state, phases=phases, repeat_s=repeat_s, cluster=cluster)
         now = replace(context, phases=replace(phases, decide_s=decide_s(looked_up=True)))
-        found = self._look_up(now, state)
+        found = None if self._cache is None else self._cache.look_up(now, history.rate)
         plan = self._planner.recover(
             cluster, context if found is None else now, history.rate, prepared=found, decide_s=decide_s
         )
@@ -155,27 +160,30 @@ class Decisions:
         plan = self._planner.recover_in_place(cluster, context, history.rate, salvaged, decide_s=decide_s)
         return None if plan is None else replace(plan, repeated_s=repeated_s)
 
-    def _look_up(self, context: recovery.DecisionContext, state: State) -> recovery.Decision | None:
-        """Return the decision prepared for this loss or join, rescored with current figures; None if there is none."""
-        rate, question = state.history.rate, state.scale_up.prepared
-        found = None if question is None else self._scale_ups.get(question)
-        if found is not None and found.is_for(context):
-            # All workers have stopped for this decision, so keep it even if another is slightly better by now.
-            return rescore(found.decision, before=found.context, now=context, failures=rate) or found.decision
-        return None if self._cache is None else self._cache.look_up(context, rate)
-
     def _context(
-        self, state: State, *, phases: StallModel, repeat_s: float, cluster: ClusterState | None = None
+        self,
+        state: State,
+        *,
+        phases: StallModel,
+        repeat_s: float,
+        cluster: ClusterState | None = None,
+        without: Collection[int] = (),
     ) -> recovery.DecisionContext:
-        """Return the context of a decision; `cluster` is given only once all workers have quiesced."""
-        in_force = state.active if cluster is None else state.in_force
+        """Return the context of a decision.
+
+        Args:
+            cluster: given only once all workers have quiesced.
+            without: live workers that are to leave.
+        """
+        in_force = state.placed if cluster is None else state.in_force
         assert in_force is not None
         return self._planner.context(
             in_force,
-            state.members.live(),
+            [worker for worker in state.members.live() if worker not in without],
             state.members.hosts(),
             phases=phases,
             repeat_s=repeat_s,
             unsaved=0 if cluster is None else cluster.committed - max(cluster.checkpoints, default=0),
+            leaving=without,
             held=None if cluster is None else cluster.held,
         )

@@ -16,11 +16,11 @@ from chameleon_ft.control.decisions.recovery_plan import (
     decide_in_place,
     describe_pipelines,
 )
-from chameleon_ft.control.decisions.transition import placement_of
+from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import StartGeneration
-from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations
+from chameleon_ft.control.wire.parts import Migration, Rest, Transition, pack_operations
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -90,6 +90,7 @@ class Planner:
         phases: StallModel,
         repeat_s: float,
         unsaved: int = 0,
+        leaving: Collection[int] = (),
         held: Mapping[int, Collection[int]] | None = None,
     ) -> recovery.DecisionContext:
         """Return the context of a decision with these live workers.
@@ -99,6 +100,7 @@ class Planner:
             phases: expected stall, without transfers.
             repeat_s: seconds of work of the interrupted step that is repeated.
             unsaved: steps since the newest complete checkpoint.
+            leaving: workers that are to leave, which are not among `live`.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
         costs = self._costs(hosts)
@@ -118,6 +120,7 @@ class Planner:
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self.calibration.unexplained(costs),
             transfer_factor=self.calibration.transfers,
+            leaving=tuple(worker for worker in cluster.workers if worker.id in leaving),
             holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
         )
 
@@ -135,6 +138,11 @@ class Planner:
         if plan.decision is not None:
             context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
+
+    @property
+    def migrates(self) -> bool:
+        """Whether layers can move while the run trains. Not with nccl, whose collectives would wait for each other."""
+        return self._config.backend != "nccl"
 
     @property
     def salvages(self) -> bool:
@@ -178,11 +186,12 @@ class Planner:
 
     def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """Return the fields of the event `decision` that say what it was made from; see docs/files.md."""
-        phases = context.phases
+        phases, leaving = context.phases, {worker.id for worker in context.leaving}
         corrections = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
         return {
             "step": step,
-            "lost": list(context.lost),
+            "lost": [worker for worker in context.lost if worker not in leaving],
+            "leaving": sorted(leaving),
             "live": len(context.live),
             "plan": describe_pipelines(context.plan),
             "rate": {
@@ -234,7 +243,6 @@ class Planner:
             costs=costs,
             costs_from=self._costs_from,
         )
-        self.calibration.begin(plan, program, self._reference(hosts))
         tied = costs.workload.tied_layers
         every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
         alone = (segment for segment in every if len(segment.holders) == 1)
@@ -242,6 +250,10 @@ class Planner:
             (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
             for segment in (*gradient_rounds(plan.placement, tied).order, *alone)
         )
+        migration = None
+        if recovery_plan.migration is not None:
+            moves = moves_of(recovery_plan.migration, costs.workload.layers)
+            migration = Migration(moves=tuple(move for _, *move in moves))
         return planned, {
             worker: StartGeneration(
                 generation=generation,
@@ -258,10 +270,15 @@ class Planner:
                     keep=transition.keep[worker],
                     moves=transition.moves_of(worker, costs.workload.layers),
                 ),
+                migration=migration,
                 rest=recovery_plan.salvaged and _rest_of(recovery_plan.salvaged, worker),
             )
             for worker in recovery_plan.participants
         }
+
+    def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
+        """Begin to observe the steps of a generation."""
+        self.calibration.begin(planned.plan, planned.program, self._reference(hosts))
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
         """Describe what is trained, on what, by which workers, and from which step."""

@@ -22,7 +22,7 @@ from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
-__all__ = ["ClusterState", "RecoveryPlan", "decide", "decide_in_place", "describe_pipelines"]
+__all__ = ["ClusterState", "RecoveryPlan", "decide", "decide_in_place", "describe_pipelines", "describe_transfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class ClusterState:
     last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
     checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
+    shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
     rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
 
     @classmethod
@@ -52,13 +53,29 @@ class ClusterState:
             last_vote=state.last_vote,
             checkpoints=checkpoints,
             newcomers=state.scale_up.newcomers,
+            shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
             rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
         )
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
-        """Live worker -> layers it holds; none for a worker outside the plan, whose state may be outdated."""
-        return {w: self.quiesced[w].layers if w in self.plan.placement.ranges else () for w in sorted(self.live)}
+        """Live worker -> layers it holds; none for a worker outside the plan, unless it holds some as a shadow holder.
+
+        The state of any other may be outdated.
+        """
+        reached = max((self.quiesced[worker].committed for worker in self.survivors), default=0)
+
+        def is_holder(worker: int, report: Quiesced) -> bool:
+            is_current = report.committed == reached or (report.committed == reached - 1 and report.reduced)
+            return worker in self.plan.placement.ranges or (worker in self.shadows and is_current)
+
+        reports = ((worker, self.quiesced[worker]) for worker in sorted(self.live))
+        return {worker: report.layers if is_holder(worker, report) else () for worker, report in reports}
+
+    @property
+    def survivors(self) -> list[int]:
+        """Workers of the plan that have reported, ascending."""
+        return [worker for worker in self.plan.workers if worker in self.quiesced]
 
     @property
     def progress(self) -> dict[int, StepProgress] | None:
@@ -66,15 +83,20 @@ class ClusterState:
 
         None too if some worker has applied it, since then all can.
         """
-        states = {worker: self.quiesced[worker] for worker in self.plan.workers if worker in self.quiesced}
+        states = {worker: self.quiesced[worker] for worker in self.survivors}
         if {state.committed for state in states.values()} != {self.committed}:
             return None
         if all(state.progress is None for state in states.values()):
             return None
         return {
-            worker: StepProgress() if state.progress is None else state.progress.unpack()
+            worker: StepProgress() if state.progress is None else self._own(worker, state.progress.unpack())
             for worker, state in states.items()
         }
+
+    def _own(self, worker: int, progress: StepProgress) -> StepProgress:
+        """Return the progress without sums of layers that a worker holds only as a shadow holder."""
+        own = {layer for layers in self.plan.placement.ranges_of(worker) for layer in layers}
+        return replace(progress, totals=frozenset(key for key in progress.totals if not own.isdisjoint(key)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +112,12 @@ class RecoveryPlan(ActivePlan):
     salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
     is_hasty: bool = False  # whether it was chosen without a search, so that a better plan may be found later
+
+    @classmethod
+    def kept(cls, plan: ActivePlan, program: Program | None) -> Self:
+        """Return a plan that continues from the workers' state; its program has been checked if it is known."""
+        own = {each.name: getattr(plan, each.name) for each in fields(ActivePlan)}
+        return cls(**own, load="keep", roll_forward=None, program=program, prepared=program is not None)
 
     def active(self) -> ActivePlan:
         """Return the part kept in the state of the run."""
@@ -195,7 +223,7 @@ def _keep(
     if transition is None:
         action = _describe_reroute(cluster.plan, plan, context.lost, first_step)
     else:
-        moved = _describe_transfer(transition.transfer)
+        moved = describe_transfer(transition.transfer)
         action = f"{describe_pipelines(plan)}; {moved}; on with step {first_step}"
     return RecoveryPlan(
         plan=plan,
@@ -219,7 +247,7 @@ def _transition(
 def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     """Return (the next step, the vote with which lagging workers apply the step before it, if any lag)."""
     # Spares are left out, because their state may date from before a rollback.
-    states = [cluster.quiesced[worker] for worker in cluster.plan.workers if worker in cluster.quiesced]
+    states = [cluster.quiesced[worker] for worker in cluster.survivors]
     first_step = max((cluster.committed, *(state.committed for state in states)))
     behind = [state for state in states if state.committed < first_step]
     if not behind:
@@ -274,7 +302,7 @@ def _from_checkpoint(
             "another recovery.policy"
         )
     step = cluster.checkpoints[-1]
-    reached = [cluster.quiesced[worker].committed for worker in cluster.plan.workers if worker in cluster.quiesced]
+    reached = [cluster.quiesced[worker].committed for worker in cluster.survivors]
     repeated = counted(max((cluster.committed, *reached)) - step, "step")
     why = f"no worker holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
     return RecoveryPlan(
@@ -289,7 +317,8 @@ def _from_checkpoint(
     )
 
 
-def _describe_transfer(transfer: Transfer) -> str:
+def describe_transfer(transfer: Transfer) -> str:
+    """Describe what moves: "4 layers to 2 workers in 1 round"."""
     if not (messages := transfer.messages):
         return "no weights move"
     layers = counted(sum(len(message.layers) for message in messages), "layer")

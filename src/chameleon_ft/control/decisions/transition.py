@@ -13,7 +13,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.transfer import Transfer, transfer_to
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["PlannedTransition", "placement_of", "plan_transition"]
+__all__ = ["PlannedTransition", "moves_of", "placement_of", "plan_transition"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +26,17 @@ class PlannedTransition:
 
     def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
         """Return (round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
-        return tuple(
-            (number, message.source, message.destination, layer, state_bytes(layers[layer]))
-            for number, messages in enumerate(self.transfer.rounds)
-            for message in messages
-            if worker in (message.source, message.destination)
-            for layer in message.layers
-        )
+        return tuple(move for move in moves_of(self.transfer, layers) if worker in move[1:3])
+
+
+def moves_of(transfer: Transfer, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Return (round, source, destination, layer, bytes) of all that moves, by rounds."""
+    return tuple(
+        (number, message.source, message.destination, layer, state_bytes(layers[layer]))
+        for number, messages in enumerate(transfer.rounds)
+        for message in messages
+        for layer in message.layers
+    )
 
 
 def plan_transition(
@@ -63,7 +67,9 @@ def plan_transition(
         return None
     if transfer is None:
         transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)
-    participants = sorted({*new.workers, *in_force.workers})
+    # A newcomer may have received layers before the generation in which they moved was interrupted.
+    senders = {message.source for message in transfer.messages}
+    participants = sorted({*new.workers, *in_force.workers, *senders})
     wanted = {worker: _layers_of(new, worker) for worker in participants}
     for message in transfer.messages:
         wanted[message.source].update(message.layers)

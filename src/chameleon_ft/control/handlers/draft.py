@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from chameleon_ft.control.commands import Command, OtherRecord, Record, Send
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import State
-from chameleon_ft.control.wire.messages import Message, Preallocate
+from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import OutcomeRecord
 
 __all__ = ["Draft"]
@@ -74,9 +73,7 @@ class Draft:
             self.send(worker.id, message)
         self.tell_agents(message)
 
-    def release_newcomers(self, ordered: Collection[int] = ()) -> None:
-        """Tell newcomers that expect layers that none will come, except for those that have orders now."""
-        scale_up, released = self.state.scale_up.released(ordered)
-        self.set(scale_up=scale_up)
-        for worker in released:
-            self.send(worker, Preallocate(layers=()))
+    def new_generation(self) -> int:
+        """Return the number of another generation."""
+        self.set(newest=self.state.newest + 1)
+        return self.state.newest

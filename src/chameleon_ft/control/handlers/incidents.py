@@ -7,6 +7,7 @@ from dataclasses import replace
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
+from chameleon_ft.control.handlers import switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident, Loss
@@ -21,7 +22,6 @@ __all__ = [
     "detect",
     "end",
     "launched",
-    "paused",
     "peer_failed",
     "quiesced",
     "started",
@@ -112,19 +112,10 @@ def _continue_without(draft: Draft, worker: int) -> None:
             _stop(draft)
     elif state.phase is Phase.TRAINING:
         assert state.active is not None
+        switches.participant_lost(draft, worker)
         action = "it was a spare: nothing changes"
-        _record_incident(
-            draft,
-            replace(
-                state.active,
-                first_step=state.committed,
-                policy="none",
-                action=action,
-                transition=None,
-                lost_layers=(),
-                rest=None,
-            ),
-        )
+        active = ActivePlan(plan=state.active.plan, first_step=state.committed, policy="none", action=action)
+        _record_incident(draft, active)
 
 
 # --- the stop --------------------------------------------------------------------------------------------------------
@@ -132,29 +123,23 @@ def _continue_without(draft: Draft, worker: int) -> None:
 
 def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
     """Stop the generation, in which a message of a worker has failed."""
-    active = draft.state.active
-    peer = message.peer if active is not None and message.peer in active.participants else None
+    peer = message.peer if message.peer in draft.state.participants else None
+    if draft.state.phase is Phase.DECIDING:
+        return  # all workers have left their operations
     detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         _stop(draft)
 
 
-def paused(draft: Draft, message: messages.Committed) -> None:
-    """Stop the generation after the step at the end of which all workers pause."""
-    state = draft.state
-    if state.phase is Phase.TRAINING and message.generation == state.generation:
-        draft.set(incident=replace(state.incident, paused=True), at_boundary=True)
-        _stop(draft)
-
-
 def _stop(draft: Draft) -> None:
-    """End the generation: all workers leave their operations and report what they hold."""
-    state = draft.state
+    """End the generation, and one that is being prepared: all workers leave their operations and report their state."""
+    incident = draft.state.incident
+    if incident.is_switch:
+        incident = Incident(losses=incident.losses)
     draft.set(
-        generation=state.generation + 1,
+        generation=draft.new_generation(),
         phase=Phase.STOPPING,
-        scale_up=replace(state.scale_up, is_pausing=False),
-        incident=replace(state.incident, ended_at=state.incident.ended_at or draft.at.unix_s),
+        incident=replace(incident, ended_at=incident.ended_at or draft.at.unix_s),
         quiesced={},
         finished=frozenset(),
     )
@@ -180,23 +165,36 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
         return
     assert state.active is not None
-    draft.set(at_boundary=False)
-    is_explained = state.at_boundary or not set(live).issuperset(state.active.participants)
-    detect(draft, signals.AllQuiesced(state.generation - 1, is_explained))
+    is_explained = not state.participants.issubset(live)
+    detect(draft, signals.AllQuiesced(state.active_generation, is_explained))
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
         return  # a culprit was fenced, and its loss is already handled
     if not live:
         end(draft, "failed", "no worker is left")
         return
-    # If one worker has switched, all have confirmed; if none has, all still hold their old layers.
-    has_switched = any(report.placed == state.generation - 1 for report in state.quiesced.values())
+    _find_placement(draft, max(report.placed for report in state.quiesced.values()))
     draft.set(
         phase=Phase.DECIDING,
         incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
-        in_force=state.active if has_switched else state.in_force,
+        next=None,
+        following=None,
         question=state.question + 1,
     )
     draft.do(commands.Task.DECIDE)
+
+
+def _find_placement(draft: Draft, placed: int) -> None:
+    """Find the placement in force, from the newest generation whose placement a survivor holds.
+
+    If one worker has given up its old layers, all hold the new ones; if none has, all still hold the old ones.
+    """
+    state, upcoming = draft.state, draft.state.next
+    if placed == state.active_generation:
+        draft.set(in_force=state.placed)
+    elif upcoming is not None and placed == upcoming.number:
+        # They have switched, and no report of the step before has come.
+        draft.set(in_force=state.placed, active=upcoming.plan, active_generation=upcoming.number)
+        draft.set(in_force=draft.state.placed)
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
@@ -248,6 +246,8 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     draft.set(
         phase=Phase.REGROUPING,
         active=active,
+        active_generation=state.generation,
+        switched_from=None,
         in_force=active if active.transition is None else state.in_force,
         committed=plan.first_step,
         finished=frozenset(),
@@ -255,7 +255,6 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     )
     detect(draft, signals.Progressed(draft.at.monotonic_s))
     draft.do(commands.Launch(plan, is_first=state.active is None))
-    draft.release_newcomers(active.participants)
 
 
 def launched(draft: Draft, event: events.Launched) -> None:
@@ -300,8 +299,12 @@ def started(draft: Draft) -> None:
         return
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
-    hurried = incident.is_hasty
-    scale_up = state.scale_up.hurried(draft.at.monotonic_s) if hurried else state.scale_up.settled()
+    hurried, scale_up = incident.is_hasty, state.scale_up
+    is_final = not hurried and state.active.migration is None
+    if hurried:
+        scale_up = scale_up.hurried(draft.at.monotonic_s)
+    elif is_final:
+        scale_up = scale_up.settled()
     outcomes = state.outcomes
     if incident.losses:
         # If the step that was running could be applied, the next one is late.
@@ -309,8 +312,14 @@ def started(draft: Draft) -> None:
         outcomes = outcomes.hit(step, generation=state.generation)
     draft.set(phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
     _record_incident(draft, state.active)
-    if not hurried and (newcomers or (incident.paused and not incident.losses)):
-        record = incident.join_record(state.active, newcomers, generation=state.generation, resumed_at=now)
+    if is_final and (newcomers or incident.is_switch):
+        record = incident.join_record(
+            state.active,
+            newcomers,
+            drained=sorted(state.members.draining().difference(state.active.plan.workers)),
+            generation=state.generation,
+            resumed_at=now,
+        )
         draft.do(commands.Record(record))
 
 
@@ -335,7 +344,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
 def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
     """Record the losses of an incident that is over, and learn from the durations of its phases."""
     state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
-    was_a_stall = incident.stopped_at > 0  # no worker stops for a spare
+    was_a_stall = incident.stopped_at > 0 and not incident.is_switch  # no worker stops for a spare
     stopped_at = incident.stopped_at or now
     incident = replace(incident, stopped_at=stopped_at, decided_at=incident.decided_at or stopped_at)
     records = incident.records(

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from chameleon_ft.control.commands import Send, Task
 from chameleon_ft.control.events import Considered
+from chameleon_ft.control.handlers import drains, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
-from chameleon_ft.control.state.scale_up import PREALLOCATION_S, PendingChange
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import HostHello, Pause, Preallocate
+from chameleon_ft.control.wire.messages import HostHello
 
 __all__ = ["advance", "considered", "host_joined", "ready", "respawn_due"]
 
@@ -35,8 +35,8 @@ def respawn_due(draft: Draft) -> None:
     draft.set(respawns=respawns)
     for number in due:
         worker = draft.state.members[number]
-        if not worker.lost or worker.agent is None:
-            continue  # another process has taken the number, or the worker's host is gone
+        if not worker.lost or worker.draining or worker.agent is None:
+            continue  # another process has taken the number, or the worker was to leave, or its host is gone
         members, spawn = draft.state.members.respawned(worker, now=draft.at.unix_s)
         draft.set(members=members)
         draft.do(Send(worker.agent, spawn))
@@ -57,25 +57,26 @@ def ready(draft: Draft, worker: Worker) -> None:
 
 
 def advance(draft: Draft) -> None:
-    """Do what is due: make newcomers spares, have a decision made on them, or pause for its plan."""
+    """Do what is due: switch to a better plan, prepare one, make newcomers spares, or have a decision made on them."""
     state, now = draft.state, draft.at.monotonic_s
-    if state.phase is not Phase.TRAINING or state.scale_up.is_pausing:
+    if state.phase is not Phase.TRAINING:
         return
-    if state.scale_up.change is not None:
-        _pause_for(draft, state.scale_up.change)
-    elif state.scale_up.considering is None:
+    if state.next is not None:
+        switches.advance(draft)
+    elif state.scale_up.considering is None and now >= state.scale_up.retry_at_s and not switches.resume(draft):
         for number in state.scale_up.loaded:
             draft.change_worker(draft.state.members[number], takes_part=True)
             draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
         scale_up = state.scale_up.admitted(now)
-        if scale_up.is_complete(now, is_loading=draft.state.members.is_loading()):
+        is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading())
+        if is_complete or drains.is_waited_for(draft.state):
             scale_up = replace(scale_up, considering=state.generation, question=scale_up.question + 1)
             draft.do(Task.CONSIDER_SCALE_UP)
         draft.set(scale_up=scale_up)
 
 
 def considered(draft: Draft, event: Considered) -> None:
-    """Act on a decision on newcomers: have them preallocate for a change, or continue as before."""
+    """Act on a decision beside training: prepare its plans, or continue as before."""
     state, scale_up = draft.state, draft.state.scale_up
     if event.question != scale_up.question:
         return
@@ -85,33 +86,15 @@ def considered(draft: Draft, event: Considered) -> None:
         return
     if event.error is not None:
         _leave_as_spares(draft, event.error)
-    elif event.live != state.members.live():
-        return  # the newcomers are considered again
-    elif event.is_change:
-        # Only newcomers preallocate: training workers have memory for more layers only without their gradients.
-        incoming = {worker: layers for worker, layers in event.incoming.items() if worker in scale_up.newcomers}
-        deadline_s = draft.at.monotonic_s + PREALLOCATION_S
-        change = PendingChange(event.question, state.generation, event.live, deadline_s)
-        draft.set(scale_up=replace(scale_up.expect(incoming), change=change))
-        for worker, layers in incoming.items():
-            draft.send(worker, Preallocate(layers=layers))
+        drains.give_up(draft, event.error)
+    elif event.staying != state.members.staying():
+        return  # all are considered again
+    elif event.plans:
+        switches.prepare(draft, [plan.active() for plan in event.plans])
     else:
         draft.do(Task.RECORD_SCALE_UP)
         draft.set(scale_up=scale_up.settled())
-
-
-def _pause_for(draft: Draft, change: PendingChange) -> None:
-    """Have all workers pause after the current step, once the newcomers have preallocated; train until then."""
-    state, scale_up = draft.state, draft.state.scale_up
-    done = replace(scale_up, change=None)
-    if change.generation != state.generation:
-        draft.set(scale_up=done)
-    elif change.live != state.members.live():
-        draft.set(scale_up=done)
-        draft.release_newcomers()
-    elif not scale_up.preallocating or draft.at.monotonic_s >= change.deadline_s:
-        draft.set(scale_up=replace(done, is_pausing=True, prepared=change.question))
-        draft.tell_live(Pause(generation=state.generation))
+        drains.give_up(draft, event.reason)
 
 
 def _leave_as_spares(draft: Draft, error: str) -> None:

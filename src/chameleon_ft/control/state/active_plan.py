@@ -27,6 +27,9 @@ class ActivePlan:
     transition: PlannedTransition | None = None  # change of placement; None if the placement stays
     lost_layers: tuple[int, ...] = ()  # layers that no live worker held after the loss
     rest: RestOfStep | None = None  # of step `first_step`, if it was interrupted and is completed
+    migration: Transfer | None = None  # layers that move while the plan trains; their receivers are in its placement
+    predicted_step_s: float | None = None  # seconds of a step; None if the decision is recorded by itself
+    predicted_stall_s: float | None = None  # seconds without progress before the first step; likewise
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
@@ -38,5 +41,5 @@ class ActivePlan:
 
     @property
     def transfer(self) -> Transfer | None:
-        """The layers that move; None if the placement stays."""
+        """The layers that move before the plan trains; None if there are none."""
         return None if self.transition is None else self.transition.transfer

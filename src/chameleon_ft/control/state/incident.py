@@ -58,7 +58,9 @@ class Incident:
 
     losses: tuple[Loss, ...] = ()
     ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
-    paused: bool = False  # whether that was a planned pause at the end of a step
+    is_switch: bool = False  # whether all switch to another generation, and no worker was told to quiesce
+    migrate_s: float = 0.0  # seconds in which layers moved beside training, for that switch
+    migrated_bytes: int = 0  # bytes of these layers
     stopped_at: float = 0.0  # when the last survivor had quiesced
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared
@@ -121,13 +123,21 @@ class Incident:
         ]
 
     def join_record(
-        self, active: ActivePlan, newcomers: Sequence[int], *, generation: int, resumed_at: float
+        self,
+        active: ActivePlan,
+        newcomers: Sequence[int],
+        *,
+        drained: Sequence[int],
+        generation: int,
+        resumed_at: float,
     ) -> JoinRecord:
-        """Return the record of a stop after which `newcomers` take part; see `records`."""
+        """Return the record of a generation that takes `newcomers` into account, and does without `drained`."""
         return JoinRecord(
             workers=tuple(worker for worker in newcomers if worker in active.plan.workers),
             spares=tuple(worker for worker in newcomers if worker not in active.plan.workers),
+            drained=tuple(drained),
             stop_s=max(0.0, self.stopped_at - self.ended_at),
+            migrate_s=self.migrate_s,
             stall_s=max(0.0, resumed_at - self.ended_at),
             policy=active.policy,
             action=active.action,
@@ -142,6 +152,6 @@ class Incident:
             "regroup_s": max(0.0, resumed_at - self.decided_at - transfer_s),
             "transfer_s": transfer_s,
             "generation": generation,
-            "moved_bytes": 0 if self.switched is None else self.switched.moved_bytes,
+            "moved_bytes": self.migrated_bytes if self.switched is None else self.switched.moved_bytes,
             "rounds": 0 if active is None or active.transfer is None else len(active.transfer.rounds),
         }

@@ -26,6 +26,7 @@ class Worker:
     connection: int | None = None  # its control connection, from its first message until it closes
     host: str = ""  # address; empty before its first message
     takes_part: bool = False  # whether generations include it, training or as a spare
+    draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
     first_step: int | None = None  # committed steps when it became able to take part; None until then
     lost: bool = False  # whether it counts as lost
     exit_code: int | None = None  # how its process ended, as `subprocess` gives it
@@ -63,6 +64,14 @@ class Members:
     def live(self) -> tuple[int, ...]:
         """Return the workers that take part and are not lost, ascending."""
         return tuple(worker.id for worker in self if worker.is_live)
+
+    def staying(self) -> tuple[int, ...]:
+        """Return the live workers that are not to leave, ascending."""
+        return tuple(worker for worker in self.live() if not self.workers[worker].draining)
+
+    def draining(self) -> frozenset[int]:
+        """Return the live workers that are to leave."""
+        return frozenset(self.live()).difference(self.staying())
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined."""

@@ -18,6 +18,7 @@ from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members, Respawns, Worker
+from chameleon_ft.control.state.next_generation import NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.wire.messages import Quiesced, Vote
@@ -77,13 +78,18 @@ class State:
     settings: Settings
     phase: Phase = Phase.GATHERING
     generation: int  # the current one; while it is being stopped, the next
+    newest: int = 0  # the highest number of a generation, prepared ones included; none is used twice
     committed: int = 0  # steps that some worker, live or lost, has applied
-    active: ActivePlan | None = None  # the plan of the newest generation; None before the first
+    active: ActivePlan | None = None  # the plan of the newest generation that was begun; None before the first
+    active_generation: int = 0  # the number of that generation
+    switched_from: int | None = None  # the generation before it, if the run has switched from one to the other
+    switched_at: float = 0.0  # when it did, in Unix seconds
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
+    next: NextGeneration | None = None  # the generation that is being prepared, if there is one
+    following: ActivePlan | None = None  # the plan to switch to once the layers that move in this one have arrived
     last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
     quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
     finished: frozenset[int] = frozenset()  # workers that have finished training in this generation
-    at_boundary: bool = False  # whether the generation that is being stopped had paused after a step
     question: int = 0  # number of the last decision requested
     members: Members
     detectors: Detectors
@@ -111,6 +117,7 @@ class State:
         return cls(
             settings=settings,
             generation=last_generation,
+            newest=last_generation,
             members=Members(count=settings.workers),
             detectors=Detectors.with_timeouts(settings.timeouts),
             respawns=Respawns(settings.recovery),
@@ -123,15 +130,34 @@ class State:
         return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self.last_vote is None)
 
     @property
-    def reported(self) -> int:
-        """The generation whose failed messages count: the previous one while it is being stopped."""
-        return self.generation - 1 if self.phase is Phase.STOPPING else self.generation
+    def placed(self) -> ActivePlan | None:
+        """The plan whose placement the workers of the active generation hold; shadow holders are not in it."""
+        return self.active if self.active is None or self.active.migration is None else self.in_force
+
+    @property
+    def switching_to(self) -> NextGeneration | None:
+        """The next generation, if workers may have switched to it already."""
+        return self.next if self.next is not None and self.next.is_switching else None
+
+    @property
+    def reported(self) -> tuple[int | None, ...]:
+        """The generations whose failed messages count, since workers do not switch at the same moment."""
+        after = self.switching_to
+        return self.active_generation, self.switched_from, None if after is None else after.number
+
+    @property
+    def participants(self) -> frozenset[int]:
+        """The workers of the active generation, and of one that workers may have switched to."""
+        after = () if self.switching_to is None else self.switching_to.plan.participants
+        return frozenset(() if self.active is None else self.active.participants).union(after)
 
     def is_needed(self, worker: int) -> bool:
-        """Return whether the generation needs a worker, to train or for its transition."""
+        """Return whether one of these generations needs a worker, to train or for its transition."""
         if self.active is None:
             return False
-        return worker in (self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers)
+        # The transition of the active one is over once training has begun.
+        now = self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers
+        return worker in now or (self.switching_to is not None and worker in self.switching_to.plan.participants)
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined; an emulated host if devices are emulated."""

@@ -42,9 +42,9 @@ def propose(
     else:
         moved = remap_workers(f"{name}-repartition", [found.found], context)
         if (plan := moved[0].plan) is not None:
-            layers, cluster = context.costs.workload.layers, context.costs.cluster
-            transfer = transfer_to(context.held, plan.placement, live=context.live, layers=layers)
-            step_s, transition_s = found.estimate_s, transfer_s(transfer.rounds, cluster)
+            layers, senders = context.costs.workload.layers, context.senders
+            transfer = transfer_to(context.held, plan.placement, live=senders.hosts, layers=layers)
+            step_s, transition_s = found.estimate_s, transfer_s(transfer.rounds, senders)
     reroutes = prefers_rerouting(
         samples=context.costs.workload.samples,
         step_s=step_s,

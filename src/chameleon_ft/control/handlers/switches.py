@@ -1,0 +1,178 @@
+"""From one generation to the next without a stop: it is prepared beside training, and all switch at the end of a step.
+
+If layers move, there are two switches: to a generation that goes on with the same routes while they move, and from it
+to the plan that they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.incident import Incident
+from chameleon_ft.control.state.next_generation import NextGeneration
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire import messages
+
+__all__ = ["adopt", "advance", "discard", "participant_lost", "prepare", "prepare_failed", "prepared", "resume"]
+
+
+def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
+    """Have the first of one or two plans prepared; the second follows when the layers that move in it have arrived."""
+    plan, *following = plans
+    _prepare(draft, plan, following=following[0] if following else None, is_limited=True)
+
+
+def resume(draft: Draft) -> bool:
+    """Have the plan prepared that follows the migration in progress; return whether there is one."""
+    if draft.state.following is None:
+        return False
+    # Its workers answer when all layers have arrived, which takes as long as it takes: there is no limit. A worker that
+    # is lost meanwhile, or hangs, is noticed as in any step.
+    _prepare(draft, draft.state.following, following=None, is_limited=False)
+    return True
+
+
+def _prepare(draft: Draft, plan: ActivePlan, *, following: ActivePlan | None, is_limited: bool) -> None:
+    deadline_s = draft.at.monotonic_s + draft.state.settings.timeouts.rendezvous_s
+    generation = NextGeneration(
+        number=draft.new_generation(),
+        plan=replace(plan, first_step=draft.state.committed + 1),
+        unprepared=frozenset(plan.participants),
+        deadline_s=deadline_s if is_limited else None,
+        following=following,
+    )
+    draft.set(next=generation)
+    draft.do(commands.Task.PREPARE_GENERATION)
+
+
+def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
+    """Note that a worker has prepared the next generation; once all have, tell the others to switch to it."""
+    upcoming = draft.state.next
+    if upcoming is None or message.generation != upcoming.number or upcoming.is_switching:
+        return
+    if message.error is not None:
+        _give_up(draft, f"worker {worker}: {message.error}")
+        return
+    draft.set(next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s))
+    _switch_if_prepared(draft)
+
+
+def advance(draft: Draft) -> None:
+    """Tell the workers to switch if they can, or give the next generation up if it takes too long."""
+    upcoming = draft.state.next
+    assert upcoming is not None
+    if upcoming.is_switching:
+        return
+    _switch_if_prepared(draft)
+    if upcoming.unprepared and upcoming.deadline_s is not None and draft.at.monotonic_s >= upcoming.deadline_s:
+        missing = ", ".join(map(str, sorted(upcoming.unprepared)))
+        timeout_s = draft.state.settings.timeouts.rendezvous_s
+        _give_up(draft, f"no answer from {missing} within timeouts.rendezvous_s = {timeout_s:g}")
+
+
+def prepare_failed(draft: Draft, event: events.PrepareFailed) -> None:
+    """Give up a generation whose orders cannot be worked out."""
+    if draft.state.next is not None and event.generation == draft.state.next.number:
+        _give_up(draft, event.reason)
+
+
+def participant_lost(draft: Draft, worker: int) -> None:
+    """Give up the next generation if it needs this worker; the generation that trains does not."""
+    upcoming = draft.state.next
+    if upcoming is not None and worker in upcoming.plan.participants:
+        discard(draft)
+
+
+def discard(draft: Draft) -> None:
+    """Give up the next generation, which no worker has been told to switch to."""
+    upcoming = draft.state.next
+    assert upcoming is not None
+    assert not upcoming.is_switching
+    draft.set(next=None)
+    for worker in upcoming.plan.participants:
+        draft.send(worker, messages.Discard(generation=upcoming.number))
+
+
+def _give_up(draft: Draft, error: str) -> None:
+    """Discard the next generation because of an error, and try again after a while."""
+    upcoming = draft.state.next
+    assert upcoming is not None
+    discard(draft)
+    scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
+    draft.set(scale_up=scale_up)
+    message = f"generation {upcoming.number} could not be prepared, and training goes on without it: {error}"
+    draft.record("discarded", generation=upcoming.number, error=error, message=message)
+
+
+def _switch_if_prepared(draft: Draft) -> None:
+    state, upcoming = draft.state, draft.state.next
+    # A run that is told to end does so in the generation that trains.
+    if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.interrupted:
+        return
+    assert state.active is not None
+    draft.set(next=replace(upcoming, is_switching=True))
+    for worker in state.active.plan.workers:
+        draft.send(worker, messages.Switch(generation=upcoming.number))
+
+
+def adopt(draft: Draft, message: messages.Committed) -> None:
+    """Put the next generation in force: a worker has committed the step after which all switch to it."""
+    state, upcoming, before, now = draft.state, draft.state.next, draft.state.active, draft.at.unix_s
+    if upcoming is None or not upcoming.is_switching:
+        return
+    if state.phase is not Phase.TRAINING or message.generation != state.generation:
+        return
+    assert before is not None
+    active = replace(upcoming.plan, first_step=message.step + 1)
+    migrated = before.migration
+    draft.set(
+        generation=upcoming.number,
+        phase=Phase.REGROUPING,
+        active=active,
+        active_generation=upcoming.number,
+        # Reports say later whether a worker holds the new placement.
+        in_force=state.placed,
+        switched_from=state.generation,
+        switched_at=now,
+        next=None,
+        following=upcoming.following,
+        finished=frozenset(),
+        incident=Incident(
+            ended_at=now,
+            stopped_at=now,
+            decided_at=now,
+            is_switch=True,
+            migrate_s=max(0.0, upcoming.prepared_at - state.switched_at) if migrated is not None else 0.0,
+            migrated_bytes=0 if migrated is None else migrated.total_bytes,
+        ),
+    )
+    _follow_outcome(draft, active)
+    draft.do(commands.Task.BEGIN_GENERATION)
+    for worker in active.participants:
+        if worker not in before.plan.workers:
+            draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
+    if resume(draft):
+        draft.set(scale_up=replace(draft.state.scale_up, retries=0))
+
+
+def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
+    """Follow the outcome of the decision once its plan is in force; layers that move make the steps before longer."""
+    outcomes = draft.state.outcomes
+    if active.migration is not None:
+        outcomes, outcome = outcomes.ended()
+    else:
+        outcomes, outcome = outcomes.decided(
+            generation=draft.state.generation,
+            policy=active.policy,
+            predicted_step_s=active.predicted_step_s,
+            predicted_stall_s=active.predicted_stall_s,
+            repeated_steps=0,
+            now=draft.at.unix_s,
+        )
+        draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
+    draft.set(outcomes=outcomes)
+    draft.record_outcome(outcome)
