@@ -147,7 +147,7 @@ class Preparations:
         """Return the generation that is prepared to follow generation `after`; None if this rank is not in it."""
         with self._working:
             numbers = [number for number in self._prepared if number > after and not self._client.is_over(number)]
-            return self._prepared.pop(max(numbers)) if numbers else None
+            return self._prepared.pop(min(numbers)) if numbers else None  # one after it may be prepared already
 
     def drop_over(self) -> None:
         """Close prepared generations that are over. When this returns, no connection is being made."""
