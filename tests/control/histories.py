@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from chameleon_ft.config import Recovery, Timeouts
@@ -26,29 +27,36 @@ from chameleon_ft.control.events import (
     Event,
     Launched,
     Moment,
+    PrepareFailed,
     Received,
     Ticked,
 )
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire.messages import (
+    Begin,
     Committed,
     Departure,
+    Discard,
+    Exit,
     Finished,
     Hello,
     HostHello,
     Message,
     OperationTimes,
+    Prepared,
     Quiesced,
     Ready,
     Started,
     Stop,
+    Switch,
     Switched,
     Vote,
     WorkerExited,
 )
 from chameleon_ft.observe import FailureRecord, StepRecord
-from chameleon_ft.plan import LayerRange, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.transfer import Message as Transferred
 from chameleon_ft.transfer import Transfer
 
@@ -97,8 +105,23 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
     )
 
 
-def vote(step: int, *, pause: bool = False) -> Vote:
-    return Vote(grad_square_sum=4.0, loss_sum=12.0 * (step + 1), terms=12, samples=12, finish=False, pause=pause)
+def migrating(final: RecoveryPlan, now: RecoveryPlan | ActivePlan) -> RecoveryPlan:
+    """A plan with the routes of `now`, under which every layer moves to the workers that are new in `final`."""
+    source = min(now.plan.workers)
+    placement = final.plan.placement
+    new = [worker for worker in placement.workers if worker not in now.plan.workers]
+    transfer = Transfer(
+        placement=placement,
+        roles={},
+        rounds=tuple((Transferred(source, worker, LayerRange(0, LAYERS), 64),) for worker in new),
+    )
+    ranges = {**now.plan.placement.ranges, **{worker: placement.ranges_of(worker) for worker in new}}
+    plan = replace(now.plan, placement=Placement(LAYERS, ranges))
+    return replace(final, plan=plan, migration=transfer, policy="migration")
+
+
+def vote(step: int, *, switch: bool = False, finish: bool = False) -> Vote:
+    return Vote(grad_square_sum=4.0, loss_sum=12.0 * (step + 1), terms=12, samples=12, finish=finish, switch=switch)
 
 
 class History:
@@ -118,6 +141,8 @@ class History:
         self.holds = False
         self.moves_to: int | None = None
         """A worker that the next plan moves a layer to."""
+        self.began: list[int] = []
+        """Generations that were begun, by an order or by a switch."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -138,8 +163,12 @@ class History:
                     self.questions.append(after)
                 case Task.CONSIDER_SCALE_UP:
                     self.considerations.append(after)
+                case Task.BEGIN_GENERATION:
+                    assert after.generation > max(self.began), "no number is used twice"
+                    self.began.append(after.generation)
                 case Launch():
-                    assert after.generation > max((launch.generation for launch in self.launches), default=0)
+                    assert after.generation > max(self.began, default=0), "no number is used twice"
+                    self.began.append(after.generation)
                     self.launches.append(after)
                     self.happen(Launched(at=self.at, generation=after.generation))
         while self.questions and not self.holds:
@@ -199,25 +228,40 @@ class History:
             self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
         self.tell(first, Started(generation=self.state.generation))
 
-    def commit(self, *, pause: bool = False) -> None:
-        """Have the workers of the generation apply a step."""
-        number = self.state.committed
+    def commit(self, *, switch: bool = False, finish: bool = False) -> None:
+        """Have the workers of the generation apply a step; after it, they may switch."""
+        number, generation = self.state.committed, self.state.generation
         for worker in self.members():
-            self.commit_by(worker, number, pause=pause)
+            self.commit_by(worker, number, switch=switch, finish=finish, generation=generation)
 
-    def commit_by(self, worker: int, number: int, *, pause: bool = False, generation: int | None = None) -> None:
+    def commit_by(
+        self, worker: int, number: int, *, switch: bool = False, finish: bool = False, generation: int | None = None
+    ) -> None:
         self.tell(
             worker,
             Committed(
                 generation=self.state.generation if generation is None else generation,
                 step=number,
-                vote=vote(number, pause=pause),
+                vote=vote(number, switch=switch, finish=finish),
                 grad_norm=0.5,
                 lr=0.1,
                 step_s=0.1,
                 times=OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01),
             ),
         )
+
+    def prepare(self, *workers: int, error: str | None = None) -> None:
+        """Have workers, or all that have not yet, prepare the next generation."""
+        assert self.state.next is not None
+        number = self.state.next.number
+        for worker in workers or sorted(self.state.next.unprepared):
+            self.tell(worker, Prepared(generation=number, error=error))
+
+    def switch(self) -> None:
+        """Have all prepare the next generation, and switch to it."""
+        self.prepare()
+        self.commit(switch=True)
+        self.start()
 
     def quiesce(self, *workers: int, placed: int = 0) -> None:
         """Have workers, or all live ones, quiesce."""
@@ -254,18 +298,23 @@ class History:
         self.join(worker)
         self.tell(worker, Ready())
 
-    def consider(self, *, is_change: bool, incoming: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> None:
-        """Answer what to do with newcomers."""
+    def consider(self, *workers: int, migrates: bool = False, moves_to: int | None = None) -> None:
+        """Answer a question beside training: by a plan of some workers, and what leads to it, or by none."""
         asked = self.considerations.pop(0)
-        self.happen(
-            Considered(
-                at=self.at,
-                question=asked.scale_up.question,
-                live=asked.members.live(),
-                is_change=is_change,
-                incoming=incoming or {},
-            )
-        )
+        plans: tuple[RecoveryPlan, ...] = ()
+        if workers:
+            plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
+            assert asked.active is not None
+            if migrates and not set(workers) <= set(asked.active.plan.workers):
+                plans = (migrating(plans[0], asked.active), *plans)
+        staying = asked.members.staying()
+        question = asked.scale_up.question
+        self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))
+
+    def orders_fail(self) -> None:
+        """Have the orders of the next generation fail."""
+        assert self.state.next is not None
+        self.happen(PrepareFailed(at=self.at, generation=self.state.next.number, reason="no link"))
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
@@ -328,11 +377,33 @@ def check(before: State, event: Event, after: State, commands: Iterable[Command]
 def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -> None:
     assert before.generation <= after.generation
     assert before.question <= after.question
+    assert before.newest <= after.newest
+    assert after.generation <= after.newest
     for command in commands:
         match command:
             case Launch(plan=plan):
                 assert after.active == plan.active(), "one generation is in force"
+                assert after.active_generation == after.generation
                 assert after.phase is Phase.REGROUPING
+                assert after.next is None
+            case Task.PREPARE_GENERATION:
+                assert after.next is not None
+                assert after.next.number == after.newest > before.newest, "no number is used twice"
+            case Task.BEGIN_GENERATION:
+                assert before.next is not None
+                assert before.next.is_switching, "no worker switches before all are prepared"
+                assert after.generation == after.active_generation == before.next.number
+                assert after.committed == before.committed + 1
+            case Send(message=Switch(generation=number)):
+                assert after.next is not None
+                assert (after.next.number, after.next.unprepared) == (number, frozenset()), "all have prepared it"
+                assert before.generation == after.generation < number
+            case Send(message=Begin(generation=number, first_step=first)):
+                assert (number, first) == (after.generation, after.committed)
+            case Send(message=Discard(generation=number)):
+                assert before.next is not None
+                assert number == before.next.number
+                assert not before.next.is_switching, "there is no way back but a loss"
             case Task.DECIDE:  # carried out with the state after the event, whatever else the event led to
                 assert after.phase in (Phase.GATHERING, Phase.DECIDING)
                 assert after.members.live()
@@ -355,7 +426,17 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...]) 
         if isinstance(command, Send) and isinstance(command.message, Stop):
             assert command.connection in connected | newly_fenced
             assert before.generation < command.message.generation <= after.generation
-    assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced
+    drained = {
+        command.connection for command in commands if isinstance(command, Send) and command.message == Exit(reason="drained")
+    }
+    assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced - drained
+    for worker in before.members:
+        if worker.connection in drained:
+            assert worker.draining
+            assert after.active is not None
+            assert worker.id not in after.active.plan.workers, "it is out of the plan"
+            assert after.next is None or worker.id not in after.next.plan.participants
+            assert after.committed > after.active.first_step, "a step is committed without it"
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert len(finishes) == (before.phase is not Phase.OVER and after.phase is Phase.OVER)
     if before.phase is Phase.OVER:
@@ -371,7 +452,8 @@ def _check_members(state: State) -> None:
     assert len(connections) == len(set(connections)), "every connection has one worker"
     assert not state.members.fenced & set(connections)
     assert all(worker.connection is None for worker in state.members if worker.lost)
-    assert not {*state.scale_up.newcomers, *state.scale_up.loaded} & {w.id for w in state.members if w.lost}
+    absent = {worker.id for worker in state.members if worker.lost or worker.draining}
+    assert not {*state.scale_up.newcomers, *state.scale_up.loaded} & absent
     incarnations: dict[int, int] = {}
     for worker in (*state.members.former, *state.members):
         assert worker.incarnation == incarnations.get(worker.id, 0) + 1
@@ -392,6 +474,11 @@ def _check_progress(state: State) -> None:
             assert live <= state.quiesced.keys(), "every survivor waits for the decision"
         case Phase.REGROUPING | Phase.TRAINING:
             assert state.active is not None
+            assert state.active_generation == state.generation
+            assert (state.following is None) or state.active.migration is not None
+            if state.next is not None:
+                assert state.next.number > state.generation
+                assert set(state.next.plan.participants) <= live, "a generation that lacks a worker is given up"
             needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"
             assert not state.incident.losses or state.phase is Phase.REGROUPING or state.finished

@@ -28,18 +28,20 @@ from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.state_machine import step
 from chameleon_ft.control.wire.messages import (
+    Begin,
     CheckpointSaved,
     Crashed,
+    Discard,
+    Drain,
     Exit,
     Hello,
     HostHello,
     Inject,
     Kill,
-    Pause,
+    Message,
     PeerFailed,
     Position,
-    Preallocate,
-    Preallocated,
+    Prepared,
     Probe,
     ProcessState,
     Ready,
@@ -47,6 +49,7 @@ from chameleon_ft.control.wire.messages import (
     Spawn,
     Started,
     Stop,
+    Switch,
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import JoinRecord, StepRecord
@@ -314,39 +317,187 @@ def lose_and_respawn(history: History, worker: int = 1) -> None:
     assert history.sent(Spawn)[-1] == Spawn(workers=(worker,), incarnations=(2,))
 
 
+def come_back(history: History, worker: int = 1) -> None:
+    """Lose a worker, have it come back, and wait until it is considered."""
+    lose_and_respawn(history, worker)
+    history.come_back(worker)
+    history.wait(1.0)
+
+
 def test_a_worker_comes_back_and_gets_a_place() -> None:
     history = training(recovery=RESPAWNING)
-    lose_and_respawn(history)
+    come_back(history)
     assert history.events("respawn")[0]["incarnation"] == 2
-    history.come_back(1)
-    history.wait(1.0)
-    layers = ((0, 64), (1, 64))
-    history.consider(is_change=True, incoming={1: layers, 2: layers})
-    assert history.sent(Preallocate) == [Preallocate(layers=layers)], "workers that train have no memory to spare"
-    history.wait(1.0)
-    assert history.sent(Pause) == []
-    history.tell(1, Preallocated(layers=layers))
-    history.wait(0.1)
-    assert history.sent(Pause, to=1) == [Pause(generation=2)]
-    history.commit(pause=True)
-    assert history.state.phase is Phase.STOPPING
-    history.quiesce()
+    history.consider(0, 1, 2, 3)
+    upcoming = history.state.next
+    assert upcoming is not None
+    assert (upcoming.number, upcoming.unprepared, upcoming.plan.first_step) == (3, {0, 1, 2, 3}, 4)
+    history.prepare(0, 1, 2)
+    history.commit()
+    assert history.sent(Switch) == []
+    history.prepare(3)
+    assert [worker for worker in range(4) if history.sent(Switch, to=history.connection(worker))] == [0, 2, 3]
+    history.commit()
+    assert history.state.generation == 2, "this step has voted before all had heard of it"
+    history.commit(switch=True)
+    assert (history.state.phase, history.state.generation) == (Phase.REGROUPING, 3)
+    assert history.sent(Begin) == history.sent(Begin, to=22) == [Begin(generation=3, first_step=6)]
+    assert history.sent(Stop)[-1].generation == 2, "no worker was stopped"
     history.start()
     (record,) = history.records(JoinRecord)
-    assert (record.workers, record.spares, record.generation) == ((1,), (), 3)
+    assert (record.workers, record.spares, record.generation, record.resume_step) == ((1,), (), 3, 6)
+    assert (record.stop_s, record.decide_s) == (0.0, 0.0)
     assert len(history.failures) == 1
+    history.commit()
+    assert history.records(StepRecord)[-1].workers == 4
+
+
+def test_layers_move_in_a_generation_of_their_own() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, migrates=True)
+    before = history.state.active
+    history.prepare()
+    history.commit(switch=True)
+    state = history.state
+    assert state.active is not None
+    assert state.next is not None
+    assert (state.active.migration is not None, state.in_force) == (True, before)
+    assert (state.generation, state.next.number, state.next.deadline_s) == (3, 4, None)
+    history.start()
+    assert history.records(JoinRecord) == [], "it has no operations yet"
+    history.wait(1000.0)
+    history.commit()
+    assert history.state.next == state.next, "there is no limit to a migration"
+    history.switch()
+    assert history.state.in_force == before
+    (record,) = history.records(JoinRecord)
+    assert (record.workers, record.generation, record.moved_bytes, record.rounds) == ((1,), 4, 64, 0)
+    assert record.migrate_s == pytest.approx(1000.0)
+    decisions = [index for index, command in enumerate(history.commands) if command is Task.RECORD_SCALE_UP]
+    begun = [index for index, command in enumerate(history.commands) if command is Task.BEGIN_GENERATION]
+    assert begun[0] < decisions[0] < begun[1], "the decision is that of the plan that it has found"
+
+
+@pytest.mark.parametrize("placed", [2, 3])
+def test_a_loss_cancels_a_migration(placed: int) -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, migrates=True)
+    history.prepare()
+    before = history.state.active
+    history.commit(switch=True)
+    history.start()
+    history.holds = True
+    history.reap(2)
+    assert history.sent(Stop)[-1].generation == 5, "the next one had a number, too"
+    history.quiesce(placed=placed)
+    assert history.state.in_force == before, "shadow holders are not in it"
+    assert (history.state.next, history.state.following) == (None, None)
+
+
+@pytest.mark.parametrize("placed", [2, 3])
+def test_a_loss_in_the_switch_finds_one_placement_in_force(placed: int) -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.prepare()
+    upcoming, before = history.state.next, history.state.active
+    assert upcoming is not None
+    history.holds = True
+    history.reap(1)
+    assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4), "it may have switched"
+    history.quiesce(placed=placed)
+    assert history.state.in_force == (before if placed == 2 else upcoming.plan)
+
+
+def test_a_message_that_fails_before_its_worker_has_switched_counts() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.prepare()
+    history.commit_by(0, history.state.committed, switch=True)
+    assert history.state.generation == 3
+    history.tell(3, PeerFailed(generation=2, peer=None, error="reset"))
+    assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4)
+
+
+@pytest.mark.parametrize("how", ["error", "orders", "time"])
+def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_later(how: str) -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    waits = []
+    for attempt in range(1, 4):
+        history.consider(0, 1, 2, 3)
+        if how == "error":
+            history.prepare(2, error="OSError: no port")
+        elif how == "orders":
+            history.orders_fail()
+        else:
+            history.prepare(0, 2)
+            history.wait(history.state.settings.timeouts.rendezvous_s + 0.1)
+        assert history.state.next is None
+        assert len(history.events("discarded")) == attempt
+        assert [message.generation for message in history.sent(Discard, to=1)] == list(range(3, 3 + attempt))
+        since = history.now
+        while not history.considerations:
+            history.wait(0.05)
+        waits.append(history.now - since)
+    assert waits == sorted(waits)
+    assert waits[2] > 3.5
+    assert "no port" in history.events("discarded")[0]["message"] or how != "error"
+    assert history.state.phase is Phase.TRAINING
+    history.consider(0, 1, 2, 3)
+    history.switch()
+    assert (history.state.generation, history.state.scale_up.retries) == (6, 0)
+
+
+def test_what_follows_a_migration_is_prepared_again_if_it_fails() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, migrates=True)
+    history.switch()
+    history.prepare(0, error="OSError: no port")
+    assert history.state.next is None
+    history.wait(2.0)
+    assert history.considerations == [], "there is nothing to decide anew"
+    assert history.state.next is not None
+    assert history.state.next.number == 5
+    history.switch()
+    assert history.members() == (0, 1, 2, 3)
+
+
+def test_the_last_step_and_the_end_take_precedence_over_a_switch() -> None:
+    history = training(recovery=RESPAWNING, steps=6)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.prepare()
+    history.commit(switch=True, finish=True)
+    assert history.state.generation == 2
+    history.commit()
+    history.commit(switch=True)
+    assert history.state.generation == 2
+    history.finish()
+    assert history.state.ended == ("finished", "all steps are trained")
+
+
+def test_a_run_that_is_told_to_end_does_not_switch_any_more() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.happen(Interrupted(at=history.at))
+    history.prepare()
+    assert history.sent(Switch) == []
 
 
 def test_a_newcomer_without_a_place_stays_a_spare() -> None:
     history = training(recovery=RESPAWNING)
-    lose_and_respawn(history)
-    history.come_back(1)
-    history.wait(1.0)
-    history.consider(is_change=False)
+    come_back(history)
+    history.consider()
     assert Task.RECORD_SCALE_UP in history.commands
     history.wait(20.0)
     assert history.considerations == [], "it is not considered again"
-    assert history.sent(Pause) == []
+    assert history.state.next is None
     history.reap(1)
     assert history.records(JoinRecord) == []
     assert len(history.failures) == 2
@@ -390,23 +541,196 @@ def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:
     history.come_back(1)
     history.wait(1.0)
     question = history.considerations.pop().scale_up.question
-    history.happen(Considered(at=history.at, question=question, incoming={}, error="its process is gone"))
+    history.happen(Considered(at=history.at, question=question, error="its process is gone"))
     assert history.events("decision_failed")[0]["workers"] == [1]
     history.wait(20.0)
     assert history.considerations == []
     assert history.state.phase is Phase.TRAINING
 
 
-def test_a_change_for_a_newcomer_that_is_lost_meanwhile_is_dropped() -> None:
+def test_a_generation_whose_newcomer_is_lost_meanwhile_is_given_up() -> None:
     history = training(recovery=RESPAWNING)
-    lose_and_respawn(history)
-    history.come_back(1)
-    history.wait(1.0)
-    history.consider(is_change=True, incoming={1: ((0, 64),)})
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.prepare(0, 2, 3)
     history.reap(1)
+    assert history.state.next is None
+    assert history.sent(Discard, to=1) == [Discard(generation=3)]
+    assert history.state.phase is Phase.TRAINING
     history.wait(20.0)
-    assert history.sent(Pause) == []
-    assert history.state.scale_up.change is None
+    assert history.considerations == []
+    assert history.sent(Switch) == []
+
+
+def test_a_loss_while_a_generation_is_prepared_does_not_end_the_search_for_a_better_plan() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    history.prepare(0, 1, 2)
+    history.holds = True
+    history.reap(3)
+    assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4)
+    history.quiesce(placed=2)
+    (question,) = history.questions
+    plan = replace(a_plan((0, 2), first_step=3), is_hasty=True)
+    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    history.start()
+    history.wait(1.0)
+    assert history.considerations, "the newcomer is still to be considered"
+
+
+# --- workers that are to leave ---------------------------------------------------------------------------------------
+
+
+def drain(history: History, *workers: int, host: str | None = None, by: int = 2000) -> Message:
+    """Ask for workers to leave; return the answer."""
+    history.say(by, Drain(workers=workers, host=host))
+    return history.sent(Message, to=by)[-1]  # type: ignore[type-abstract]
+
+
+def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
+    history = training(recovery=RESPAWNING)
+    assert drain(history, 1) == Drain(workers=(1,))
+    assert 1 in history.live()
+    history.wait(0.1)
+    assert history.considerations, "there is nothing to wait for"
+    assert history.considerations[0].members.staying() == (0, 2, 3)
+    history.consider(0, 2, 3)
+    upcoming = history.state.next
+    assert upcoming is not None
+    assert upcoming.unprepared == {0, 2, 3}
+    history.prepare()
+    assert history.sent(Switch, to=21) == [Switch(generation=2)], "it trains until then"
+    history.commit(switch=True)
+    history.start()
+    history.wait(1.0)
+    assert history.sent(Exit) == []
+    history.commit()
+    history.wait(0.1)
+    assert history.sent(Exit) == history.sent(Exit, to=21) == [Exit(reason="drained")]
+    assert history.events("drained")[0]["worker"] == 1
+    (record,) = history.records(JoinRecord)
+    assert (record.workers, record.drained) == ((), (1,))
+    history.depart(21)
+    history.reap(1, 0)
+    history.wait(20.0)
+    assert history.failures == [], "its end is no loss"
+    assert len(history.sent(Spawn)) == 1, "it does not come back"
+    assert history.state.phase is Phase.TRAINING
+
+
+@pytest.mark.parametrize("host", ["a host", "10.0.0.1"])
+def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str) -> None:
+    history = training()
+    history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=2))
+    for worker in (4, 5):
+        history.tell(worker, Hello(worker=worker, host="10.0.0.7", incarnation=1))
+    refused = drain(history, host=host)
+    assert isinstance(refused, Refused)
+    assert "no worker would be left" in refused.reason
+    history.tell(4, Ready())
+    history.wait(0.1)
+    assert drain(history, host=host) == Drain(workers=(0, 1, 2, 3), host=host)
+
+
+@pytest.mark.parametrize("by", [AGENT + 1, 2000])
+def test_workers_that_have_not_loaded_yet_leave_at_once(by: int) -> None:
+    history = training()
+    history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=3))
+    for worker in (4, 5):
+        history.tell(worker, Hello(worker=worker, host="10.0.0.7", incarnation=1))
+    history.tell(4, Ready())
+    answer = drain(history, host="node7" if by == 2000 else None, by=by)
+    assert isinstance(answer, Drain)
+    assert answer.workers == (4, 5, 6)
+    history.commit()
+    history.wait(20.0)
+    assert [message.reason for message in history.sent(Exit)] == ["drained"] * 2
+    assert history.considerations == []
+    assert history.failures == []
+    with pytest.raises(ControlError, match="worker 6 is lost"):
+        history.tell(6, Hello(worker=6, host="10.0.0.7", incarnation=1))
+
+
+def test_what_cannot_be_drained_is_refused_with_a_reason() -> None:
+    assert isinstance(drain(History(), 1), Refused)
+    history = training()
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    for workers, host, reason in [
+        ((3,), None, "worker 3 is not live; live are [0, 1, 2]"),
+        ((9,), None, "worker 9 is not live; live are [0, 1, 2]"),
+        ((), "elsewhere", "no worker is on host 'elsewhere'; the hosts are 10.0.0.1"),
+        ((), None, "no worker is named; name workers, or a host with workers"),
+        ((0, 1, 2), None, "no worker would be left of [0, 1, 2]; leave one at least, or end the run"),
+    ]:
+        assert drain(history, *workers, host=host) == Refused(reason=reason)
+    assert history.state.members.draining() == frozenset()
+    with pytest.raises(ControlError, match="a rank does not say 'drain'"):
+        history.tell(1, Drain(workers=(0,)))
+    history.happen(Interrupted(at=history.at))
+    assert drain(history, 1) == Refused(reason="the run ends after this step")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_worker_without_which_there_is_no_plan_stays(fails: bool) -> None:
+    history = training()
+    drain(history, 1)
+    history.wait(0.1)
+    if fails:
+        question = history.considerations.pop(0).scale_up.question
+        history.happen(Considered(at=history.at, question=question, error="its process is gone"))
+    else:
+        history.consider()
+    (event,) = history.events("drain_failed")
+    assert event["workers"] == [1]
+    assert history.state.members.draining() == frozenset()
+    history.commit()
+    history.wait(20.0)
+    assert history.considerations == []
+    assert history.sent(Exit) == []
+
+
+def test_a_drain_gives_up_a_generation_with_that_worker_which_no_worker_was_told_to_switch_to() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3)
+    drain(history, 2)
+    assert history.state.next is None
+    history.wait(0.1)
+    assert history.considerations[-1].members.staying() == (0, 1, 3)
+
+
+def test_a_drain_waits_for_a_migration() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, migrates=True)
+    history.switch()
+    drain(history, 2)
+    assert history.state.next is not None
+    history.switch()
+    history.wait(0.1)
+    assert history.considerations[-1].members.staying() == (0, 1, 3)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_loss_while_a_worker_is_drained_is_an_ordinary_one(lost: int) -> None:
+    history = training(recovery=RESPAWNING)
+    drain(history, 1)
+    history.wait(0.1)
+    history.consider(0, 2, 3)
+    history.reap(lost)
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce()
+    history.start()
+    assert [worker for worker, *_ in history.failures] == [lost]
+    history.wait(10.0)
+    if lost == 1:
+        assert history.considerations == [], "it has left"
+        assert len(history.sent(Spawn)) == 1, "and does not come back"
+    else:
+        assert history.considerations[-1].members.staying() == (0, 3), "it is still to leave"
 
 
 def test_the_end_is_told_to_workers_that_are_loading_and_a_stop_is_not() -> None:

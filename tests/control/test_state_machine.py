@@ -15,11 +15,12 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Crashed,
+    Drain,
     Finished,
     HostHello,
     PeerFailed,
     Position,
-    Preallocated,
+    Prepared,
     ProcessState,
     Quiesced,
     Ready,
@@ -38,15 +39,35 @@ OFTEN = st.sampled_from([True, True, True, False])
 class Runs(RuleBasedStateMachine):
     """A run of four workers, to which anything happens at any time."""
 
-    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN)
-    def begin(self, respawn: bool, gathering: bool, holds: bool) -> None:
+    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN, ahead=st.integers(0, 5), drains=st.booleans())
+    def begin(self, respawn: bool, gathering: bool, holds: bool, ahead: int, drains: bool) -> None:
         recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
         self.history = History(new_state(steps=30, recovery=recovery))
         if gathering:
             self.history.say(AGENT, HostHello(host="a host", slots=4))
         else:
             self.history.train(steps=2)
+            self.be_ahead(ahead, drains=drains)
         self.history.holds = holds
+
+    def be_ahead(self, progress: int, *, drains: bool) -> None:
+        """Go so far in a switch, by a migration, for a worker that joins and perhaps for another one that leaves."""
+        history = self.history
+        if progress > 0:
+            history.say(AGENT + 1, HostHello(host="late", slots=1))
+            history.come_back(4)
+            self.drain({3} if drains else set(), None)
+            history.wait(0.7)
+            history.consider(*history.state.members.staying(), migrates=True)
+        if progress > 1:
+            history.prepare()
+        if progress > 2:
+            history.commit(switch=True)
+            history.start()
+        if progress > 3:
+            history.prepare()
+        if progress > 4:
+            history.commit(switch=True)
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do what a peer may not be allowed to do; the state stays as it is then."""
@@ -166,15 +187,69 @@ class Runs(RuleBasedStateMachine):
             self.history.tell(worker, Started(generation=generation))
 
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
-    @rule()
-    def commit(self) -> None:
-        self.history.commit(pause=self.history.state.scale_up.is_pausing)
+    @rule(finish=RARELY)
+    def commit(self, finish: bool) -> None:
+        upcoming = self.history.state.next
+        self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish)
 
-    @rule(worker=WORKERS, number=st.integers(0, 30), late=st.integers(0, 2), pause=st.booleans())
-    def commit_anything(self, worker: int, number: int, late: int, pause: bool) -> None:
+    @rule(worker=WORKERS, number=st.integers(0, 30), late=st.integers(-1, 2), switch=st.booleans())
+    def commit_anything(self, worker: int, number: int, late: int, switch: bool) -> None:
         if self.connected(worker):
             generation = self.history.state.generation - late
-            self.history.commit_by(worker, number, pause=pause, generation=generation)
+            self.history.commit_by(worker, number, switch=switch, generation=generation)
+
+    # --- switches ---
+
+    @precondition(lambda self: self.history.state.next is not None)
+    @rule(workers=st.sets(WORKERS), error=RARELY)
+    def prepare(self, workers: set[int], error: bool) -> None:
+        for worker in sorted(workers & set(self.history.live())):
+            if self.history.state.next is not None:
+                self.history.prepare(worker, error="an error" if error else None)
+
+    @precondition(lambda self: self.history.state.next is not None)
+    @rule(starts=OFTEN)
+    def all_prepare_and_switch(self, starts: bool) -> None:
+        self.history.prepare()
+        self.commit(finish=False)
+        if starts and self.history.state.phase is Phase.REGROUPING:
+            self.history.start()
+
+    @rule(worker=WORKERS, generation=st.integers(1, 9), error=st.none() | st.just("an error"))
+    def prepare_late(self, worker: int, generation: int, error: str | None) -> None:
+        upcoming = self.history.state.next
+        if self.connected(worker) and (upcoming is None or upcoming.number != generation):
+            self.history.tell(worker, Prepared(generation=generation, error=error))
+
+    @precondition(lambda self: self.history.state.next is not None and not self.history.state.next.is_switching)
+    @rule(rarely=RARELY)
+    def orders_fail(self, rarely: bool) -> None:
+        if rarely:
+            self.history.orders_fail()
+
+    @precondition(lambda self: self.history.state.next is not None)
+    @rule(data=st.data())
+    def lose_a_participant(self, data: st.DataObject) -> None:
+        assert self.history.state.next is not None
+        worker = data.draw(st.sampled_from(self.history.state.next.plan.participants))
+        self.history.depart(self.history.connection(worker))
+
+    @rule(workers=st.sets(WORKERS, max_size=2), host=st.sampled_from([None, None, "a host", "late", "elsewhere"]))
+    def drain(self, workers: set[int], host: str | None) -> None:
+        self.history.say(2000, Drain(workers=tuple(workers), host=host))
+
+    @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
+    @rule(worker=WORKERS)
+    def drain_and_switch(self, worker: int) -> None:
+        self.drain({worker}, None)
+        self.history.wait(0.1)
+        if self.history.considerations:
+            self.consider(answer="plan", migrates=True, moves=False)
+        while self.history.state.next is not None and self.history.state.phase is Phase.TRAINING:
+            self.all_prepare_and_switch(starts=True)
+        if self.history.state.phase is Phase.TRAINING:
+            self.commit(finish=False)
+            self.history.wait(0.05)
 
     @rule(worker=WORKERS, early=st.integers(0, 1))
     def finish(self, worker: int, early: int) -> None:
@@ -206,18 +281,18 @@ class Runs(RuleBasedStateMachine):
         self.history.happen(DecisionFailed(at=self.history.at, question=question, reason="a reason"))
 
     @precondition(lambda self: self.history.considerations)
-    @rule(is_change=st.booleans(), worker=WORKERS, fails=st.booleans())
-    def consider(self, is_change: bool, worker: int, fails: bool) -> None:
-        if fails:
+    @rule(answer=st.sampled_from(["plan", "plan", "plan", "none", "error"]), migrates=OFTEN, moves=st.booleans())
+    def consider(self, answer: str, migrates: bool, moves: bool) -> None:
+        asked = self.history.considerations[0]
+        if answer == "error":
             question = self.history.considerations.pop(0).scale_up.question
-            self.history.happen(Considered(at=self.history.at, question=question, incoming={}, error="an error"))
+            self.history.happen(Considered(at=self.history.at, question=question, error="an error"))
+        elif answer == "none":
+            self.history.consider()
         else:
-            self.history.consider(is_change=is_change, incoming={worker: ((0, 8),)})
-
-    @rule(worker=WORKERS)
-    def preallocate(self, worker: int) -> None:
-        if self.connected(worker):
-            self.history.tell(worker, Preallocated(layers=((0, 8),)))
+            staying = asked.members.staying()
+            moves_to = staying[-1] if moves and len(staying) > 1 else None
+            self.history.consider(*staying, migrates=migrates, moves_to=moves_to)
 
     # --- time, probes, disks, the user ---
 
@@ -272,6 +347,14 @@ class Runs(RuleBasedStateMachine):
         if self.history.state.phase is Phase.DECIDING:
             asked = [question.question for question in self.history.questions]
             assert self.history.state.question in asked
+
+    @invariant()
+    def who_has_left_or_is_to_leave_is_not_planned_with(self) -> None:
+        if hasattr(self, "history") and self.history.state.next is not None:
+            state = self.history.state
+            assert state.following or not state.members.draining() & set(state.next.plan.plan.workers) or (
+                state.next.is_switching or state.next.plan.migration is not None
+            )
 
 
 TestRuns = Runs.TestCase

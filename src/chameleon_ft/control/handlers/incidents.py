@@ -142,6 +142,8 @@ def _stop(draft: Draft) -> None:
         incident=replace(incident, ended_at=incident.ended_at or draft.at.unix_s),
         quiesced={},
         finished=frozenset(),
+        next=draft.state.switching_to,  # of any other, all is known: no worker has switched to it
+        following=None,
     )
     draft.tell_live(messages.Stop(generation=draft.state.generation))
     detect(draft, signals.StopRequested(draft.at.monotonic_s))
@@ -177,7 +179,6 @@ def _decide_if_quiesced(draft: Draft) -> None:
         phase=Phase.DECIDING,
         incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
         next=None,
-        following=None,
         question=state.question + 1,
     )
     draft.do(commands.Task.DECIDE)
