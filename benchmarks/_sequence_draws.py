@@ -15,7 +15,9 @@ _MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
 _MOST_LOSSES: Final = 4
 _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")
 _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
-_IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "transfer", "confirm", "switch")
+_IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "preparation", "transfer", "confirm", "switch")
+_STEPS: Final = (7, 10)
+_STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches beside training, and for the switches that follow
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
@@ -83,7 +85,9 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
     # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
     (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])
-    policy: PolicyName = rng.choice(get_args(PolicyName))
+    policies: list[PolicyName] = [*get_args(PolicyName)]
+    # Only this one changes its plan while training goes on.
+    policy = rng.choice(policies + ["chameleon"] * (len(policies) if joins else 0))
     checkpoint_every = rng.choice((1, 2, 3) if dp == 1 or policy == _BY_CHECKPOINT else (0, 1, 2, 3))
     run = DrawnRun(
         seed=seed,
@@ -95,7 +99,7 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
         micro_batch_size=rng.randint(1, 2),
         blocks=rng.randint(max(1, pp - 2), 4),
         dropout=rng.choice((0.0, 0.0, 0.2)),
-        steps=rng.randint(7, 10),
+        steps=rng.randint(*(_STEPS_WITH_JOINS if joins else _STEPS)),
         checkpoint_every=checkpoint_every,
         failures=(),
         respawn=joins and rng.random() < 0.5,
@@ -119,7 +123,7 @@ def _failures_of_step(rng: random.Random, run: DrawnRun, step: int, workers: Seq
     in_a_recovery = [
         phase
         for phase in _IN_A_RECOVERY
-        if phase == "recovery" or run.policy in (_SALVAGING if phase == "rest" else _MOVING)
+        if phase == "recovery" or run.policy in (_SALVAGING if phase in ("rest", "preparation") else _MOVING)
     ]
     at_once = rng.choice(in_a_step)
     failures = []

@@ -235,16 +235,18 @@ class Trainer:
             self._committer.state = None  # before anything else takes memory
         if transition is None:
             self._allocator.drop()
+        begins_anew = not (generation.layers - generation.allocations.keys() if transition is None else transition.keep)
         if order.load != "keep":
             self._load(order, generation.layers)
-        elif transition is None or transition.keep:
+        elif begins_anew:
+            self._held = self._committer = None  # what it may hold is outdated
+        else:
             self._catch_up(order)
         if transition is None:
             self._switch(generation)
             return
         # Hold until the switch only the layers that the transition keeps, and no gradients.
-        if self._held is None or not transition.keep:
-            self._held = self._committer = None
+        if self._held is None:
             self._held = self._new_layers(())
         self._held.keep_only(transition.keep)
         self._committer = self._new_committer(self._held, order)
