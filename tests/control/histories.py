@@ -427,7 +427,9 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...]) 
             assert command.connection in connected | newly_fenced
             assert before.generation < command.message.generation <= after.generation
     drained = {
-        command.connection for command in commands if isinstance(command, Send) and command.message == Exit(reason="drained")
+        command.connection
+        for command in commands
+        if isinstance(command, Send) and command.message == Exit(reason="drained")
     }
     assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced - drained
     for worker in before.members:

@@ -25,6 +25,8 @@ from chameleon_ft.control.wire.messages import (
     HostHello,
     Message,
     OperationTimes,
+    Prepare,
+    Prepared,
     Quiesced,
     Spawn,
     Started,
@@ -135,14 +137,43 @@ class Stage:
     def live(self) -> list[int]:
         return [worker for worker, puppet in self.ranks.items() if not puppet.dropped]
 
+    def order_of(self, worker: int) -> StartGeneration | None:
+        """The newest order that a worker got and that came into force."""
+        newest = self.coordinator.state.active_generation
+        sent = [m.order if isinstance(m, Prepare) else m for m in self.ranks[worker].sent]
+        orders = [m for m in sent if isinstance(m, StartGeneration) and m.generation <= newest]
+        return max(orders, key=lambda order: order.generation, default=None)
+
     def order(self) -> StartGeneration:
-        """The newest order that any live worker got."""
-        runs = [
-            self.ranks[worker].last(StartGeneration)
-            for worker in self.live()
-            if self.ranks[worker].count(StartGeneration)
-        ]
-        return max(runs, key=lambda run: run.generation)
+        """The newest order of any live worker that came into force."""
+        orders = [order for worker in self.live() if (order := self.order_of(worker)) is not None]
+        return max(orders, key=lambda order: order.generation)
+
+    def ahead(self) -> StartGeneration | None:
+        """The order of the generation that is being prepared, for any worker."""
+        upcoming = self.coordinator.state.next
+        sent = [m.order for worker in self.live() for m in self.ranks[worker].sent if isinstance(m, Prepare)]
+        return next((m for m in sent if upcoming is not None and m.generation == upcoming.number), None)
+
+    def prepare(self, *workers: int, error: str | None = None) -> None:
+        """Have workers, or all that have not yet, prepare the next generation."""
+        upcoming = self.coordinator.state.next
+        assert upcoming is not None
+        for worker in workers or sorted(upcoming.unprepared):
+            self.say(self.ranks[worker], Prepared(generation=upcoming.number, error=error))
+
+    def switch(self, step: int) -> None:
+        """Have all prepare the next generation, take this step, and switch."""
+        self.prepare()
+        self.commit(step, switch=True)
+        self.start()
+
+    def switch_to_the_end(self, step: int) -> int:
+        """Switch, twice if layers move; return the next step."""
+        while self.coordinator.state.next is not None:
+            self.switch(step)
+            step += 1
+        return step
 
     def start(self, workers: Collection[int] | None = None) -> None:
         """Have the members of the newest generation begin to train."""
@@ -150,7 +181,15 @@ class Stage:
         for worker in order.members if workers is None else workers:
             self.say(self.ranks[worker], Started(generation=order.generation))
 
-    def commit(self, step: int, worker: int | None = None, *, step_s: float = 0.1, longest_s: float = 0.01) -> None:
+    def commit(
+        self,
+        step: int,
+        worker: int | None = None,
+        *,
+        step_s: float = 0.1,
+        longest_s: float = 0.01,
+        switch: bool = False,
+    ) -> None:
         """Have one worker report a step; without `worker`, all members do."""
         order = self.order()
         for member in order.members if worker is None else [worker]:
@@ -159,7 +198,7 @@ class Stage:
                 Committed(
                     generation=order.generation,
                     step=step,
-                    vote=vote(step),
+                    vote=vote(step).model_copy(update={"switch": switch}),
                     grad_norm=0.5,
                     lr=0.1,
                     step_s=step_s,
@@ -169,9 +208,8 @@ class Stage:
 
     def layers_of(self, worker: int) -> tuple[int, ...]:
         """Return the layers that a worker holds in the end, by its newest order."""
-        if not self.ranks[worker].count(StartGeneration):
-            return ()
-        segments = self.ranks[worker].last(StartGeneration).unpack_segments()
+        order = self.order_of(worker)
+        segments = () if order is None else order.unpack_segments()
         return tuple(sorted(layer for segment in segments if worker in segment.holders for layer in segment.layers))
 
     def quiesce(
@@ -192,7 +230,7 @@ class Stage:
                     committed=committed,
                     reduced=reduced,
                     last_vote=vote(committed - 1) if committed else None,
-                    placed=generation - 1 if placed is None else placed,
+                    placed=self.coordinator.state.active_generation if placed is None else placed,
                     layers=self.layers_of(worker) if layers is None else layers,
                 ),
             )

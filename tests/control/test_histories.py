@@ -41,7 +41,6 @@ from chameleon_ft.control.wire.messages import (
     Message,
     PeerFailed,
     Position,
-    Prepared,
     Probe,
     ProcessState,
     Ready,

@@ -52,7 +52,8 @@ def planner(
 
 def begin(by: Planner) -> RecoveryPlan:
     decision = by.start(range(6), checkpoint=None)
-    by.orders(decision, HOSTS, generation=1, store_port=1)
+    planned, _ = by.orders(decision, HOSTS, generation=1, store_port=1)
+    by.begin(planned, HOSTS)
     return decision
 
 
@@ -108,6 +109,7 @@ def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
         # Two layers each, of 10 ms and 20 ms; of these one is run again, for the first and the last layer are not.
         report(by, {}, steps=3, forward_s=0.02, backward_s=0.04 + again_s)
         planned, _ = by.orders(decision, HOSTS, generation=2, store_port=1)
+        by.begin(planned, HOSTS)
         assert planned.costs_from == "measured"
         for layer in planned.costs.workload.layers:
             assert (layer.forward_s, layer.backward_s) == pytest.approx((0.01, 0.02))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.decisions.decisions import ScaleUpDecision
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
@@ -361,10 +360,6 @@ def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
 def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     context = context_of(with_newcomer())
     found_before = recovery.decide(context, "repartition", RATE)
-    prepared = ScaleUpDecision(context=context, rate=RATE, decision=found_before, search_s=0.5, trigger="join")
-    assert prepared.is_change
-    assert prepared.is_for(context)
-    assert not prepared.is_for(context_of(with_newcomer(1)))
     # By the policy of this decision it could not have been chosen.
     found = with_newcomer()
     decision = decide(found, context_of(found), policy="reroute", rate=RATE, prepared=found_before)

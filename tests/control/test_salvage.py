@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from chameleon_ft.config import Batch, Parallel, Recovery
-from chameleon_ft.control.wire.messages import Committed, OperationTimes, PeerFailed, Quiesced, Vote
+from chameleon_ft.control.wire.messages import PeerFailed, Quiesced
 from chameleon_ft.control.wire.parts import Progress
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import StepProgress
@@ -155,25 +155,17 @@ async def test_a_better_plan_is_found_while_the_next_steps_run(stage: Stage) -> 
     stage.start()
     assert stage.order().transition is None
     stage.commit(3)
-    while not stage.ranks[0].count(Pause):
+    while stage.coordinator.state.next is None:
         await asyncio.sleep(0.05)
-    for worker in stage.order().members:
-        last = vote(4).model_copy(update={"pause": True})
-        stage.say(stage.ranks[worker], committed(stage.order().generation, 4, last))
-    stage.quiesce(3, 5)
+    assert stage.switch_to_the_end(4) == 6, "layers move in a step of their own"
     order = stage.order()
-    assert (order.generation, order.first_step, order.rest) == (3, 5, None)
-    assert order.transition is not None
+    assert (order.generation, order.load, order.rest, order.transition) == (4, "keep", None, None)
+    assert stage.layers_of(0) == (0, 1, 2, 3)
     first, second = stage.events("decision")
     assert (first["trigger"], first["chosen"]) == ("loss", "reroute")
-    assert second["trigger"] == "review"
+    assert (second["trigger"], second["generation"]) == ("review", 4)
     assert second["prepared"]
     watching.cancel()
-
-
-def committed(generation: int, step: int, of: Vote) -> Committed:
-    times = OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01)
-    return Committed(generation=generation, step=step, vote=of, grad_norm=0.5, lr=0.1, step_s=0.1, times=times)
 
 
 @scene(recovery=Recovery(policy="chameleon"), batch=Batch(micro_batches=60, micro_batch_size=1))

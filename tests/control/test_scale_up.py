@@ -7,37 +7,39 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Parallel, Recovery
+from chameleon_ft.config import Batch, Parallel, PolicyName, Recovery
 from chameleon_ft.control.wire.messages import (
-    Committed,
+    Begin,
     Crashed,
+    Discard,
+    Drain,
     Exit,
     Hello,
     HostHello,
-    OperationTimes,
-    Pause,
+    Message,
     PeerFailed,
-    Preallocate,
-    Preallocated,
+    Prepare,
     Quiesced,
     Ready,
     Spawn,
     StartGeneration,
     Stop,
+    Switch,
     Switched,
     Welcome,
     WorkerExited,
 )
 from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import read_generation_plans
 from chameleon_ft.profiles import Fingerprint, Profile
 from chameleon_ft.workload import LayerCost
-from tests.control.stage import Puppet, Stage, scene, vote
+from tests.control.stage import Puppet, Stage, play, scene
 
 RESPAWNING: dict[str, Any] = {
     "recovery": Recovery(policy="chameleon", salvage=False, respawn=True, respawn_delay_s=4.0, max_respawns=2),
@@ -55,6 +57,12 @@ async def watched(stage: Stage) -> AsyncIterator[None]:
     watching = asyncio.create_task(stage.coordinator.wait())
     yield
     watching.cancel()
+
+
+def orders_of(stage: Stage, generation: int) -> dict[int, StartGeneration]:
+    """What each worker was told to prepare for a generation."""
+    sent = {worker: [m.order for m in puppet.sent if isinstance(m, Prepare)] for worker, puppet in stage.ranks.items()}
+    return {worker: order for worker, own in sent.items() for order in own if order.generation == generation}
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -84,38 +92,19 @@ def come(stage: Stage, worker: int) -> Puppet:
     return rank
 
 
-def pause(stage: Stage, step: int, *, generation: int | None = None) -> None:
-    """Have all take a step after which they pause, of the newest generation or an earlier one."""
-    order = stage.order()
-    for worker in order.members:
-        stage.say(
-            stage.ranks[worker],
-            Committed(
-                generation=generation or order.generation,
-                step=step,
-                vote=vote(step).model_copy(update={"pause": True}),
-                grad_norm=0.5,
-                lr=0.1,
-                step_s=0.1,
-                times=OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01),
-            ),
-        )
+async def considered(stage: Stage) -> StartGeneration:
+    """Wait until a better plan is prepared; return an order of its generation."""
+    await until(stage.ahead)
+    order = stage.ahead()
+    assert order is not None
+    return order
 
 
-async def come_back(stage: Stage, worker: int = 1) -> None:
-    """Lose a worker, have it come back, and stop for it; what is decided then takes it in."""
-    await lose_and_respawn(stage, worker)
-    come(stage, worker)
-    await until(lambda: stage.ranks[0].count(Pause))
-    pause(stage, 3)
-    stage.quiesce(3, 4)
-
-
-async def expecting(stage: Stage, worker: int = 1) -> Puppet:
-    """Lose a worker, have it come back, and wait until it is told what comes to it."""
+async def come_back(stage: Stage, worker: int = 1) -> Puppet:
+    """Lose a worker, have it come back, and wait until the generation is prepared in which layers move to it."""
     await lose_and_respawn(stage, worker)
     rank = come(stage, worker)
-    await until(lambda: rank.count(Preallocate))
+    await considered(stage)
     return rank
 
 
@@ -133,28 +122,38 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         assert stage.events("joined") == [], "it is still loading"
         stage.say(rank, Ready())
         assert messages(stage, "joined") == ["worker 1 has joined as a spare"]
-        await until(lambda: stage.ranks[0].count(Pause))
-        assert stage.ranks[0].last(Pause).generation == 2
-        assert stage.ranks[0].last(Stop).generation == 2, "no worker is stopped in a step"
+        first = await considered(stage)
+        assert (first.generation, first.members, first.first_step, first.load) == (3, (0, 1, 2, 3), 4, "keep")
+        assert first.migration is not None
+        assert {(destination, num_bytes) for _, destination, _, num_bytes in first.migration.moves} == {(1, 772)}
+        assert {order.migration for order in orders_of(stage, 3).values()} == {first.migration}, "it is that of all"
+        assert orders_of(stage, 3)[1].operations == "", "it has no operations until it holds its layers"
         stage.commit(3)
-        assert stage.ranks[0].last(Stop).generation == 2, "this step has voted before all had heard of it"
-        pause(stage, 4)
-        assert {stage.ranks[worker].last(Stop).generation for worker in range(4)} == {3}
-        stage.quiesce(3, 5)
-        order = stage.order()
-        assert (order.generation, order.members, order.first_step, order.load) == (3, (0, 1, 2, 3), 5, "keep")
-        transition = rank.last(StartGeneration).transition
-        assert transition is not None
-        assert transition.keep == ()
-        stage.start()
+        stage.switch(4)
+        assert rank.last(Begin) == Begin(generation=3, first_step=5)
+        stage.commit(5)
+        second = stage.ahead()
+        assert second is not None
+        assert (second.generation, second.members, second.migration, second.transition) == (4, (0, 1, 2, 3), None, None)
+        stage.switch(6)
+        assert stage.order().generation == 4
+        assert orders_of(stage, 4)[1].operations
+        assert stage.ranks[0].last(Stop).generation == 2, "no worker was stopped for it"
+        assert rank.count(Begin) == 1, "it has switched like the others"
     loss, join = stage.events("decision")
     assert (loss["trigger"], loss["generation"]) == ("loss", 2)
-    assert (join["trigger"], join["generation"]) == ("join", 3)
+    assert (join["trigger"], join["generation"]) == ("join", 4)
     assert join["chosen"] != "stay"
     assert join["candidates"][0]["policy"] == "stay"
     (record,) = stage.events("join")
-    assert (record["workers"], record["spares"], record["generation"], record["resume_step"]) == ([1], [], 3, 5)
+    assert (record["workers"], record["spares"], record["generation"], record["resume_step"]) == ([1], [], 4, 7)
+    assert record["moved_bytes"] == 772 * len(first.migration.moves)
+    assert (record["stop_s"], record["decide_s"], record["transfer_s"]) == (0.0, 0.0, 0.0)
     assert record["policy"] == join["chosen"]
+    plans = [(event["generation"], event["policy"]) for event in stage.events("plan")]
+    assert plans[2:] == [(3, "migration"), (4, join["chosen"])]
+    recorded = read_generation_plans(stage.run.plans)
+    assert [recorded[generation].first_step for generation in (3, 4)] == [5, 7]
     assert len(stage.failures) == 1
     assert stage.events("messages_failed") == []
     assert stage.ended is None
@@ -171,7 +170,7 @@ async def test_a_newcomer_without_a_place_stays_a_spare_and_no_worker_is_stopped
     decision = stage.events("decision")[-1]
     assert (decision["trigger"], decision["chosen"], decision["generation"]) == ("join", "stay", 2)
     assert [each["policy"] for each in decision["candidates"]] == ["stay"]
-    assert stage.ranks[0].count(Pause) == 0
+    assert stage.ranks[0].count(Prepare) == 0
     assert stage.ranks[0].last(Stop).generation == 2
     # It is there when the next one is lost.
     stage.reap(2)
@@ -192,10 +191,8 @@ async def test_newcomers_of_the_same_moment_are_considered_together(stage: Stage
             stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
             await asyncio.sleep(1.0)
             stage.say(rank, Ready())
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 3)
-        stage.quiesce(2, 4)
-        stage.start()
+        await considered(stage)
+        stage.switch_to_the_end(3)
     (decision,) = stage.events("decision")
     assert decision["trigger"] == "join"
     (record,) = stage.events("join")
@@ -213,7 +210,7 @@ async def test_those_that_are_slow_are_not_waited_for_without_end(stage: Stage) 
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
             stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
             stage.say(rank, Ready())
-        await until(lambda: stage.ranks[0].count(Pause))
+        await considered(stage)
     assert stage.ended is None
 
 
@@ -228,9 +225,8 @@ async def test_a_cluster_may_start_a_lost_worker_again(stage: Stage) -> None:
         stage.quiesce(2, 3)
         stage.start()
         assert come(stage, 2).last(Welcome).incarnation == 2
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 3)
-        stage.quiesce(3, 4)
+        await considered(stage)
+        stage.switch_to_the_end(3)
         assert 2 in stage.order().members
 
 
@@ -247,8 +243,7 @@ async def test_who_comes_while_others_regroup_is_held_back(stage: Stage) -> None
         assert 1 not in order.participants
         stage.start(order.members)
         assert rank.count(Stop) == 0
-        await until(lambda: stage.ranks[0].count(Pause))
-        assert stage.ranks[0].last(Pause).generation == 3
+        assert (await considered(stage)).generation == 4
 
 
 # --- failures on the way ---------------------------------------------------------------------------------------------
@@ -276,7 +271,7 @@ async def test_a_newcomer_stays_a_spare_if_the_decision_fails(stage: Stage) -> N
             "worker 1 stays a spare: the decision on it failed: BrokenProcessPool: a process was terminated abruptly"
         ]
         assert stage.ended is None
-        assert stage.ranks[0].count(Pause) == 0
+        assert stage.ranks[0].count(Prepare) == 0
         # It is there when the next one is lost.
         stage.reap(0)
         stage.quiesce(3, 4)
@@ -307,25 +302,6 @@ async def test_a_decision_on_newcomers_that_fails_after_a_loss_is_ignored(stage:
         stage.commit(3)
     assert stage.events("decision_failed") == []
     assert stage.ended is None
-
-
-@scene(**RESPAWNING)
-async def test_a_spare_that_is_lost_in_the_stop_does_not_make_it_one_for_a_loss(stage: Stage) -> None:
-    late = Puppet("late host")
-    async with watched(stage):
-        stage.train()
-        stage.say(late, HostHello(host="b", slots=2))
-        for worker in (4, 5):
-            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
-            stage.say(rank, Ready())
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 3)
-        stage.quiesce(2, 4, 0, 1, 2, 3, 4)
-        stage.say(late, WorkerExited(worker=5, incarnation=1, exit_code=-9))
-    (decision,) = stage.events("decision")
-    assert (decision["trigger"], decision["lost"], decision["live"]) == ("join", [], 5)
-    assert decision["candidates"][0]["policy"] == "stay"
 
 
 @scene(**RESPAWNING)
@@ -386,7 +362,7 @@ async def test_the_end_of_an_earlier_life_is_not_that_of_a_later_one(stage: Stag
         assert not rank.dropped
         assert stage.events("join_failed") == []
         assert len(stage.failures) == 1
-        await until(lambda: stage.ranks[0].count(Pause))
+        await considered(stage)
 
 
 @scene(**RESPAWNING)
@@ -399,38 +375,56 @@ async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(st
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
         await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
-    assert stage.ranks[0].count(Pause) == 0
+    assert stage.ranks[0].count(Prepare) == 0
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
 
 
 @scene(**RESPAWNING)
-async def test_a_spare_that_is_lost_before_the_step_for_it_is_over(stage: Stage) -> None:
+async def test_a_newcomer_that_is_lost_while_its_generation_is_prepared(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: stage.ranks[0].count(Pause))
+        await come_back(stage)
+        stage.prepare(0, 2, 3)
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
-        pause(stage, 3)
-        stage.quiesce(3, 4, 0, 2, 3)
-        order = stage.order()
-        assert (order.generation, order.members, order.first_step) == (3, (0, 2, 3), 4)
-        stage.start()
-    assert stage.events("messages_failed") == []
+        assert stage.ranks[0].last(Discard) == Discard(generation=3)
+        assert stage.ahead() is None
+        stage.commit(3)
+        assert (stage.order().generation, stage.order().members) == (2, (0, 2, 3))
+    assert stage.ranks[0].count(Switch) == 0
     assert [event["trigger"] for event in stage.events("decision")] == ["loss"]
-    assert [(record["workers"], record["policy"]) for record in stage.events("join")] == [([], "again")]
+    assert [event["generation"] for event in stage.events("plan")] == [1, 2], "it has never been in force"
+    assert stage.events("join") == []
 
 
 @scene(**RESPAWNING)
-async def test_a_loss_in_the_stop_for_a_newcomer_does_not_hide_what_became_of_it(stage: Stage) -> None:
+async def test_one_of_two_newcomers_is_lost_while_their_generation_is_prepared(stage: Stage) -> None:
+    late = Puppet("late host")
     async with watched(stage):
         stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 3)
-        stage.quiesce(3, 4, 0, 1, 3)
+        stage.say(late, HostHello(host="b", slots=2))
+        for worker in (4, 5):
+            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
+            stage.say(rank, Ready())
+        await considered(stage)
+        stage.prepare(4)
+        stage.say(late, WorkerExited(worker=5, incarnation=1, exit_code=-9))
+        assert stage.ahead() is None
+        assert (await considered(stage)).generation == 3
+        stage.switch_to_the_end(3)
+    (decision,) = stage.events("decision")
+    assert (decision["trigger"], decision["lost"], decision["live"]) == ("join", [], 5)
+    assert decision["candidates"][0]["policy"] == "stay"
+
+
+@scene(**RESPAWNING)
+async def test_a_loss_while_a_generation_is_prepared_does_not_hide_what_became_of_a_newcomer(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await come_back(stage)
         stage.reap(2)
+        assert {stage.ranks[worker].last(Stop).generation for worker in (0, 1, 3)} == {4}, "above that one, too"
+        stage.quiesce(4, 3, 0, 1, 3)
         order = stage.order()
         assert 2 not in order.participants
         stage.start()
@@ -444,39 +438,36 @@ async def test_a_loss_in_the_stop_for_a_newcomer_does_not_hide_what_became_of_it
 
 
 @scene(**RESPAWNING)
-async def test_a_message_that_fails_before_the_pause_does_not_hide_what_became_of_a_newcomer(stage: Stage) -> None:
+async def test_a_message_that_fails_before_the_switch_does_not_hide_what_became_of_a_newcomer(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: stage.ranks[0].count(Pause))
+        await come_back(stage)
         stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-        stage.quiesce(3, 3)
+        stage.quiesce(4, 3)
         assert 1 in stage.order().members
         stage.start()
         stage.commit(3)
         stage.reap(0)
-        stage.quiesce(4, 4)
+        stage.quiesce(5, 4)
         stage.start()
     (record,) = stage.events("join")
-    assert (record["workers"], record["spares"], record["generation"]) == ([1], [], 3)
+    assert (record["workers"], record["spares"], record["generation"]) == ([1], [], 4)
     assert len(stage.failures) == 2
 
 
 @scene(**RESPAWNING)
-async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
+async def test_a_newcomer_that_dies_while_its_layers_arrive(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await come_back(stage)
-        assert 1 in stage.order().participants
+        before = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
+        stage.switch(3)
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
-        old = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
-        for worker in (0, 2, 3):
-            stage.quiesce(4, 4, worker, placed=2, layers=(0, 1, 2, 3))
-        assert set(old) == {0, 2, 3}
+        stage.quiesce(5, 4, 0, 2, 3)
         order = stage.order()
-        assert (order.generation, order.members, order.first_step) == (4, (0, 2, 3), 4)
+        assert (order.generation, order.members, order.first_step) == (5, (0, 2, 3), 4)
         assert order.transition is None, "the placement is that from before"
+        assert {worker: stage.layers_of(worker) for worker in (0, 2, 3)} == before
         stage.start()
         stage.commit(4)
     assert [(failure.worker, failure.policy) for failure in stage.failures][1:] == [(1, "again")]
@@ -485,46 +476,79 @@ async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
 
 
 @scene(**RESPAWNING)
-async def test_a_failed_message_does_not_leave_the_newcomer_out(stage: Stage) -> None:
+async def test_what_a_newcomer_has_received_is_not_sent_again(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await come_back(stage)
-        before = stage.order()
+        before = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
+        stage.switch(3)
+        got = stage.layers_of(1)
+        assert got
         stage.say(stage.ranks[0], PeerFailed(generation=3, peer=None, error="a collective failed"))
         for worker in range(4):
-            stage.quiesce(4, 4, worker, placed=2, layers=(0, 1, 2, 3) if worker != 1 else ())
-        assert (stage.order().generation, stage.order().members) == (4, before.members)
+            layers = got[:1] if worker == 1 else before[worker]
+            stage.quiesce(5, 4, worker, placed=2, layers=layers)
+        order = orders_to(stage, 1)[-1]
+        assert (order.generation, 1 in order.members) == (5, True)
+        assert order.transition is not None
+        assert order.transition.keep == got[:1]
+        assert got[0] not in {layer for _, _, to, layer, _ in order.transition.moves if to == 1}
         stage.start()
     assert [record["workers"] for record in stage.events("join")] == [[1]]
 
 
+def orders_to(stage: Stage, worker: int) -> list[StartGeneration]:
+    """The orders of a worker that were not prepared."""
+    return [message for message in stage.ranks[worker].sent if isinstance(message, StartGeneration)]
+
+
 @scene(**RESPAWNING)
-async def test_a_worker_is_lost_between_the_decision_and_the_end_of_the_step(stage: Stage) -> None:
+async def test_what_a_newcomer_has_received_counts_only_if_it_is_of_the_same_step(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
-        await lose_and_respawn(stage)
-        come(stage, 1)
-        await until(lambda: stage.ranks[0].count(Pause))
-        stage.reap(3)
-        assert stage.ranks[0].last(Stop).generation == 3
-        stage.quiesce(3, 3, 0, 1, 2)
-        assert stage.order().members == (0, 1, 2)
-        stage.start()
-        # A pause that some had been told of is one of a generation that is over.
-        pause(stage, 3, generation=2)
-        assert stage.ranks[0].last(Stop).generation == 3
-    assert [event["trigger"] for event in stage.events("decision")] == ["loss", "loss"]
+        await come_back(stage)
+        before = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
+        stage.switch(3)
+        stage.commit(4)
+        stage.say(stage.ranks[0], PeerFailed(generation=3, peer=None, error="a collective failed"))
+        for worker in (0, 2, 3):
+            stage.quiesce(5, 5, worker, placed=2, layers=before[worker])
+        stage.quiesce(5, 4, 1, placed=2, layers=(0,))
+        transition = orders_to(stage, 1)[-1].transition
+        assert transition is not None
+        assert transition.keep == ()
 
 
 @scene(**RESPAWNING)
-async def test_after_the_last_step_no_worker_is_stopped_for_newcomers(stage: Stage) -> None:
+async def test_a_worker_is_lost_before_all_have_switched(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await come_back(stage)
+        stage.prepare()
+        stage.commit(3, 0, switch=True)
+        assert stage.order().generation == 3
+        stage.reap(3)
+        assert stage.ranks[0].last(Stop).generation == 5
+        stage.quiesce(5, 4, 0, 1, placed=2)
+        stage.quiesce(5, 3, 2, placed=2, reduced=True)
+        order = stage.order()
+        assert (order.first_step, order.roll_forward is not None) == (4, True)
+        assert 3 not in order.members
+        stage.start()
+        stage.commit(3)  # late
+        assert stage.ranks[0].last(Stop).generation == 5
+
+
+@scene(**RESPAWNING)
+async def test_the_last_step_is_not_switched_after(stage: Stage) -> None:
     async with watched(stage):
         stage.train(steps=9)
         await lose_and_respawn(stage, committed=9)
         come(stage, 1)
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 9)
-        assert stage.ranks[0].last(Stop).generation == 2
+        await considered(stage)
+        stage.prepare()
+        stage.commit(9, switch=True)
+        assert stage.order().generation == 2
         stage.finish(10)
     assert stage.ended == ("finished", "all steps are trained")
 
@@ -551,21 +575,41 @@ async def test_no_worker_is_started_again_unless_configured(stage: Stage) -> Non
     assert stage.host.count(Spawn) == 1
 
 
-def switched(stage: Stage, worker: int) -> None:
-    stage.say(stage.ranks[worker], Switched(generation=stage.order().generation, moved_bytes=700, transfer_s=0.25))
-
-
-@scene(**RESPAWNING)
-async def test_what_moves_for_a_newcomer_is_recorded(stage: Stage) -> None:
+@scene(**RESPAWNING, device="cuda", backend="nccl")
+async def test_with_nccl_layers_move_before_the_generation_trains(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await come_back(stage)
-        switched(stage, 0)
+        first = stage.ahead()
+        assert first is not None
+        assert first.migration is None
+        assert first.transition is not None
+        stage.prepare()
+        stage.commit(3, switch=True)
+        assert stage.ahead() is None, "there is one switch"
+        stage.say(stage.ranks[0], Switched(generation=3, moved_bytes=700, transfer_s=0.25))
         stage.start()
     (record,) = stage.events("join")
-    assert (record["moved_bytes"], record["transfer_s"]) == (700, 0.25)
+    assert (record["moved_bytes"], record["transfer_s"], record["migrate_s"]) == (700, 0.25, 0.0)
     assert record["rounds"] == stage.events("transition")[-1]["rounds"] > 0
     assert record["stall_s"] >= 0
+
+
+@scene(**RESPAWNING, steps=30)
+async def test_the_outcome_of_a_better_plan_begins_with_it(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await come_back(stage)
+        stage.switch(3)
+        for step in range(4, 8):
+            stage.commit(step, step_s=5.0)
+        assert [event["generation"] for event in stage.events("outcome")] == [2], "of the plan before: it has ended"
+        stage.switch(8)
+        for step in range(9, 19):
+            stage.commit(step, step_s=0.2)
+    outcome = stage.events("outcome")[-1]
+    assert (outcome["generation"], outcome["steps"], outcome["measured_step_s"]) == (4, 10, 0.2)
+    assert (outcome["predicted_stall_s"], outcome["policy"]) == (0.0, stage.events("decision")[-1]["chosen"])
 
 
 @scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
@@ -601,100 +645,76 @@ async def test_a_host_with_unknown_links_is_not_admitted(stage: Stage) -> None:
         stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", incarnation=1))
         stage.say(far, WorkerExited(worker=5, incarnation=1, exit_code=1))
         stage.say(stage.ranks[4], Ready())
-        await until(lambda: stage.events("decision") or stage.ranks[0].count(Pause))
+        await until(lambda: stage.events("decision") or stage.ahead())
         stage.reap(1)
         stage.quiesce(stage.ranks[0].last(Stop).generation, 3)
         assert stage.order().members
     assert stage.ended is None
 
 
-# --- preallocation ---------------------------------------------------------------------------------------------------
+# --- workers that leave ----------------------------------------------------------------------------------------------
 
 
-@scene(**RESPAWNING)
-async def test_all_workers_stop_when_the_newcomer_has_preallocated(stage: Stage) -> None:
+def drained(stage: Stage, *workers: int) -> Message:
+    """Ask for workers to leave; return the answer."""
+    user = Puppet("user")
+    stage.say(user, Drain(workers=workers))
+    return user.sent[-1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["chameleon", "repair", "repartition", "oobleck", "paper", "drop-replica", "restart", "reroute", "recycle"],
+)
+def test_a_worker_leaves_under_any_policy(tmp_path: Path, policy: PolicyName) -> None:
+    async def leave(stage: Stage) -> None:
+        async with watched(stage):
+            stage.train()
+            assert drained(stage, 1) == Drain(workers=(1,))
+            await considered(stage)
+            next_step = stage.switch_to_the_end(3)
+            assert 1 not in stage.order().members
+            assert stage.ranks[1].count(Exit) == 0
+            stage.commit(next_step)
+            await until(lambda: stage.ranks[1].count(Exit))
+            stage.depart(stage.ranks[1])
+            stage.reap(1, 0)
+            await asyncio.sleep(20.0)
+            stage.commit(next_step + 1)
+        (decision,) = stage.events("decision")
+        assert (decision["trigger"], decision["lost"], decision["leaving"]) == ("drain", [], [1])
+        (record,) = stage.events("join")
+        assert (record["workers"], record["drained"]) == ([], [1])
+        assert [event["worker"] for event in stage.events("drained")] == [1]
+        assert (stage.failures, stage.ended, stage.host.count(Spawn)) == ([], None, 1)
+
+    play(tmp_path, leave, **{**RESPAWNING, "recovery": Recovery(policy=policy, respawn=True)})
+
+
+@scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
+async def test_layers_of_which_only_a_drained_worker_has_any_move_from_it(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
-        rank = await expecting(stage)
-        assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
-        assert all(stage.ranks[each].count(Preallocate) == 0 for each in (0, 2, 3)), (
-            "workers that train have no memory to spare"
-        )
+        drained(stage, 1)
+        order = await considered(stage)
+        assert order.migration is not None
+        assert 1 in order.members
+        own = set(stage.layers_of(1))
+        assert {layer for source, _, layer, _ in order.migration.moves if source == 1} == own
+        stage.switch_to_the_end(3)
+    assert stage.events("drain_failed") == []
+
+
+@scene(**{**STEADY, "parallel": Parallel(dp=1, pp=4)})
+async def test_a_worker_that_is_needed_stays(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        drained(stage, 1)
+        await until(lambda: stage.events("drain_failed"))
         stage.commit(3)
-        stage.say(rank, Preallocated(layers=rank.last(Preallocate).layers))
-        await until(lambda: stage.ranks[0].count(Pause))
-        pause(stage, 4)
-        stage.quiesce(3, 5)
-        transition = rank.last(StartGeneration).transition
-        assert transition is not None
-        told = tuple((layer, num_bytes) for *_, to, layer, num_bytes in transition.moves if to == 1)
-        assert told
-        assert rank.last(Preallocate).layers == told
-        stage.start()
-    assert rank.count(Preallocate) == 1
-
-
-@scene(**RESPAWNING)
-async def test_room_is_not_waited_for_without_end(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await expecting(stage)
-        told_at = asyncio.get_running_loop().time()
-        await until(lambda: stage.ranks[0].count(Pause))
-        assert 9.9 < asyncio.get_running_loop().time() - told_at < 10.5
-
-
-@scene(**RESPAWNING)
-async def test_a_newcomer_that_is_lost_while_it_preallocates_is_not_stopped_for(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        rank = await expecting(stage)
-        stage.reap(1)
-        await asyncio.sleep(15.0)
-    assert rank.count(Preallocate) == 1
-    assert stage.ranks[0].count(Pause) == 0
-    assert stage.ended is None
-
-
-@scene(**RESPAWNING)
-async def test_one_of_two_newcomers_is_lost_while_they_preallocate(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage, 1)
-        stage.reap(2)
-        stage.quiesce(3, 3)
-        stage.start()
-        await until(lambda: stage.host.last(Spawn).workers == (2,))
-        one, other = come(stage, 1), come(stage, 2)
-        await until(lambda: one.count(Preallocate))
-        assert one.last(Preallocate).layers
-        assert other.last(Preallocate).layers
-        stage.say(one, Preallocated(layers=one.last(Preallocate).layers))
-        stage.reap(2)
-        await until(lambda: one.count(Preallocate) == 2)
-        assert one.last(Preallocate).layers == (), "the change is void"
-        await until(lambda: one.count(Preallocate) == 3)
-        assert one.last(Preallocate).layers, "but something else is"
-        stage.say(one, Preallocated(layers=()))
-        await asyncio.sleep(1.0)
-        assert stage.ranks[0].count(Pause) == 0, "that was its answer to what it was told before"
-        stage.say(one, Preallocated(layers=one.last(Preallocate).layers))
-        await until(lambda: stage.ranks[0].count(Pause))
-
-
-@scene(**STEADY)
-async def test_who_expects_layers_and_gets_no_orders_is_told_that_nothing_comes(stage: Stage) -> None:
-    async with watched(stage):
-        stage.train()
-        await lose_and_respawn(stage)
-        rank = come(stage, 1)
-        await until(lambda: 1 in stage.coordinator.state.scale_up.newcomers)
-        state = stage.coordinator.state
-        scale_up = replace(state.scale_up, expecting=frozenset({0, 1}))
-        stage.coordinator.state = replace(state, scale_up=scale_up)
-        stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-        stage.quiesce(3, 3)
-        assert 1 not in stage.order().participants
-        assert rank.last(Preallocate).layers == ()
-        assert stage.ranks[0].count(Preallocate) == 0, "this one has orders"
-        stage.start()
+    (event,) = stage.events("drain_failed")
+    assert event["workers"] == [1]
+    assert "reroute: " in event["message"]
+    (decision,) = stage.events("decision")
+    assert (decision["trigger"], decision["chosen"]) == ("drain", None)
+    assert stage.ranks[0].count(Prepare) == 0

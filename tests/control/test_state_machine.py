@@ -352,8 +352,10 @@ class Runs(RuleBasedStateMachine):
     def who_has_left_or_is_to_leave_is_not_planned_with(self) -> None:
         if hasattr(self, "history") and self.history.state.next is not None:
             state = self.history.state
-            assert state.following or not state.members.draining() & set(state.next.plan.plan.workers) or (
-                state.next.is_switching or state.next.plan.migration is not None
+            assert (
+                state.following
+                or not state.members.draining() & set(state.next.plan.plan.workers)
+                or (state.next.is_switching or state.next.plan.migration is not None)
             )
 
 
