@@ -23,10 +23,10 @@ from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import gradient_segments
+from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
 __all__ = ["Alone", "peak_of_allocator", "peak_of_storages"]
 
@@ -90,10 +90,13 @@ class Alone:
         members = self.placement.workers
         activity = Activity()
         faults = FaultInjector(self.worker, (), log=_NoLog(), disconnect=lambda: None)
+        # The vote has those of this worker only.
+        contributions = sum(len(o.layers) for o in self.operations if o.kind in ADDS_TO_GRADIENTS)
         committer = Committer(
             worker=self.worker,
             held=held,
             buffers=GradientBuffers(held, gradient_segments(self.placement)),
+            contributions=contributions,
             clip_norm=self.job.clip_norm,
             committed=0,
             activity=activity,
@@ -113,13 +116,9 @@ class Alone:
         )
         self._load_earlier(micro_batches)
         with Reductions(committer.buffers, self.operations, communicators) as reductions:
-            for step in range(_STEPS):
-                committer.reduced = False
-                committer.buffers.zero()
-                state = StepState(step)  # held until the vote is complete
-                stats = executor.run(state, self.operations, after=reductions.after)
-                committer.commit(stats, reductions, communicators, members, finish=False)
-                del state
+            for _ in range(_STEPS):
+                stats = executor.run(committer.begin(), self.operations, after=reductions.after)
+                committer.commit(stats, reductions, communicators, members, contributions=contributions, finish=False)
 
     def _load_earlier(self, micro_batches: MicroBatches) -> None:
         """Request the samples that earlier steps have prefetched."""

@@ -208,7 +208,10 @@ def _decisions(records: _Records) -> Iterator[str]:
             continue
         if chosen not in feasible:
             yield f"{chosen} is chosen and not feasible: {event}"
-        elif feasible[chosen]["samples"] < (best := max(each["samples"] for each in feasible.values())) - abs(best) * 1e-9:
+        elif (
+            feasible[chosen]["samples"]
+            < (best := max(each["samples"] for each in feasible.values())) - abs(best) * 1e-9
+        ):
             yield f"{chosen} is chosen and not the best: {event}"
         for later in records.events[number:]:
             if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] != chosen:

@@ -84,6 +84,7 @@ def take_part(task: Task) -> list[PlainStep]:
         worker=worker,
         held=held,
         buffers=GradientBuffers(held, task.segments),
+        contributions=task.batch.micro_batches * task.layers,
         clip_norm=job.clip_norm,
         committed=0,
         activity=Activity(),
@@ -108,7 +109,10 @@ def take_part(task: Task) -> list[PlainStep]:
             committer.buffers.zero()
             state = StepState(step)  # held until the vote is complete
             stats = executor.run(state, task.operations, after=reductions.after)
-            applied = committer.commit(stats, reductions, communicators, task.membership.members, finish=False)
+            contributions = state.contributions()
+            applied = committer.commit(
+                stats, reductions, communicators, task.membership.members, contributions=contributions, finish=False
+            )
             assert applied.vote.samples == task.batch.samples
             done.append(
                 PlainStep(

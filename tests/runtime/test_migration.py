@@ -74,6 +74,7 @@ class Rank:
             worker=self.worker,
             held=self.held,
             buffers=self.buffers,
+            contributions=BATCH.micro_batches * LAYERS,
             clip_norm=self.job.clip_norm,
             committed=0,
             activity=Activity(),
@@ -104,8 +105,17 @@ class Rank:
         try:
             with Reductions(self.buffers, self.operations, line) as reductions:
                 for _ in range(steps):
-                    stats = executor.run(committer.begin(), self.operations, after=reductions.after)
-                    applied = committer.commit(stats, reductions, line, tuple(members), finish=False, migration=layers)
+                    state = committer.begin()
+                    stats = executor.run(state, self.operations, after=reductions.after)
+                    applied = committer.commit(
+                        stats,
+                        reductions,
+                        line,
+                        tuple(members),
+                        contributions=state.contributions(),
+                        finish=False,
+                        migration=layers,
+                    )
                     self.losses.append(applied.vote.loss_sum / applied.vote.terms)
                     self.current.append(self.held.layers)
         except BaseException as error:  # noqa: BLE001 - the test looks at it

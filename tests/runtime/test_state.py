@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
 from chameleon_ft.control.wire.messages import CheckpointSaved, Vote
-from chameleon_ft.errors import CheckpointError
+from chameleon_ft.errors import CheckpointError, ControlError
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
 from chameleon_ft.plan import LayerRange
@@ -156,12 +156,15 @@ def test_the_norm_counts_every_layer_once_over_all_workers() -> None:
 
 # --- commit ----------------------------------------------------------------------------------------------------------
 
+CONTRIBUTIONS = 12
+
 
 def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, committed: int = 0) -> Committer:
     return Committer(
         worker=0,
         held=held,
         buffers=GradientBuffers(held, [Segment(WHOLE, (0,))]),
+        contributions=CONTRIBUTIONS,
         clip_norm=clip_norm,
         committed=committed,
         activity=Activity(),
@@ -171,7 +174,7 @@ def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, comm
 
 def alone(committer: Committer, stats: StepStats, *, finish: bool = False) -> Any:
     with Reductions(committer.buffers, (), NO_PEERS) as reductions:
-        return committer.commit(stats, reductions, NO_PEERS, (0,), finish=finish)
+        return committer.commit(stats, reductions, NO_PEERS, (0,), contributions=CONTRIBUTIONS, finish=finish)
 
 
 NO_PEERS: Communicators = None  # type: ignore[assignment]  # a worker without peers
@@ -246,13 +249,26 @@ class Deaf:
 def test_a_vote_without_everybody_is_none(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
     deaf: Communicators = Deaf()  # type: ignore[assignment]
+    stats = StepStats(loss=1.0, terms=1, samples=1)
     with (
         Reductions(commit.buffers, (), deaf) as reductions,
         pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"),
     ):
-        commit.commit(StepStats(loss=1.0, terms=1, samples=1), reductions, deaf, (0, 1), finish=False)
+        commit.commit(stats, reductions, deaf, (0, 1), contributions=CONTRIBUTIONS, finish=False)
     assert commit.committed == 0
     assert commit.reduced, "it holds what it takes to follow, should another one have applied the step"
+
+
+@pytest.mark.parametrize("contributions", [CONTRIBUTIONS - 1, CONTRIBUTIONS + 1])
+def test_a_step_without_a_contribution_or_with_one_twice_is_not_applied(tmp_path: Path, contributions: int) -> None:
+    commit = committer(held_layers(), tmp_path, clip_norm=None)
+    stats = StepStats(loss=1.0, terms=1, samples=1)
+    with (
+        Reductions(commit.buffers, (), NO_PEERS) as reductions,
+        pytest.raises(ControlError, match=f"of step 0 have {contributions} contributions of micro-batches to layers"),
+    ):
+        commit.commit(stats, reductions, NO_PEERS, (0,), contributions=contributions, finish=False)
+    assert commit.committed == 0
 
 
 def test_a_step_is_applied_only_from_a_reduced_gradient(tmp_path: Path) -> None:

@@ -89,8 +89,9 @@ class StepLoop:
         """Run, commit, report and record a step; return its vote."""
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), time.time()
-        stats = self.executor.run(self.committer.begin(), self.generation.operations, after=reductions.after)
-        vote = self._commit(reductions, stats, start_s=start_s)
+        state = self.committer.begin()
+        stats = self.executor.run(state, self.generation.operations, after=reductions.after)
+        vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
         first_step = order.first_step if order.rest is None else order.first_step + 1
         if self.recorder.wants(step, first_step=first_step):
             self.recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
@@ -117,9 +118,18 @@ class StepLoop:
                     counted=rest.counted,
                     after=reductions.after,
                 )
-            return self._commit(reductions, stats, start_s=start_s)
+            # Where a sum is known, it has those of all micro-batches.
+            ties = [segment.tied for segment in self.generation.segments if segment.tied]
+            known = {
+                layer: source
+                for (layer, *others), source in sources.items()
+                if not others and all(tied in sources for tied in ties if layer in tied)
+            }
+            own = sum(source == self.worker for source in known.values())
+            contributions = state.contributions(known) + own * self.config.batch.micro_batches
+            return self._commit(reductions, stats, contributions=contributions, start_s=start_s)
 
-    def _commit(self, reductions: Reductions, stats: StepStats, *, start_s: float) -> Vote:
+    def _commit(self, reductions: Reductions, stats: StepStats, *, contributions: int, start_s: float) -> Vote:
         """Commit and report the step that was just executed, and begin a checkpoint if one is due."""
         order, step = self.generation.order, self.committer.committed
         applied = self.committer.commit(
@@ -127,6 +137,7 @@ class StepLoop:
             reductions,
             self.executor.communicators,
             order.members,
+            contributions=contributions,
             finish=self.client.finishing,
             switch=self.client.switch_to > order.generation,
             migration=self.migration,

@@ -322,6 +322,7 @@ class Trainer:
             worker=self.worker,
             held=held,
             buffers=GradientBuffers(held, ()),
+            contributions=self.config.batch.micro_batches * self.job.num_layers,
             clip_norm=self.job.clip_norm,
             committed=order.first_step,
             activity=self._activity,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chameleon_ft.control.wire.messages import Vote
 from chameleon_ft.control.wire.parts import Progress
-from chameleon_ft.errors import ChameleonError
+from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
@@ -213,6 +213,7 @@ class Committer:
 
     Attributes:
         committed: steps applied; the next one is step `committed`.
+        contributions: of micro-batches to layers in a step, over all workers.
         state: of step `committed`, once it has begun.
         reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
@@ -221,6 +222,7 @@ class Committer:
     worker: int
     held: HeldLayers
     buffers: GradientBuffers
+    contributions: int
     clip_norm: float | None
     committed: int
     activity: Activity
@@ -247,6 +249,7 @@ class Committer:
         communicators: Communicators,
         members: tuple[int, ...],
         *,
+        contributions: int,
         finish: bool,
         switch: bool = False,
         migration: LayerMigration | None = None,
@@ -254,11 +257,13 @@ class Committer:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
 
         Args:
-            finish, switch: this rank's part of the vote.
+            contributions: of micro-batches to layers that the gradients of this rank stand for.
+            finish, switch: the rest of this rank's part of the vote.
             migration: of layers that are to take part in the update.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
+            ControlError: some contribution is missing, or is there twice; no rank applies the step.
             NotFiniteError: as `apply` does.
         """
         self.activity.begin("sync")
@@ -269,7 +274,8 @@ class Committer:
                 migration.settle()
         self.reduced = True
         reduced_s = time.perf_counter()
-        vote = self._vote(stats, communicators, members, finish=finish, switch=switch)
+        ballot = [stats.loss, stats.terms, stats.samples, finish, switch, contributions]
+        vote = self._vote(ballot, communicators, members)
         stats.vote_s = (reduced_s, time.perf_counter())
         applied = self.apply(vote)
         if migration is not None:
@@ -305,21 +311,21 @@ class Committer:
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
-    def _vote(
-        self, stats: StepStats, communicators: Communicators, members: tuple[int, ...], *, finish: bool, switch: bool
-    ) -> Vote:
-        square_sum = self.buffers.square_sum(self.worker)
-        ballot = torch.tensor(
-            [square_sum, stats.loss, stats.terms, stats.samples, float(finish), float(switch), 1.0], dtype=torch.float64
-        )
+    def _vote(self, sums: Sequence[float], communicators: Communicators, members: tuple[int, ...]) -> Vote:
+        ballot = torch.tensor([self.buffers.square_sum(self.worker), *sums, 1.0], dtype=torch.float64)
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote"):
                 result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, switching, voters = ballot.tolist()
+        grad_square_sum, loss_sum, terms, samples, finishing, switching, contributions, voters = ballot.tolist()
         if round(voters) != len(members):
             raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
+        if round(contributions) != self.contributions:
+            raise ControlError(
+                f"the gradients of step {self.committed} have {contributions:g} contributions of micro-batches to "
+                f"layers instead of {self.contributions}"
+            )
         return Vote(
             grad_square_sum=grad_square_sum,
             loss_sum=loss_sum,

@@ -62,6 +62,10 @@ class StepState:
         values = [loss.value for loss in self.losses.values()]
         return float(torch.stack(values).sum(dtype=torch.float64)) if values else 0.0
 
+    def contributions(self, known: Collection[int] = ()) -> int:
+        """Return how many pairs of micro-batch and layer are in the gradients; those of `known` layers do not count."""
+        return sum(1 for _, layers in self.contributed for layer in layers if layer not in known)
+
     def progress(self, totals: Collection[GradientKey]) -> StepProgress:
         """Return what the worker holds of the step; `totals` are the keys of the gradients whose sum it holds."""
         return StepProgress(
