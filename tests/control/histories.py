@@ -481,6 +481,9 @@ def _check_progress(state: State) -> None:
             if state.next is not None:
                 assert state.next.number > state.generation
                 assert set(state.next.plan.participants) <= live, "a generation that lacks a worker is given up"
+                final = state.next.following or state.next.plan
+                is_open = not state.next.is_switching and state.following is None
+                assert not (is_open and state.members.draining() & set(final.plan.workers)), "they are to leave"
             needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"
             assert not state.incident.losses or state.phase is Phase.REGROUPING or state.finished

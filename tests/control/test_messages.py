@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control.wire.messages import Message, MessagePart, StartGeneration, decode, encode
-from chameleon_ft.control.wire.parts import pack_operations
+from chameleon_ft.control.wire.messages import Message, StartGeneration, decode, encode
+from chameleon_ft.control.wire.parts import MessagePart, pack_operations
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.sync import gradient_segments

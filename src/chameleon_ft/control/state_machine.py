@@ -251,7 +251,9 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if message.step != state.committed:
         return  # another worker has reported the step
     vote = message.vote
-    draft.set(committed=message.step + 1, last_vote=vote)
+    # A step of the generation shows that all its workers have switched to it.
+    switched_from = None if message.generation == state.generation else state.switched_from
+    draft.set(committed=message.step + 1, last_vote=vote, switched_from=switched_from)
     if is_rest:
         incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     else:

@@ -40,7 +40,9 @@ class ScaleUpDecision:
 
     @property
     def reason(self) -> str:
-        """Why no plan was found, if none is feasible."""
+        """Why no plan was found, if there is none."""
+        if self.decision.chosen is not None:
+            return f"{self.decision.chosen.policy} needs more memory while layers move"
         return "; ".join(f"{each.policy}: {each.reason}" for each in self.decision.candidates if not each.feasible)
 
 

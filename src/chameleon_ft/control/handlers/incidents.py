@@ -124,8 +124,9 @@ def _continue_without(draft: Draft, worker: int) -> None:
 def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
     """Stop the generation, in which a message of a worker has failed."""
     peer = message.peer if message.peer in draft.state.participants else None
-    if draft.state.phase is Phase.DECIDING:
-        return  # all workers have left their operations
+    is_left_over = message.generation == draft.state.switched_from and worker not in draft.state.participants
+    if draft.state.phase is Phase.DECIDING or is_left_over:
+        return  # all workers, or this one, have left their operations
     detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         _stop(draft)

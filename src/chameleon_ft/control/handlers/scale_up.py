@@ -91,10 +91,12 @@ def considered(draft: Draft, event: Considered) -> None:
         return  # all are considered again
     elif event.plans:
         switches.prepare(draft, [plan.active() for plan in event.plans])
+    elif drains.is_waited_for(state):
+        draft.do(Task.RECORD_SCALE_UP)
+        drains.give_up(draft, event.reason)  # newcomers are considered again, with all that stay
     else:
         draft.do(Task.RECORD_SCALE_UP)
         draft.set(scale_up=scale_up.settled())
-        drains.give_up(draft, event.reason)
 
 
 def _leave_as_spares(draft: Draft, error: str) -> None:
