@@ -128,7 +128,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
                     async with _agent(context, config, address, token, coordinator, here=agent_here):
-                        with _interrupted_by_signals(coordinator.interrupt):
+                        with _signals_handled(SIGINT=coordinator.interrupt, SIGTERM=coordinator.interrupt):
                             status = await coordinator.wait()
                 finally:
                     run.remove_control()
@@ -155,16 +155,16 @@ def _start_loading_solvers() -> asyncio.Task[None]:
 
 
 @contextmanager
-def _interrupted_by_signals(interrupt: Callable[[], object]) -> Iterator[None]:
-    """Call `interrupt` on SIGINT and SIGTERM inside the block."""
+def _signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
+    """Call these handlers, by the names of their signals, inside the block."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    for name, handler in handlers.items():
+        loop.add_signal_handler(signal.Signals[name], handler)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for name in handlers:
+            loop.remove_signal_handler(signal.Signals[name])
 
 
 @asynccontextmanager
@@ -205,8 +205,16 @@ async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | 
     context = _fork_server()
     agent = Agent(coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry)
     serving = asyncio.ensure_future(agent.serve())
+
+    def drain() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
+        if agent.drain():
+            print("draining the workers of this agent; SIGTERM or Ctrl-C ends them at once", flush=True)
+        else:
+            serving.cancel()
+
     try:
-        with _interrupted_by_signals(serving.cancel):
+        with _signals_handled(SIGINT=serving.cancel, SIGTERM=drain):
             connected = await serving
         if connected:
             return 0

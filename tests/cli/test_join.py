@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from chameleon_ft.config import TrainConfig
+from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
@@ -113,6 +114,50 @@ def test_a_failure_that_cannot_be_injected_is_refused(
     chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
 ) -> None:
     assert expected in chameleon.refused("inject", run.path, *arguments)
+
+
+def test_workers_of_a_live_run_are_drained(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def drain(run: RunDirectory, *, workers: tuple[int, ...], host: str | None) -> tuple[int, ...]:
+        if host == "10.0.0.9":
+            raise ControlError("there is no such host")
+        return workers or (4, 5)
+
+    def wait_until_out(run: RunDirectory, workers: tuple[int, ...], *, after: int) -> None:
+        waited.append((workers, after))
+
+    module = ModuleType("chameleon_ft.control.requests")
+    module.drain, module.wait_until_out = drain, wait_until_out  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "chameleon_ft.control.requests", module)
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("drain", run.path, "--worker", "3") == 0
+    assert chameleon("drain", run.path, "--worker", "3", "--worker", "1", "--wait") == 0
+    assert chameleon("drain", run.path, "--host", "10.0.0.2") == 0
+    assert chameleon.capture.readouterr().out == (
+        "draining worker 3\ndraining workers 3, 1\nno longer in the run: workers 3, 1\ndraining workers 4, 5\n"
+    )
+    assert waited == [((3, 1), 0)]
+    assert chameleon("drain", run.path, "--host", "10.0.0.9") == 1
+    assert chameleon.capture.readouterr().err == "chameleon drain: there is no such host\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "give either --worker N, once for each worker, or --host ADDRESS"),
+        (["--worker", "1", "--host", "10.0.0.2"], "give either --worker N, once for each worker, or --host ADDRESS"),
+        (["--worker", "1", "--worker", "-1"], "--worker -1: workers are numbered from 0"),
+        (["--worker", "x"], "should be a whole number"),
+        (["--worker", "1"], "not live"),
+    ],
+)
+def test_workers_that_cannot_be_drained_are_refused(
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+) -> None:
+    assert expected in chameleon.refused("drain", run.path, *arguments)
 
 
 def test_the_old_name_of_the_agent_still_works(chameleon: CommandLine, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.messages import (
+    Drain,
     Exit,
     HostHello,
     Kill,
     Message,
     Probe,
+    Refused,
     Spawn,
     WorkerExited,
     decode,
@@ -69,8 +72,13 @@ class Context:
         return self.made[-1]
 
 
-def play(context: Context, coordinator: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> bool:
-    """Have an agent serve a coordinator."""
+def play(
+    context: Context,
+    coordinator: Callable[[ServerConnection], Coroutine[Any, Any, None]],
+    *,
+    terminated: threading.Event | None = None,
+) -> bool:
+    """Have an agent serve a coordinator; once `terminated` is set, it is to drain its workers."""
 
     async def scene() -> bool:
         mistakes: list[BaseException] = []
@@ -93,7 +101,12 @@ def play(context: Context, coordinator: Callable[[ServerConnection], Coroutine[A
                 context=cast(Any, context),
                 entry=cast(Any, None),
             )
-            ended = await agent.serve()
+            assert not agent.drain(), "it is not connected yet"
+            serving = asyncio.ensure_future(agent.serve())
+            if terminated is not None:
+                await asyncio.to_thread(terminated.wait)
+                assert agent.drain()
+            ended = await serving
         assert not mistakes
         return ended
 
@@ -155,3 +168,84 @@ def test_it_leaves_where_a_rank_cannot_be_started() -> None:
 
     with pytest.raises(ControlError, match="worker 0 cannot be started here: no more processes"):
         play(context, coordinator)
+
+
+# --- drained ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def context() -> Context:
+    """A fork server whose processes start at once."""
+    made = Context()
+    made.may_start.set()
+    return made
+
+
+async def spawned(connection: ServerConnection, context: Context, *workers: int) -> None:
+    await tell(connection, Spawn(workers=workers, incarnations=(1,) * len(workers)))
+    while len(context.made) < len(workers):
+        await asyncio.sleep(0)
+
+
+def test_it_drains_its_workers_and_ends_with_the_last(context: Context) -> None:
+    terminated = threading.Event()
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await spawned(connection, context, 7, 4)
+        terminated.set()
+        assert await heard(connection) == Drain(workers=(4, 7))
+        await tell(connection, Drain(workers=(4, 7)))
+        for process, worker in zip(context.made, (7, 4), strict=True):
+            await (await connection.ping())
+            process.end(0)
+            assert await heard(connection) == WorkerExited(worker=worker, exit_code=0)
+        await connection.wait_closed()
+
+    assert play(context, coordinator, terminated=terminated)
+
+
+def test_it_goes_on_if_it_may_not_drain_its_workers(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    terminated = threading.Event()
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await spawned(connection, context, 0)
+        terminated.set()
+        assert await heard(connection) == Drain(workers=(0,))
+        await tell(connection, Refused(reason="worker 0 is the last"))
+        await (await connection.ping())
+        context.made[0].end(-9)
+        assert await heard(connection) == WorkerExited(worker=0, exit_code=-9)
+        await tell(connection, Spawn(workers=(0,), incarnations=(2,)))
+        while len(context.made) < 2:
+            await asyncio.sleep(0)
+        await tell(connection, Exit(reason="over"))
+
+    assert play(context, coordinator, terminated=terminated)
+    assert "refuses to drain this agent's workers: worker 0 is the last" in caplog.text
+
+
+def test_it_starts_no_worker_while_it_drains(context: Context) -> None:
+    terminated = threading.Event()
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await spawned(connection, context, 0)
+        terminated.set()
+        assert await heard(connection) == Drain(workers=(0,))
+        await tell(connection, Spawn(workers=(1,), incarnations=(3,)))
+        assert await heard(connection) == WorkerExited(worker=1, incarnation=3, exit_code=-signal.SIGTERM)
+        context.made[0].end(0)
+        assert await heard(connection) == WorkerExited(worker=0, exit_code=0)
+        await connection.wait_closed()
+
+    assert play(context, coordinator, terminated=terminated)
+    assert len(context.made) == 1
+
+
+def test_it_ends_at_once_if_it_has_no_workers_to_drain(context: Context) -> None:
+    terminated = threading.Event()
+
+    async def coordinator(connection: ServerConnection) -> None:
+        terminated.set()
+        await connection.wait_closed()
+
+    assert play(context, coordinator, terminated=terminated)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from chameleon_ft.control.wire.address import local_address_towards
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import (
+    Drain,
     Exit,
     HostHello,
     Kill,
@@ -36,9 +38,11 @@ __all__ = ["Agent"]
 
 _EXIT_GRACE_S = 5.0  # for ranks that are told to exit
 
+_logger = logging.getLogger(__name__)
+
 
 class Agent:
-    """Serves one coordinator until the run ends or the connection is lost.
+    """Serves one coordinator until the run ends, its workers are drained or the connection is lost.
 
     Args:
         coordinator: host:port.
@@ -66,14 +70,19 @@ class Agent:
         self._entry = entry
         self._ranks: dict[tuple[int, int], BaseProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
+        self._connection: ClientConnection | None = None
         self._is_over = False
+        self._is_draining = False
         self._pending: set[tuple[int, int]] = set()  # ranks still to be started
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
 
     async def serve(self) -> bool:
-        """Carry out the coordinator's orders; return True if it ended the run, False if the connection was lost.
+        """Carry out the coordinator's orders.
+
+        Returns:
+            True if it ended the run or all workers were drained, False if the connection was lost.
 
         Raises:
             ControlError: the coordinator does not answer, or refuses this host.
@@ -82,6 +91,7 @@ class Agent:
             async with control_connection(self._coordinator, self._token) as connection:
                 host = f"{socket.gethostname()} ({self._host})"
                 await connection.send(encode(HostHello(host=host, slots=self._slots)))
+                self._connection = connection
                 await self._obey(connection)
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
@@ -90,6 +100,19 @@ class Agent:
         finally:
             await self.end_all()
         return self._is_over
+
+    def drain(self) -> bool:
+        """Ask the coordinator to drain this agent's workers; `serve` returns once they have ended.
+
+        If the coordinator refuses, the agent continues to serve. Returns False if it is not connected.
+        """
+        if self._connection is None:
+            return False
+        self._is_draining = True
+        if workers := self._workers():
+            self._run(_try_to_send(self._connection, Drain(workers=workers)))
+        self._leave_if_drained(self._connection)
+        return True
 
     async def end_all(self) -> None:
         """Wait until every rank has ended; kill any left, after a grace period if the run is over, else at once."""
@@ -111,6 +134,10 @@ class Agent:
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 match message := decode(text):
+                    case Spawn(workers=workers, incarnations=incarnations) if self._is_draining:
+                        for worker, incarnation in zip(workers, incarnations, strict=True):
+                            exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=-signal.SIGTERM)
+                            await connection.send(encode(exited))
                     case Spawn(workers=workers, incarnations=incarnations):
                         ranks = list(zip(workers, incarnations, strict=True))
                         self._pending.update(ranks)
@@ -121,6 +148,7 @@ class Agent:
                         for (number, _), process in list(self._ranks.items()):
                             if number == worker:
                                 _kill(process)
+                        self._leave_if_drained(connection)
                     case Probe(probe=probe):
                         for (worker, incarnation), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
@@ -130,6 +158,11 @@ class Agent:
                     case Exit():
                         self._is_over = True
                         return
+                    case Drain(workers=workers):
+                        _logger.info("workers %s are drained; this agent ends with them", workers)
+                    case Refused(reason=reason) if self._is_draining:
+                        self._is_draining = False
+                        _logger.warning("the coordinator refuses to drain this agent's workers: %s", reason)
                     case Refused(reason=reason):
                         raise ControlError(reason)
                     case _:
@@ -153,6 +186,15 @@ class Agent:
                 if (worker, incarnation) not in self._pending:
                     _kill(self._ranks[worker, incarnation])
                 self._pending.discard((worker, incarnation))
+
+    def _workers(self) -> tuple[int, ...]:
+        """Return the workers that run here, or are still to be started, ascending."""
+        return tuple(sorted({worker for worker, _ in (*self._ranks, *self._pending)}))
+
+    def _leave_if_drained(self, connection: ClientConnection) -> None:
+        if self._is_draining and not self._workers():
+            self._is_over = True
+            self._run(connection.close())
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -187,6 +229,7 @@ class Agent:
             del self._ranks[worker, incarnation]
             exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
             self._run(_try_to_send(connection, exited))
+            self._leave_if_drained(connection)
 
         loop.add_reader(rank.sentinel, reap)
 

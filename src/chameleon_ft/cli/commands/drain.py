@@ -1,0 +1,54 @@
+"""`chameleon drain`: take workers out of a live run before they leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import UseAppendAction
+
+from chameleon_ft.cli.arguments import OptionalStr, RunPath, Switch, metavar, parse_arguments
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class DrainArguments:
+    """Take workers out of a live run, such as those of a machine that is about to be serviced or reclaimed.
+
+    They train on until the others are prepared to go on without them, and then end. No step is repeated. Give --worker
+    or --host.
+    """
+
+    run: RunPath
+    """Run directory."""
+    worker: Annotated[tuple[int, ...], UseAppendAction, metavar("INT")] = ()
+    """Number of a worker, as the run shows it; repeat the flag for several."""
+    host: Annotated[OptionalStr, metavar("ADDRESS")] = None
+    """Address of a host, as the run shows it: all its workers leave."""
+    wait: Switch = False
+    """Return only once the workers are out or the run is over, and not as soon as the coordinator agrees."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(DrainArguments, arguments, command="drain")
+    run = RunDirectory.open(given.run)
+    if bool(given.worker) == (given.host is not None):
+        raise ConfigError("give either --worker N, once for each worker, or --host ADDRESS")
+    if (negative := min(given.worker, default=0)) < 0:
+        raise ConfigError(f"--worker {negative}: workers are numbered from 0")
+    run.read_control()  # raises if the run is not live
+    from chameleon_ft.control.requests import drain, wait_until_out
+
+    before = len(run.events())
+    leaving = drain(run, workers=given.worker, host=given.host)
+    names = ("workers " if len(leaving) > 1 else "worker ") + ", ".join(map(str, leaving))
+    print(f"draining {names}", flush=True)
+    if given.wait:
+        wait_until_out(run, leaving, after=before)
+        print(f"no longer in the run: {names}")
+    return 0

@@ -1,0 +1,77 @@
+"""Requests to the coordinator of a live run, from another process: failures to inject, workers to drain."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from websockets.exceptions import WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from chameleon_ft.control.wire.address import bearer, websocket_url
+from chameleon_ft.control.wire.messages import Drain, Message, Refused, decode, encode
+from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["drain", "request", "wait_until_out"]
+
+_ANSWER_TIMEOUT_S: Final = 5.0
+_POLL_S: Final = 0.2
+_OUT: Final = ("drained", "failure", "join_failed")  # events of a worker that has left
+
+
+def request(run: RunDirectory, message: Message) -> Message:
+    """Return the coordinator's answer to a message. Raises ConfigError if the run is not live."""
+    with _coordinator(run) as connection:
+        connection.send(encode(message))
+        return decode(connection.recv(timeout=_ANSWER_TIMEOUT_S))
+
+
+def drain(run: RunDirectory, *, workers: Collection[int] = (), host: str | None = None) -> tuple[int, ...]:
+    """Ask the run's coordinator to drain workers, those of a host included; return all workers that leave.
+
+    Raises:
+        ConfigError: the run is not live.
+        ControlError: the coordinator refuses.
+    """
+    answer = request(run, Drain(workers=tuple(sorted({*workers})), host=host))
+    if isinstance(answer, Refused):
+        raise ControlError(answer.reason)
+    assert isinstance(answer, Drain)
+    return answer.workers
+
+
+def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -> None:
+    """Wait until the run is over, or has drained or lost these workers, by its events without the first `after`.
+
+    Raises ConfigError if the coordinator is lost.
+    """
+    try:
+        with _coordinator(run) as connection:
+            while not _gone(run.events()[after:]).issuperset(workers):
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
+    except ConfigError:
+        if run.control_file.exists():  # a run removes it at its end
+            raise
+
+
+def _gone(events: Iterable[Mapping[str, Any]]) -> set[int]:
+    return {event["worker"] for event in events if event["event"] in _OUT}
+
+
+@contextmanager
+def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
+    """Yield a connection to the run's coordinator. Raises ConfigError if the run is not live, or ends in the block."""
+    control = run.read_control()
+    try:
+        with connect(
+            websocket_url(control.address), additional_headers=bearer(control.token), proxy=None, compression=None
+        ) as connection:
+            yield connection
+    except (OSError, WebSocketException, EOFError) as error:
+        raise ConfigError(
+            f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any more"
+        ) from None

@@ -1,0 +1,111 @@
+"""Requests to the coordinator of a live run, over a real connection."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from websockets.sync.server import ServerConnection, serve
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.control.fault_injection import inject
+from chameleon_ft.control.requests import drain, wait_until_out
+from chameleon_ft.control.wire.messages import Drain, Inject, Message, Refused, decode, encode
+from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.observe import ControlAddress, RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", TrainConfig())
+
+
+@contextmanager
+def live(run: RunDirectory, answer: Callable[[Message], Message] | None = None) -> Iterator[list[Message]]:
+    """Have a coordinator give this answer inside the block, or else none; return the requests that it gets."""
+    requests: list[Message] = []
+
+    def handler(connection: ServerConnection) -> None:
+        for text in connection:
+            requests.append(decode(text))
+            if answer is not None:
+                connection.send(encode(answer(requests[-1])))
+
+    with serve(handler, "127.0.0.1", 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        run.write_control(ControlAddress(address=f"127.0.0.1:{server.socket.getsockname()[1]}", token="t", pid=1))
+        try:
+            yield requests
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def record(run: RunDirectory, *events: dict[str, object]) -> None:
+    with run.events_file.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def test_drained_are_the_workers_that_the_coordinator_names(run: RunDirectory) -> None:
+    with live(run, lambda _: Drain(workers=(2, 3))) as requests:
+        assert drain(run, workers=[3, 2, 3]) == (2, 3)
+        assert drain(run, host="10.0.0.2") == (2, 3)
+    assert requests == [Drain(workers=(2, 3)), Drain(host="10.0.0.2")]
+
+
+def test_a_refusal_is_an_error(run: RunDirectory) -> None:
+    with live(run, lambda _: Refused(reason="none would be left")):
+        with pytest.raises(ControlError, match="none would be left"):
+            drain(run, workers=[0])
+        with pytest.raises(ConfigError, match="--worker 0: none would be left"):
+            inject(run, worker=0, kind="kill", phase=None, step=None)
+
+
+def test_a_step_without_a_phase_is_its_forward(run: RunDirectory) -> None:
+    with live(run, lambda message: message) as requests:
+        inject(run, worker=1, kind="hang", phase=None, step=7)
+    assert requests == [Inject(worker=1, kind="hang", phase="forward", step=7)]
+
+
+def test_a_run_that_is_not_live_is_named(run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="this run is not live, because it has no"):
+        drain(run, workers=[0])
+    with live(run):
+        pass
+    with pytest.raises(ConfigError, match="this run is not live any more"):
+        drain(run, workers=[0])
+
+
+def test_it_waits_until_each_worker_is_drained_or_lost(run: RunDirectory) -> None:
+    record(run, {"event": "drained", "worker": 3}, {"event": "checkpoint", "step": 9})
+    with live(run):
+        waiting = Thread(target=wait_until_out, args=(run, (1, 2, 3)), kwargs={"after": 1}, daemon=True)
+        waiting.start()
+        for event, worker in (("drained", 1), ("joined", 2), ("drained", 3), ("failure", 2)):
+            waiting.join(timeout=0.3)
+            assert waiting.is_alive()
+            record(run, {"event": event, "worker": worker})
+        waiting.join()
+
+
+def test_it_waits_no_longer_than_the_run(run: RunDirectory) -> None:
+    with live(run):
+        waiting = Thread(target=wait_until_out, args=(run, (1,)), kwargs={"after": 0}, daemon=True)
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive()
+        run.remove_control()
+    waiting.join()
+    wait_until_out(run, (1,), after=0)
+
+
+def test_a_coordinator_that_is_lost_is_reported(run: RunDirectory) -> None:
+    with live(run):
+        pass
+    with pytest.raises(ConfigError, match="this run is not live any more"):
+        wait_until_out(run, (1,), after=0)
