@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tomllib
 import traceback
@@ -32,6 +33,7 @@ __all__ = ["rank_main", "spawned_rank_main"]
 def spawned_rank_main(*, worker: int, **arguments: Any) -> NoReturn:
     """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process."""
     end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent, which may get it too, drains its ranks
     try:
         code = rank_main(worker=worker, **arguments)
     except ChameleonError as error:
