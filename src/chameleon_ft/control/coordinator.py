@@ -208,7 +208,7 @@ class Coordinator:
             case commands.Record(record=record):
                 self._record(record)
             case commands.Task.RECORD_SCALE_UP:
-                if (fields := self._decisions.describe_scale_up(state)) is not None:
+                if (fields := self._decisions.describe_scale_up()) is not None:
                     self._recorder.event("decision", generation=state.generation, **fields)
             case commands.Task.PREPARE_GENERATION:
                 return self._prepare(state)

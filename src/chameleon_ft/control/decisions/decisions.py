@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ class ScaleUpDecision:
     """A decision made while training continued: on workers that join or leave, or on a plan chosen in haste."""
 
     context: recovery.DecisionContext
-    rate: FailureModel
+    inputs: Mapping[str, object]  # as JSON values, when it was made
     decision: recovery.Decision
     plans: tuple[RecoveryPlan, ...]  # to switch to, one after the other; none: continue as before
     search_s: float  # seconds that the decision took
@@ -83,10 +83,8 @@ class Decisions:
         Layers that move count as a stall, although they may move beside training: so they are moved only where it pays.
         """
         phases = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
-        context, rate = (
-            self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining()),
-            state.history.rate,
-        )
+        context = self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining())
+        rate = state.history.rate
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decide = partial(decide_on_switch, migrates=self._planner.migrates)
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
@@ -95,7 +93,12 @@ class Decisions:
         if context.leaving:
             trigger = "drain"
         self._scale_up = ScaleUpDecision(
-            context=context, rate=rate, decision=decision, plans=plans, search_s=search_s, trigger=trigger
+            context=context,
+            inputs=self._planner.inputs(state.committed, context, rate),
+            decision=decision,
+            plans=plans,
+            search_s=search_s,
+            trigger=trigger,
         )
         return self._scale_up
 
@@ -105,14 +108,13 @@ class Decisions:
         program = next((each.program for each in known if each.plan == plan.plan), None)
         return RecoveryPlan.kept(plan, program)
 
-    def describe_scale_up(self, state: State) -> dict[str, Any] | None:
+    def describe_scale_up(self) -> dict[str, Any] | None:
         """Return the fields of the event `decision` for the newest decision beside training; None if there is none."""
         found = self._scale_up
         if found is None:
             return None
-        inputs = self._planner.inputs(state.committed, found.context, found.rate)
         fields = {"trigger": found.trigger, "search_s": found.search_s, "prepared": True}
-        return {**fields, **inputs, **found.decision.to_json()}
+        return {**fields, **found.inputs, **found.decision.to_json()}
 
     def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
         """Return the next plan and the Unix time of the choice, 0 if there was none; see `recovery_plan.decide`.
