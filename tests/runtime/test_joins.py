@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,10 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
     assert not ended.events("messages_failed")
 
 
-@pytest.mark.parametrize("phase", ["recovery", "transfer", "confirm", "switch", "sync"])
-def test_a_worker_that_came_back_is_lost_in_its_transition_or_soon_after(tmp_path: Path, phase: FailurePhase) -> None:
+@pytest.mark.parametrize("phase", ["preparation", "transfer", "switch", "sync"])
+def test_a_worker_that_came_back_is_lost_on_its_way_into_the_plan_or_soon_after(
+    tmp_path: Path, phase: FailurePhase
+) -> None:
     failures = (fails(3, step=4), fails(3, step=4, phase=phase))
     ended = train_until(
         endless(tmp_path, failures=failures),
@@ -116,6 +119,29 @@ def test_a_worker_is_lost_while_another_joins(tmp_path: Path) -> None:
         lambda ended: len(ended.failures) > 2 and workers_of_last_plan(ended) == set(range(6)),
     )
     assert ended.lost == {2, 3}
+
+
+def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(endless(tmp_path)))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", path, "--output-dir", run.path) as training:
+        training.read_until(STEP.format(3))
+        with Command("drain", run.path, "--worker", "1", "--worker", "4", "--wait") as drain:
+            assert drain.wait() == 0, drain.printed
+        training.read_until(STEP.format(r"\d+"))
+        with Command("drain", run.path, "--worker", "1") as refused:
+            assert refused.wait() == 1
+            assert "worker 1" in refused.printed
+        training.interrupt_all()
+        code = training.wait()
+    ended = Ended(code, run)
+    assert_nothing_was_lost(ended, repeated_steps=0)
+    assert ended.failures == []
+    assert ended.events("respawn") == []
+    assert {event["worker"] for event in ended.events("drained")} == {1, 4}
+    assert workers_of_last_plan(ended).isdisjoint({1, 4})
+    assert ended.events("join")[-1]["drained"] == [1, 4]
 
 
 def test_a_worker_that_keeps_dying_is_not_admitted_again(tmp_path: Path) -> None:
@@ -172,10 +198,13 @@ def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
         with Command("agent", "--run", run.path, "--workers", "2") as again:
             training.read_until(r"workers? .* joined before step \d+")
             training.read_until(STEP.format(r"\d+"))
-            training.interrupt_all()
-            code = training.wait()
+            again.signal(signal.SIGTERM)
             assert again.wait() == 0, again.printed
+        training.read_until(STEP.format(r"\d+"))
+        training.interrupt_all()
+        code = training.wait()
     ended = Ended(code, run)
+    assert {event["worker"] for event in ended.events("drained")} == {4, 5}
     assert_nothing_was_lost(ended, repeated_steps=len(ended.steps) - len(set(ended.steps)))
     first, second = ended.events("host_joined")
     assert first["workers"] == [4, 5]

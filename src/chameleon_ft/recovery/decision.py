@@ -77,8 +77,8 @@ def decide(
     all holders of some layer. `best_of` chooses. A proposal that exceeds memory, in a step or while layers move, or has
     layers without a holder, is listed with the reason and never chosen. Deterministic.
 
-    If `context.migrates`, a plan that moves layers is reached without a stall, after a migration: one step in which ranks
-    only measure how long a step is, and the seconds of the transfer. Until then the present plan trains.
+    If `context.migrates`, a plan that moves layers is reached without a stall, after a migration: one step in which
+    ranks only measure how long a step is, and the seconds of the transfer. Until then the present plan trains.
 
     As long as no worker is lost, `STAY` is scored first, whatever the policy proposes: it is feasible and has no stall.
 
@@ -101,13 +101,8 @@ def decide(
     if not context.lost:
         stay = Proposal(name=STAY, plan=context.plan, in_flight_limits=context.in_flight_limits)
         proposals = [stay, *(each for each in proposals if not is_noop(each, context))]
-    measured = [measure(proposal, context) for proposal in proposals]
-    if context.migrates:
-        step_s = present_step_s(context)
-        measured = [
-            (replace(each, migration_s=each.migration_s + step_s) if each.migration_s else each, draft)
-            for each, draft in measured
-        ]
+    present_s = present_step_s(context) if context.migrates else 0.0
+    measured = [measure(proposal, context, present_step_s=present_s) for proposal in proposals]
     now = context
     if decide_s is not None:
         now = replace(context, phases=replace(context.phases, decide_s=decide_s()))

@@ -37,7 +37,7 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
-        migrates: whether training continues until a plan is reached, while layers move. Whether receivers have the memory
+        migrates: whether training continues while layers move, until a plan is reached. Whether receivers have memory
             for that is not checked.
         leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
             are not in the cluster of `costs`, and count as lost.

@@ -125,8 +125,14 @@ class Candidate:
         return 0 if self.risk is None or self.risk.hosts is None else self.risk.hosts.singles
 
 
-def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, CourseDraft | None]:
-    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible."""
+def measure(
+    proposal: Proposal, context: DecisionContext, *, present_step_s: float = 0.0
+) -> tuple[Candidate, CourseDraft | None]:
+    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible.
+
+    `present_step_s` is the time of a step of the present plan, during which ranks only measure how long it is, before
+    the first layer migrates.
+    """
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -147,7 +153,7 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
     if stays:
         stall_s = 0.0
     elif context.migrates and transfer is not None:
-        stall_s, migration_s, moves_s = 0.0, moves_s, 0.0
+        stall_s, migration_s, moves_s = 0.0, present_step_s + moves_s if transfer.messages else 0.0, 0.0
     elif proposal.from_checkpoint:
         stall_s = context.return_s
     else:

@@ -138,6 +138,8 @@ class LayerMigration:
 
     def _pull_all(self) -> None:
         s_per_byte = 0.0
+        if not self._moves:
+            self._faults.at("transfer", self._committed)
         for number, (source, _, layer, num_bytes) in enumerate(self._moves):
             version = self._begin_pull(s_per_byte * num_bytes)
             if number == len(self._moves) // 2:
