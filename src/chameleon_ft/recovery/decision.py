@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +14,7 @@ from chameleon_ft.recovery.loss_risk import risk_of
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.scoring import Candidate, Course, best_of, is_noop, measure, present_step_s, remeasure, score
+from chameleon_ft.recovery.scoring import Candidate, Course, best_of, is_noop, measure, remeasure, score
 
 __all__ = ["STAY", "Decision", "decide", "prospect_of", "rescore"]
 
@@ -52,7 +51,6 @@ class Decision:
                     "step_s": each.step_s,
                     "stall_s": each.stall_s,
                     "transfer_s": each.transfer_s,
-                    "migration_s": each.migration_s,
                     "bytes": each.moved_bytes,
                     "worker_single_points_of_failure": each.worker_single_points_of_failure,
                     "host_single_points_of_failure": each.host_single_points_of_failure,
@@ -77,9 +75,6 @@ def decide(
     all holders of some layer. `best_of` chooses. A proposal that exceeds memory, in a step or while layers move, or has
     layers without a holder, is listed with the reason and never chosen. Deterministic.
 
-    If `context.migrates`, a plan that moves layers is reached without a stall, after a migration: one step in which
-    ranks only measure how long a step is, and the seconds of the transfer. Until then the present plan trains.
-
     As long as no worker is lost, `STAY` is scored first, whatever the policy proposes: it is feasible and has no stall.
 
     Args:
@@ -101,8 +96,7 @@ def decide(
     if not context.lost:
         stay = Proposal(name=STAY, plan=context.plan, in_flight_limits=context.in_flight_limits)
         proposals = [stay, *(each for each in proposals if not is_noop(each, context))]
-    present_s = present_step_s(context) if context.migrates else 0.0
-    measured = [measure(proposal, context, present_step_s=present_s) for proposal in proposals]
+    measured = [measure(proposal, context) for proposal in proposals]
     now = context
     if decide_s is not None:
         now = replace(context, phases=replace(context.phases, decide_s=decide_s()))
@@ -144,8 +138,7 @@ def _choose(
     """Return the candidates with current times and scores, and the index of the best; None if none is feasible."""
     prospect = prospect_of(now, failures)
     remeasured = [remeasure(each, before=before, now=now) for each in measured]
-    present_s = present_step_s(now) if now.migrates else math.inf
-    candidates = score(remeasured, prospect, samples=now.costs.workload.samples, present_step_s=present_s)
+    candidates = score(remeasured, prospect, samples=now.costs.workload.samples)
     return candidates, best_of(candidates, prospect)
 
 

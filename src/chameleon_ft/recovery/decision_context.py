@@ -37,8 +37,6 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
-        migrates: whether training continues while layers move, until a plan is reached. Whether receivers have memory
-            for that is not checked.
         leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
             are not in the cluster of `costs`, and count as lost.
         home: the plan whose empty places idle workers may take; None if they stay idle.
@@ -60,7 +58,6 @@ class DecisionContext:
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
-    migrates: bool = False
     leaving: tuple[Worker, ...] = ()
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))

@@ -87,21 +87,11 @@ class Prospect:
         )
 
     def of_plan(
-        self,
-        *,
-        step_s: float,
-        stall_s: float,
-        fatal: float,
-        from_checkpoint: bool,
-        total_loss: float = 0.0,
-        meanwhile_step_s: float = math.inf,
+        self, *, step_s: float, stall_s: float, fatal: float, from_checkpoint: bool, total_loss: float = 0.0
     ) -> Expected:
         """Return the expected outcome of a plan, with the expected number of steps
 
             E[max(0, G - stall)] / (step time (1 + w / I)) - (seconds of a return) / (reference step time).
-
-        If training continues until the plan is reached, E[min(G, stall)] / (step time of the present plan (1 + w / I))
-        comes on top.
 
         The first part is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
         value over G in place of its value at the mean: an incident during the stall wastes the transition, and its
@@ -118,7 +108,6 @@ class Prospect:
             from_checkpoint: whether its state is read from a checkpoint.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
-            meanwhile_step_s: seconds of a step until the plan is reached; infinite if no worker trains.
         """
         exposed, unsaved_s = (1.0, 0.0) if from_checkpoint else (self.exposed, self.checkpoints.unsaved_s)
         mean_gap_s = self.gap.left_after(0.0)
@@ -131,8 +120,9 @@ class Prospect:
         repeat_s = (before + during * total_loss) * unsaved_s
         repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
         return_s = (before + after) * self.restart_cost_s + repeat_s
-        left_s = self.gap.left_after(stall_s)
-        steps = (left_s / step_s + (mean_gap_s - left_s) / meanwhile_step_s) / (
-            1 + (self.checkpoints.write_s or 0.0) / interval_s
+        trains_s = self.gap.left_after(stall_s) / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
+        return Expected(
+            fatal_share=before + after,
+            return_s=return_s,
+            steps=trains_s / step_s - return_s / self.reference_step_s,
         )
-        return Expected(fatal_share=before + after, return_s=return_s, steps=steps - return_s / self.reference_step_s)

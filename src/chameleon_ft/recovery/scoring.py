@@ -18,22 +18,12 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, Program, default_limits
+from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 from chameleon_ft.workload import Workload
 
-__all__ = [
-    "Candidate",
-    "Course",
-    "CourseDraft",
-    "best_of",
-    "is_noop",
-    "measure",
-    "present_step_s",
-    "remeasure",
-    "score",
-]
+__all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +74,6 @@ class Candidate:
         stall_s: seconds without progress: the phases of the stall, the transfer, and repeated work of the interrupted
             step.
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
-        migration_s: seconds in which state moves while training continues under the present plan, instead of a stall.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
@@ -100,7 +89,6 @@ class Candidate:
     peak_bytes: int | None = None
     stall_s: float | None = None
     transfer_s: float | None = None
-    migration_s: float = 0.0
     moved_bytes: int | None = None
     risk: LossRisk | None = None
     from_checkpoint: bool = False
@@ -125,14 +113,8 @@ class Candidate:
         return 0 if self.risk is None or self.risk.hosts is None else self.risk.hosts.singles
 
 
-def measure(
-    proposal: Proposal, context: DecisionContext, *, present_step_s: float = 0.0
-) -> tuple[Candidate, CourseDraft | None]:
-    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible.
-
-    `present_step_s` is the time of a step of the present plan, during which ranks only measure how long it is, before
-    the first layer migrates.
-    """
+def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, CourseDraft | None]:
+    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible."""
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -149,11 +131,8 @@ def measure(
     draft = _draft(plan, proposal.in_flight_limits, context) if stays else _fitting_draft(plan, proposal, context)
     plan, estimate = draft.plan, draft.estimate
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, context.senders) * context.transfer_factor
-    migration_s = 0.0
     if stays:
         stall_s = 0.0
-    elif context.migrates and transfer is not None:
-        stall_s, migration_s, moves_s = 0.0, present_step_s + moves_s if transfer.messages else 0.0, 0.0
     elif proposal.from_checkpoint:
         stall_s = context.return_s
     else:
@@ -166,7 +145,6 @@ def measure(
         peak_bytes=max(estimate.peak_bytes.values()),
         stall_s=stall_s,
         transfer_s=moves_s,
-        migration_s=migration_s,
         moved_bytes=_state_bytes(plan, context) if transfer is None else transfer.total_bytes,
         risk=risk_of(plan.placement, cluster.hosts),
         from_checkpoint=proposal.from_checkpoint,
@@ -196,37 +174,22 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
     if candidate.from_checkpoint:
         stall_s = now.return_s
     # A plan that continues unchanged has no stall.
-    elif not now.migrates and math.isclose(stall_s, known_s + candidate.transfer_s):
+    elif math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
-    return replace(
-        candidate,
-        step_s=step_s,
-        stall_s=stall_s,
-        transfer_s=candidate.transfer_s * slower_transfer,
-        migration_s=candidate.migration_s * slower_transfer,
-    )
-
-
-def present_step_s(context: DecisionContext) -> float:
-    """Return the seconds of a step of the present plan, with the workers that leave."""
-    with_leaving = replace(context, costs=CostModel(context.costs.workload, context.senders), leaving=())
-    return _draft(context.plan, context.in_flight_limits, with_leaving).estimate.step_s * context.step_factor
+    return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
 
 
 def _work_s(context: DecisionContext) -> float:
     return math.fsum(layer.forward_s + layer.backward_s for layer in context.costs.workload.layers)
 
 
-def score(
-    candidates: Sequence[Candidate], prospect: Prospect, *, samples: int, present_step_s: float = math.inf
-) -> tuple[Candidate, ...]:
+def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:
     """Return the candidates with their expected samples; see `Prospect.of_plan` for the rule.
 
     Args:
         candidates: the feasible ones have a step time, a stall and a risk.
         prospect: what lies ahead, whichever is chosen.
         samples: of a step.
-        present_step_s: seconds of a step of the present plan, which goes on during a migration.
     """
 
     def scored(candidate: Candidate) -> Candidate:
@@ -234,8 +197,7 @@ def score(
             return candidate
         expected = prospect.of_plan(
             step_s=candidate.step_s,
-            stall_s=candidate.migration_s or candidate.stall_s,
-            meanwhile_step_s=present_step_s if candidate.migration_s else math.inf,
+            stall_s=candidate.stall_s,
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),

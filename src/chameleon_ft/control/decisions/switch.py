@@ -21,7 +21,7 @@ def decide_on_switch(
     context: recovery.DecisionContext, policy: str, failures: FailureModel, *, migrates: bool
 ) -> tuple[recovery.Decision, tuple[RecoveryPlan, ...]]:
     """Decide, and return the decision with the plans to switch to, whose programs are checked; see `plans_to`."""
-    decision = recovery.decide(replace(context, migrates=migrates), policy, failures)
+    decision = recovery.decide(context, policy, failures)
     return decision, plans_to(decision, context, migrates=migrates)
 
 
