@@ -36,6 +36,7 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
+        migrates: whether layers move while training continues, under the first plan that needs none of them.
         home: the plan whose empty places idle workers may take; None if they stay idle.
         home_in_flight_limits: the most micro-batches that workers can keep under it.
 
@@ -55,6 +56,7 @@ class DecisionContext:
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
+    migrates: bool = False
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
 
@@ -90,6 +92,15 @@ class DecisionContext:
     def held(self) -> Placement:
         """The layers that the live workers hold and can send."""
         return self.placement if self.holdings is None else self.holdings
+
+    @property
+    def migration_factor(self) -> float:
+        """Seconds of a migration over those that messages and links explain.
+
+        Layers move while parameters are constant: at any time of a step but during its vote and its update, which are
+        what the estimate of a step leaves out.
+        """
+        return self.transfer_factor * max(1.0, self.step_factor)
 
     @property
     def returns(self) -> bool:
