@@ -28,9 +28,12 @@ def prospect(
     )
 
 
+@pytest.mark.parametrize("migration_s", [0.0, 7.0])
 @pytest.mark.parametrize("from_checkpoint", [False, True])
 @pytest.mark.parametrize(("stall_s", "fatal"), [(0.0, 0.1), (5.0, 0.02), (40.0, 0.3)])
-def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: float, from_checkpoint: bool) -> None:
+def test_a_plan_comes_to_the_mean_over_drawn_futures(
+    stall_s: float, fatal: float, from_checkpoint: bool, migration_s: float
+) -> None:
     gap = Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),))
     ahead = prospect(gap, restart_cost_s=100.0, exposed=0.5, checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0))
     generator = random.Random(1)
@@ -39,12 +42,20 @@ def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: floa
     unsaved_s, exposed = (0.0, 1.0) if from_checkpoint else (60.0, 0.5)
     for _ in range(draws):
         wait_s = generator.expovariate(1 / 1000.0)
-        steps += max(0.0, wait_s - stall_s) / 2.0
-        is_fatal = generator.random() < (exposed if wait_s < stall_s else fatal)
+        reached_s = stall_s + migration_s
+        steps += max(0.0, wait_s - reached_s) / 2.0 + min(migration_s, max(0.0, wait_s - stall_s)) / 3.0
+        is_fatal = generator.random() < (exposed if wait_s < reached_s else fatal)
         if is_fatal:
             returns += 1
-            return_s += 100.0 + (unsaved_s if wait_s < stall_s else (unsaved_s + wait_s) % 80.0)
-    found = ahead.of_plan(step_s=2.0, stall_s=stall_s, fatal=fatal, from_checkpoint=from_checkpoint)
+            return_s += 100.0 + (unsaved_s if wait_s < reached_s else (unsaved_s + wait_s) % 80.0)
+    found = ahead.of_plan(
+        step_s=2.0,
+        stall_s=stall_s,
+        fatal=fatal,
+        from_checkpoint=from_checkpoint,
+        migration_s=migration_s,
+        migration_step_s=3.0,
+    )
     assert found.fatal_share == pytest.approx(returns / draws, rel=0.02)
     assert found.return_s == pytest.approx(return_s / draws, rel=0.02)
     assert found.steps == pytest.approx((steps - return_s / 1.5) / draws, rel=0.02)

@@ -46,7 +46,7 @@ def test_a_move_has_the_bytes_of_a_transfer(seed: int) -> None:
     move = move_to(after, left, Pipelines(model, split_backward=False))
     transfer = transfer_to(placement(left), placement(after), live=live, layers=model.workload.layers)
     assert move is not None
-    moved_bytes, seconds = move
+    moved_bytes, seconds = move.moved_bytes, move.transfer_s
     assert moved_bytes == transfer.total_bytes
     # Rounds may take longer than the worker that sends or receives most, and sources than layers one by one.
     took_s = transfer_s(transfer.rounds, model.cluster)

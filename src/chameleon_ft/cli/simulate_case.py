@@ -279,7 +279,7 @@ def _assume(text: str, parameters: Parameters) -> Parameters:
         name, numbers = present_name(name.strip(), "recovery", source="--assume"), _numbers([value])
         if name not in types or not numbers or (types[name] is int and not numbers[0].is_integer()):
             raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with NAME one of {', '.join(types)}")
-        given[name] = int(numbers[0]) if types[name] is int else numbers[0]
+        given[name] = types[name](numbers[0])
     change: Callable[..., Parameters] = replace
     return change(parameters, **given)
 

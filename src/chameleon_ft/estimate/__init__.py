@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory, workload_memory
-from chameleon_ft.estimate.rest import RestEstimate, estimate_rest
+from chameleon_ft.estimate.rest import RestEstimate, estimate_rest, lost_share_s
 from chameleon_ft.estimate.step import (
     PartsEstimate,
     StepEstimate,
@@ -37,6 +37,7 @@ __all__ = [
     "estimate_rest",
     "estimate_step",
     "estimate_sync",
+    "lost_share_s",
     "peak_bytes_of",
     "pipeline_bound_s",
     "pipeline_times",

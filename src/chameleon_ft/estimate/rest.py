@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, sync_after
+from chameleon_ft.plan import Placement
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule import CostModel, OperationKind, ScheduledRest
 from chameleon_ft.schedule.program import KINDS
 
-__all__ = ["RestEstimate", "estimate_rest"]
+__all__ = ["RestEstimate", "estimate_rest", "lost_share_s"]
 
 _MAKERS: Final = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
 
@@ -53,3 +56,29 @@ def estimate_rest(rest: RestOfStep, scheduled: ScheduledRest, costs: CostModel) 
         complete_s[worker][start, stop] = end_s
     placement = rest.plan.placement.without(set(rest.plan.workers) - live)
     return RestEstimate(sync=sync_after(placement, complete_s, scheduled.program_s, costs))
+
+
+def lost_share_s(placement: Placement, lost: Collection[int], costs: CostModel) -> float:
+    """Return by how many seconds the rest of a step takes longer because peers do the share of the lost workers.
+
+    The contributions of a lost worker are gone whenever it fails, so its peers do all of its work of the step. If the
+    holders of a layer share its work equally, the loss of k of h holders leaves M t k / (h (h - k)) to each of the
+    others, for M micro-batches of t seconds. The sum over the layers of a lost worker counts, and the largest one of
+    all lost workers. Idle time of the peers may hide some of it. Infinite if a layer has no holder left.
+    """
+    gone, layers = set(lost), costs.workload.layers
+
+    def more_s(layer: int) -> float:
+        holders = placement.holders(layer)
+        left = sum(worker not in gone for worker in holders)
+        if not left:
+            return math.inf
+        work_s = costs.workload.micro_batches * (layers[layer].forward_s + layers[layer].backward_s)
+        return work_s * (len(holders) - left) / (len(holders) * left)
+
+    ranges = {own for worker in gone for own in placement.ranges_of(worker)}
+    by_layer = {layer: more_s(layer) for own in ranges for layer in own}
+    return max(
+        (math.fsum(by_layer[layer] for own in placement.ranges_of(worker) for layer in own) for worker in gone),
+        default=0.0,
+    )

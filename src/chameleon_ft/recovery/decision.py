@@ -11,6 +11,7 @@ from chameleon_ft.estimate import StallModel, total_work_bound_s
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import risk_of
+from chameleon_ft.recovery.migration import with_migrations
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
@@ -51,6 +52,7 @@ class Decision:
                     "step_s": each.step_s,
                     "stall_s": each.stall_s,
                     "transfer_s": each.transfer_s,
+                    "migration_s": each.migration_s,
                     "bytes": each.moved_bytes,
                     "worker_single_points_of_failure": each.worker_single_points_of_failure,
                     "host_single_points_of_failure": each.host_single_points_of_failure,
@@ -76,6 +78,7 @@ def decide(
     layers without a holder, is listed with the reason and never chosen. Deterministic.
 
     As long as no worker is lost, `STAY` is scored first, whatever the policy proposes: it is feasible and has no stall.
+    If the run `migrates`, layers move while the first candidate trains that needs none of them; see `with_migrations`.
 
     Args:
         context: the active plan, and which workers are live.
@@ -97,6 +100,8 @@ def decide(
         stay = Proposal(name=STAY, plan=context.plan, in_flight_limits=context.in_flight_limits)
         proposals = [stay, *(each for each in proposals if not is_noop(each, context))]
     measured = [measure(proposal, context) for proposal in proposals]
+    if context.migrates:
+        measured = with_migrations(measured, context)
     now = context
     if decide_s is not None:
         now = replace(context, phases=replace(context.phases, decide_s=decide_s()))

@@ -37,6 +37,7 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
+        migrates: whether layers move while training continues, under the first plan that needs none of them.
         leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
             are not in the cluster of `costs`, and count as lost.
         home: the plan whose empty places idle workers may take; None if they stay idle.
@@ -58,6 +59,7 @@ class DecisionContext:
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
+    migrates: bool = False
     leaving: tuple[Worker, ...] = ()
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
@@ -103,6 +105,15 @@ class DecisionContext:
         """The cluster with the workers that leave."""
         cluster = self.costs.cluster
         return Cluster((*cluster.workers, *self.leaving), cluster.intra_host, cluster.inter_host)
+
+    @property
+    def migration_factor(self) -> float:
+        """Seconds of a migration over those that messages and links explain.
+
+        Layers move while parameters are constant: at any time of a step but during its vote and its update, which are
+        what the estimate of a step leaves out.
+        """
+        return self.transfer_factor * max(1.0, self.step_factor)
 
     @property
     def returns(self) -> bool:

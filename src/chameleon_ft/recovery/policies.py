@@ -43,7 +43,8 @@ class Policy:
             depth; or with the best of "several" plans, for a policy that never leaves the depth that it starts with.
         replans: whether it returns to a checkpoint with the fastest plan too, not only with equal pipelines.
         restarts: whether it returns to a checkpoint after every loss, so that there always is one.
-        salvages: whether a run completes an interrupted step from what survivors hold of it, instead of repeating it.
+        salvages: whether a run completes an interrupted step from what survivors hold of it, instead of repeating it,
+            and decides on everything but rerouting while it trains.
     """
 
     kinds: Mapping[Kind, str]

@@ -87,27 +87,40 @@ class Prospect:
         )
 
     def of_plan(
-        self, *, step_s: float, stall_s: float, fatal: float, from_checkpoint: bool, total_loss: float = 0.0
+        self,
+        *,
+        step_s: float,
+        stall_s: float,
+        fatal: float,
+        from_checkpoint: bool,
+        total_loss: float = 0.0,
+        migration_s: float = 0.0,
+        migration_step_s: float = math.inf,
     ) -> Expected:
         """Return the expected outcome of a plan, with the expected number of steps
 
-            E[max(0, G - stall)] / (step time (1 + w / I)) - (seconds of a return) / (reference step time).
+            E[integral from 0 to G of dt / (step time)] / (1 + w / I) - (seconds of a return) / (reference step time),
 
-        The first part is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
-        value over G in place of its value at the mean: an incident during the stall wastes the transition, and its
-        transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of steps. A
-        return is charged at the same step time for all plans, because otherwise a slow plan would make it cheap.
+        where no step is trained in the stall, and those of the migration take `migration_step_s` each. With L(t) =
+        E[max(0, G - t)], the integral is (L(stall) - L(reached)) / migration step + L(reached) / step. Without a
+        migration this is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
+        value over G in place of its value at the mean: an incident before the plan is reached wastes the transition,
+        and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of
+        steps. A return is charged at the same step time for all plans, because otherwise a slow plan would make it
+        cheap.
 
         A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
 
         Args:
             step_s: seconds of a step.
-            stall_s: seconds until the plan is reached, repeated work of the interrupted step included.
+            stall_s: seconds until training resumes, repeated work of the interrupted step included.
             fatal: probability that the next incident takes all holders of some layer once the plan is reached.
             from_checkpoint: whether its state is read from a checkpoint.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
+            migration_s: seconds after the stall in which layers move while another plan trains.
+            migration_step_s: seconds of a step of that plan.
         """
         exposed, unsaved_s = (1.0, 0.0) if from_checkpoint else (self.exposed, self.checkpoints.unsaved_s)
         mean_gap_s = self.gap.left_after(0.0)
@@ -115,14 +128,18 @@ class Prospect:
         interval_s = self.checkpoints.interval_s(
             step_s=step_s, return_gap_s=mean_gap_s / returns if returns else math.inf
         )
-        during = self.gap.within(stall_s)
+        reached_s = stall_s + migration_s
+        during = self.gap.within(reached_s)
         before, after = during * exposed, (1 - during) * fatal
         repeat_s = (before + during * total_loss) * unsaved_s
         repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
         return_s = (before + after) * self.restart_cost_s + repeat_s
-        trains_s = self.gap.left_after(stall_s) / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
+        left_s = self.gap.left_after(reached_s)
+        steps = left_s / step_s
+        if migration_s:
+            steps += (self.gap.left_after(stall_s) - left_s) / migration_step_s
         return Expected(
             fatal_share=before + after,
             return_s=return_s,
-            steps=trains_s / step_s - return_s / self.reference_step_s,
+            steps=steps / (1 + (self.checkpoints.write_s or 0.0) / interval_s) - return_s / self.reference_step_s,
         )

@@ -73,7 +73,9 @@ class Candidate:
         peak_bytes: the highest memory use of any worker.
         stall_s: seconds without progress: the phases of the stall, the transfer, and repeated work of the interrupted
             step.
-        transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
+        transfer_s: seconds of these in which state moves.
+        migration_s: seconds after the stall in which state moves while another plan trains; zero for none.
+        migration_step_s: seconds of a step of that plan, times `step_factor`.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
@@ -89,6 +91,8 @@ class Candidate:
     peak_bytes: int | None = None
     stall_s: float | None = None
     transfer_s: float | None = None
+    migration_s: float = 0.0
+    migration_step_s: float = math.inf
     moved_bytes: int | None = None
     risk: LossRisk | None = None
     from_checkpoint: bool = False
@@ -156,8 +160,8 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
 def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionContext) -> Candidate:
     """Return the candidate with current times; neither memory nor samples are updated.
 
-    Steps change as the times of layers and `step_factor` do, transfers as `transfer_factor` does, and stalls by the
-    difference in phases and repeated work.
+    Steps change as the times of layers and `step_factor` do, transfers as `transfer_factor` does, migrations as both
+    factors do, and stalls by the difference in phases and repeated work.
 
     Args:
         candidate: the earlier predictions.
@@ -171,12 +175,20 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
     known_s = before.phases.total_s + before.repeat_s
     later_s = now.phases.total_s + now.repeat_s - known_s
     step_s, stall_s = candidate.step_s * slower, candidate.stall_s
+    is_switch = now.migrates and not now.lost and not candidate.transfer_s
     if candidate.from_checkpoint:
         stall_s = now.return_s
-    # A plan that continues unchanged has no stall.
-    elif math.isclose(stall_s, known_s + candidate.transfer_s):
+    # A plan that continues unchanged has no stall, nor has a switch.
+    elif not is_switch and math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
-    return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
+    return replace(
+        candidate,
+        step_s=step_s,
+        stall_s=stall_s,
+        transfer_s=candidate.transfer_s * slower_transfer,
+        migration_s=candidate.migration_s * now.migration_factor / before.migration_factor,
+        migration_step_s=candidate.migration_step_s * slower,
+    )
 
 
 def _work_s(context: DecisionContext) -> float:
@@ -201,6 +213,8 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),
+            migration_s=candidate.migration_s,
+            migration_step_s=candidate.migration_step_s,
         )
         return replace(
             candidate,

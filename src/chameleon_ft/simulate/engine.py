@@ -48,8 +48,11 @@ class PolicySimulation:
     _used_s: float = 0.0
     _idle_s: float = 0.0
     _dead_s: float = 0.0
-    # When it is decided what to do with workers that are back.
-    _returns_decided_s: float | None = None
+    # The option that trains until a change to the active one begins.
+    _trains: Option | None = None
+    # When it is decided beside training: what to do with workers that are back, or after a continuation in place.
+    _decides_s: float | None = None
+    _deciding: str = ""
     # Before the last decision, if its outcome is not recorded yet: steps, their seconds, and seconds of stalls; and the
     # work that is done again because of it.
     _before: tuple[int, float, float, float] | None = None
@@ -101,10 +104,10 @@ class PolicySimulation:
         )
 
     def _pass_to(self, time_s: float) -> None:
-        """Let time pass; decide on workers that are back when it is time to."""
-        while self._returns_decided_s is not None and self._returns_decided_s <= time_s:
-            self._advance(self._returns_decided_s)
-            self._decide("back")
+        """Let time pass; decide beside training when it is time to."""
+        while self._decides_s is not None and self._decides_s <= time_s:
+            self._advance(self._decides_s)
+            self._decide(self._deciding)
         self._advance(time_s)
 
     def _advance(self, time_s: float) -> None:
@@ -156,7 +159,7 @@ class PolicySimulation:
         if decide_s == now_s:
             self._decide("back")
         else:
-            self._returns_decided_s = decide_s
+            self._decides_s, self._deciding = decide_s, "back"
 
     def _start(self) -> None:
         # Nothing that happened before the start is known of failures.
@@ -168,16 +171,19 @@ class PolicySimulation:
             self._change_to(self._active, cause="start", finish_step=False)
 
     def _decide(self, cause: str, lost: frozenset[int] = frozenset()) -> None:
-        self._returns_decided_s = None
         if not self._has_started:
             self._start()
             return
         account, before = self.account, self._active
-        hit = before is not None and not lost.isdisjoint(before.plan.used)
+        hit = before is not None and not lost.isdisjoint(self._needed)
+        if self.planner.salvages and lost and before is not None and not hit:
+            return  # a spare, of which nothing depends
+        self._decides_s = None
         state = self._state(
             self._rate,
             lost=lost if hit or before is None else frozenset(),
             repeat_s=account.part_s if hit else 0.0,
+            in_place=self.planner.salvages and (hit or cause == "slow"),
         )
         option = self._active = self.planner.decide(state)
         if option is None:
@@ -189,20 +195,48 @@ class PolicySimulation:
             self._record(cause, "wait", step_s=math.inf)
             return
         unchanged = before is not None and not option.stall_s and option.step_s == before.step_s
-        if unchanged and not state.interrupted:
+        # A switch has no stall either.
+        is_switch = self.planner.salvages and before is not None and option.plan != before.plan
+        if not unchanged or is_switch or state.interrupted:
+            self._carry_out(option, before, cause, is_hit=hit)
+        else:
             self._note_rate(option)
-            return
+        if option.in_place:
+            self._decides_s = max(account.clock_s, account.resume_s) + self.parameters.search_s
+            self._deciding = "review"
+
+    def _carry_out(self, option: Option, before: Option | None, cause: str, *, is_hit: bool) -> None:
+        """Record a decision and begin its change."""
+        account = self.account
         self._record_outcome()
-        if hit or cause == "slow" or before is None:
+        repeat_s = option.repeat_s
+        if option.in_place:
+            step_s = option.step_s + self.parameters.step_overhead_s
+            repeat_s = account.salvage(step_s=step_s, share_s=option.share_s)
+        elif is_hit or cause == "slow" or before is None:
             account.lose_step()
         if option.from_checkpoint and not option.saves_first:
             account.lose_step()
             account.return_to_checkpoint()
-        self._record(cause, option.policy, step_s=option.step_s, stall_s=option.stall_s, repeat_s=option.repeat_s)
-        self._change_to(option, cause=cause, finish_step=not hit)
+        stall_s = option.still_s + repeat_s
+        self._record(cause, option.policy, step_s=option.step_s, stall_s=stall_s, repeat_s=repeat_s)
+        if not account.is_changing:
+            self._trains = before
+        self._change_to(option, cause=cause, finish_step=not (is_hit or option.in_place))
+
+    @property
+    def _needed(self) -> frozenset[int]:
+        """The workers whose loss interrupts training, or the change that is under way."""
+        used = frozenset() if self._active is None else self._active.plan.used
+        return used | self._trains.plan.used if self.account.is_changing and self._trains is not None else used
 
     def _state(
-        self, rate: FailureModel, *, lost: frozenset[int] = frozenset(), repeat_s: float = 0.0
+        self,
+        rate: FailureModel,
+        *,
+        lost: frozenset[int] = frozenset(),
+        repeat_s: float = 0.0,
+        in_place: bool = False,
     ) -> SimulatorState:
         now_s, resume_s = self.account.clock_s, self.account.resume_s
         return SimulatorState(
@@ -210,6 +244,7 @@ class PolicySimulation:
             lost=lost,
             repeat_s=repeat_s,
             running_s=max(0.0, now_s - resume_s),
+            in_place=in_place,
             interrupted=now_s < resume_s,
             checkpoints=self._checkpoints,
             rate=rate,
@@ -239,7 +274,7 @@ class PolicySimulation:
             write_s=parameters.checkpoint_write_s,
             saved=option.saves_first,
         )
-        self.account.change(change, finish_step=finish_step)
+        self.account.change(change, finish_step=finish_step, migration_s=option.migration_s)
         self._note_rate(option)
 
     def _note_rate(self, option: Option) -> None:

@@ -19,9 +19,10 @@ class Parameters:
     Attributes:
         detect_s: seconds until a loss is detected; the runtime's median on eight workers, docs/benchmarks.md.
         stop_s: seconds until the last survivor has left its operation; likewise.
-        decide_s: seconds of a decision that was prepared; a guess.
-        search_s: seconds of any other decision, and of the preparation for each class of losses (by class: for all of
-            them): on 32 workers with two cores; see docs/simulator-internals.md.
+        decide_s: seconds of a decision that was prepared, or of rerouting alone; a guess.
+        search_s: seconds of any other decision, which does not stop a policy that salvages, and of the preparation for
+            each class of losses (by class: for all of them): on 32 workers with two cores; see
+            docs/simulator-internals.md.
         regroup_s: seconds until new communicators are formed; a guess for some thousand ranks, 0.015 s for eight.
         weigh_s: seconds from the return of workers until the decision about them, while training continues.
         step_overhead_s: seconds that a step takes beyond its estimate: vote, update, and overhead of the host.
@@ -38,6 +39,7 @@ class Parameters:
             Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. The part that does not fit into them makes
             the step longer, and nothing else: a loss costs the phases above, and the remaining workers have the fastest
             equal pipelines. So it is an upper bound for Bamboo.
+        salvage: whether interrupted steps are completed and layers move beside training, under policies that do so.
         exact_up_to: most workers for which decisions are those of `recovery.decide`; above, plans are by class.
 
     Raises:
@@ -58,6 +60,7 @@ class Parameters:
     checkpoint_write_s: float = 1.0
     checkpoint_interval_s: float = 3_600.0
     redundant_forward: float = 1.0
+    salvage: bool = True
     exact_up_to: int = 32
 
     def __post_init__(self) -> None:
@@ -94,6 +97,11 @@ class Parameters:
     def after_surprise(self) -> StallModel:
         """The phases of a stall after a loss whose decision was not prepared."""
         return replace(self.after_loss, decide_s=self.search_s)
+
+    @property
+    def after_switch(self) -> StallModel:
+        """The phases of a stall if the change was prepared beside training: none."""
+        return StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
 
     @property
     def after_change(self) -> StallModel:

@@ -88,6 +88,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             host_failure_fraction=recovery.host_failure_fraction,
             restart_cost_s=recovery.restart_cost_s,
             checkpoint_interval_s=every * step_s if every else math.inf,
+            salvage=recovery.salvage and config.backend != "nccl",
         ),
     )
 
@@ -162,13 +163,17 @@ def recorded_copies_s(run: RunDirectory) -> list[float]:
 
 
 def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]]) -> None:
-    """Add the phases of single losses; the phases of several at once overlap, but for the search and the regrouping."""
+    """Add the phases of single losses, and the searches that follow them beside training.
+
+    The phases of several losses at once overlap, but for the search and the regrouping.
+    """
     losses: dict[int, list[FailureRecord]] = defaultdict(list)
     for event in events:
         if event["event"] == "failure":
             losses[event["generation"]].append(FailureRecord.from_json(event))
-    decisions = (story.decided for story in decision_stories(events))
-    prepared = {each.generation: each.prepared for each in decisions if each.lost}
+    decisions = [story.decided for story in decision_stories(events)]
+    prepared = {each.generation: each.prepared or each.salvaged is not None for each in decisions if each.lost}
+    seen["search_s"] += [each.search_s for each in decisions if each.trigger == "review"]
     for generation, records in losses.items():
         first = records[0]
         if first.policy in _NO_STALL or generation not in prepared:

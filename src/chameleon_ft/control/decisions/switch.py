@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, describe_pipelines, describe_transfer
 from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.estimate import program_memory
-from chameleon_ft.plan import LayerRange, Placement, Plan
-from chameleon_ft.recovery import STAY, FailureModel
+from chameleon_ft.plan import Placement
+from chameleon_ft.recovery import STAY, FailureModel, with_shadow_holders
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.transfer import Transfer, transfer_to
 
-__all__ = ["decide_on_switch", "plans_to", "with_shadow_holders"]
+__all__ = ["decide_on_switch", "plans_to"]
 
 
 def decide_on_switch(
     context: recovery.DecisionContext, policy: str, failures: FailureModel, *, migrates: bool
 ) -> tuple[recovery.Decision, tuple[RecoveryPlan, ...]]:
     """Decide, and return the decision with the plans to switch to, whose programs are checked; see `plans_to`."""
-    decision = recovery.decide(context, policy, failures)
+    decision = recovery.decide(replace(context, migrates=migrates), policy, failures)
     return decision, plans_to(decision, context, migrates=migrates)
 
 
@@ -58,7 +57,7 @@ def plans_to(
     )
     if not transfer.messages:
         return (final,)
-    migration = _migration(context, transfer) if migrates else None
+    migration = _migration(context, course.plan.placement, transfer) if migrates else None
     if migration is not None:
         return migration, final
     if course.transfer is None:
@@ -70,17 +69,9 @@ def plans_to(
     return (replace(final, transition=transition, predicted_stall_s=chosen.transfer_s),)
 
 
-def with_shadow_holders(plan: Plan, transfer: Transfer) -> Plan:
-    """Return the plan with each receiver of layers as another holder of them, and its routes as they are."""
-    ranges = {worker: list(own) for worker, own in plan.placement.ranges.items()}
-    for message in transfer.messages:
-        ranges.setdefault(message.destination, []).append(message.layers)
-    return replace(plan, placement=Placement(plan.placement.num_layers, _tuples(ranges)))
-
-
-def _migration(context: recovery.DecisionContext, transfer: Transfer) -> RecoveryPlan | None:
+def _migration(context: recovery.DecisionContext, target: Placement, transfer: Transfer) -> RecoveryPlan | None:
     """Return the plan under which layers move beside training; None if a receiver lacks the memory."""
-    plan, costs = with_shadow_holders(context.plan, transfer), CostModel(context.costs.workload, context.senders)
+    plan, costs = with_shadow_holders(context.plan, target), CostModel(context.costs.workload, context.senders)
     program = best_program(plan, costs, in_flight_limits=context.in_flight_limits).program
     memory = program_memory(program, plan.placement, costs.workload)
     for worker in {message.destination for message in transfer.messages}:
@@ -100,10 +91,6 @@ def _migration(context: recovery.DecisionContext, transfer: Transfer) -> Recover
         program=program,
         prepared=True,
     )
-
-
-def _tuples(ranges: Mapping[int, Sequence[LayerRange]]) -> dict[int, tuple[LayerRange, ...]]:
-    return {worker: tuple(own) for worker, own in ranges.items()}
 
 
 def _layers(placement: Placement, worker: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Account", "Change"]
 
@@ -44,6 +44,15 @@ class _Training:
     done: int = 0
     written: int = 0
     passed_s: float = 0.0
+
+    def until_boundary_s(self, seconds: float) -> float:
+        """Return the seconds until the step or checkpoint ends that is under way in so many seconds."""
+        later = replace(self, passed_s=self.passed_s + seconds)
+        done, written, writing_s = later.progress()
+        if writing_s:
+            return seconds + self.write_s - writing_s
+        part_s = later.passed_s - done * self.step_s - written * self.write_s
+        return seconds + (self.step_s - part_s if part_s > 0 else 0.0)
 
     def progress(self) -> tuple[int, int, float]:
         """Return (steps done, checkpoints written, seconds of the one that is being written) by now."""
@@ -107,16 +116,27 @@ class Account:
         """Let time pass."""
         if self._change is not None and to_s >= self._change_s:
             self._advance(self._change_s)
+            self._end_step()
             self._begin(self._change)
         self._advance(to_s)
 
-    def change(self, change: Change, *, finish_step: bool) -> None:
-        """Begin a change at once, or with `finish_step` at the end of the current step or checkpoint."""
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change waits for the end of a migration or of a step, and training continues until then."""
+        return self._change is not None
+
+    def change(self, change: Change, *, finish_step: bool, migration_s: float = 0.0) -> None:
+        """Begin a change at once, or with `finish_step` at the end of the current step or checkpoint.
+
+        Training continues for `migration_s` seconds before the step that is finished. A change that begins at once
+        continues the current step, unless that was given up.
+        """
         self._change_s = self.clock_s
-        trains = self._change is not None or self.clock_s >= self.resume_s
+        trains = self.is_changing or self.clock_s >= self.resume_s
         if finish_step and self._training is not None and trains:
-            left_s = self._training.step_s - self.part_s if self.part_s else 0.0
-            self._change_s += left_s + (self._training.write_s - self._writing_s if self._writing_s else 0.0)
+            self._change_s += self._training.until_boundary_s(migration_s)
+            if self._change_s <= self.clock_s:
+                self._end_step()
         if self._change_s > self.clock_s:
             self._change = change
             self.resume_s = self._change_s + change.stall_s
@@ -129,11 +149,35 @@ class Account:
         self.timeline.append((self.clock_s, math.inf))
 
     def lose_step(self) -> None:
-        """Give up the current step, and a change that has not begun."""
+        """Give up the current step, and a change that has not begun; another change or a wait follows."""
         if self.part_s:
             self.lost_by_cause["step"] += self.part_s
         self.part_s = self._writing_s = 0.0
+        self._training = self._change = None
+
+    def salvage(self, *, step_s: float, share_s: float) -> float:
+        """Keep the current step for a change that begins at once; give up a change that has not begun.
+
+        Without the stall, the step takes `share_s` longer than those before, or as long as those after the change if
+        that is more: the part of it that has to be repeated is given up.
+
+        Args:
+            step_s: seconds of a step after the change.
+            share_s: seconds by which the rest of the step takes longer.
+
+        Returns:
+            The seconds that are given up.
+        """
+        assert self._training is not None
+        before_s = self._training.step_s
+        kept_s = self.part_s * min(1.0, step_s / before_s) - max(0.0, share_s - max(0.0, step_s - before_s))
+        lost_s = self.part_s - max(0.0, kept_s)
+        if lost_s:
+            self.lost_by_cause["step"] += lost_s
+        self.part_s -= lost_s
+        self._writing_s = 0.0
         self._change = None
+        return lost_s
 
     def return_to_checkpoint(self) -> None:
         """Give up all steps since the last checkpoint; `lose_step` comes first."""
@@ -143,17 +187,19 @@ class Account:
         self.steps -= self._unsaved
         self._unsaved, self._unsaved_s = 0, 0.0
 
-    def _begin(self, change: Change) -> None:
-        self._change = None
-        # A step that ends just now may miss its end by a rounding.
+    def _end_step(self) -> None:
+        """End the step that ends just now; it may miss its end by a rounding."""
         if self._training is not None and self.part_s > self._training.step_s / 2:
             self._finish(1, self.part_s)
         self.part_s = 0.0
+
+    def _begin(self, change: Change) -> None:
+        self._change = None
         if change.saved:
             self._unsaved, self._unsaved_s = 0, 0.0
         every = max(1, round(change.checkpoint_every_s / change.step_s))
         first = min(every, max(1, round((change.checkpoint_every_s - self._unsaved_s) / change.step_s)))
-        self._training = _Training(change.step_s, first, every, change.write_s)
+        self._training = _Training(change.step_s, first, every, change.write_s, passed_s=self.part_s)
         self._cause = change.cause
         self._writing_s = 0.0
         self.resume_s = self.clock_s + change.stall_s

@@ -33,7 +33,7 @@ class DecisionRecord:
 
     Attributes:
         time_s: seconds since the trace began.
-        cause: `lost`, `back` or `slow`.
+        cause: `lost`, `back`, `slow`, or `review` for a decision beside training after a loss.
         chosen: the chosen kind of plan, such as `reroute`; `checkpoint` if no plan was feasible and all workers
             returned to a checkpoint, `wait` if too few workers are live.
         live: number of live workers.
@@ -69,7 +69,7 @@ class PolicyResult:
         timeline: throughput at each change.
         checkpoint_s: seconds in which training stopped for a checkpoint.
         unfinished_s: seconds in the step that the end of the trace cut off.
-        stall_by_cause: seconds of stalls after a decision, by its cause (`lost`, `back`, `slow`).
+        stall_by_cause: seconds of stalls after a decision, by its cause (`lost`, `back`, `slow`, `review`).
         lost_by_cause: seconds of lost work, in the interrupted step (`step`) or since the last checkpoint
             (`checkpoint`). All these seconds add up to `duration_s`.
         decisions: in order of time.

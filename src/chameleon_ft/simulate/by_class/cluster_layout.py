@@ -32,6 +32,7 @@ from chameleon_ft.simulate.by_class.step_times import ClassStep, StepTimes
 __all__ = [
     "ClusterLayout",
     "LayoutPipeline",
+    "Move",
     "ReplayedSteps",
     "arranged",
     "by_stage",
@@ -241,8 +242,25 @@ def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, fl
     return replace(step, step_s=step.step_s - step.program_s + program_s, program_s=program_s)
 
 
-def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> tuple[int, float] | None:
-    """Return (bytes, seconds) of the state that moves to a new layout.
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The state that moves to a new layout.
+
+    Attributes:
+        moved_bytes: all that workers receive.
+        transfer_s: seconds until it has arrived.
+        most_bytes: the most that a worker of the layout before needs for what it receives, gradients included.
+        most_idle_bytes: likewise for workers outside that layout.
+    """
+
+    moved_bytes: int = 0
+    transfer_s: float = 0.0
+    most_bytes: int = 0
+    most_idle_bytes: int = 0
+
+
+def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> Move | None:
+    """Return the state that moves to a new layout.
 
     The time is that of the worker that sends or receives most, at the bandwidth between hosts, which the sources and
     rounds of `chameleon_ft.transfer` reach but for a few messages. None if a layer has no holder, or the state that
@@ -251,7 +269,7 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
     stays = set(current.pipelines)
     changed = [pipeline for pipeline in new.pipelines if pipeline not in stays]
     held = current.held() if changed else {}
-    total = largest = 0
+    total = largest = most = most_idle = 0
     lacking: Counter[int] = Counter()
     for pipeline in changed:
         for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
@@ -263,18 +281,20 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
             lacking.update(missing)
             total += received
             largest = max(largest, received)
+            beside = sum(pipelines.held_bytes(LayerRange(layer, layer + 1)) for layer in missing)
+            most, most_idle = (most, max(most_idle, beside)) if had is None else (max(most, beside), most_idle)
             before = 0 if had is None else pipelines.held_bytes(had)
             if pipelines.memory_bytes is not None and before + received > pipelines.memory_bytes:
                 return None
     if not lacking:
-        return 0, 0.0
+        return Move()
     holders: Counter[int] = Counter()
     for layers, count in Counter(held.values()).items():
         holders.update(dict.fromkeys(layers, count))
     if not lacking.keys() <= holders.keys():
         return None
     sent = max(-(-count // holders[layer]) * pipelines.state_bytes[layer] for layer, count in lacking.items())
-    return total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent))
+    return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)), most, most_idle)
 
 
 def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:

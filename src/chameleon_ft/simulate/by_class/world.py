@@ -90,6 +90,12 @@ class World:
             step_s *= 1 + self._redundancy(layout, step_s)
         return step_s
 
+    def peak_bytes(self, layout: ClusterLayout, speeds: Mapping[int, float]) -> float:
+        """Return the memory of the worker that needs most in a step; infinite if the layout cannot be run."""
+        step = layout_step(layout, self.times, speeds)
+        runs = [] if step is None else [self.pipelines.run(own, share) for own, share in step.most.items()]
+        return max((math.inf if run is None else run.peak_bytes for run in runs), default=math.inf)
+
     def _redundancy(self, layout: ClusterLayout, step_s: float) -> float:
         """Return the share by which redundant forwards lengthen a step: the part that does not fit into the bubbles."""
         layers = self.costs.workload.layers

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 from chameleon_ft.estimate import StallModel
+from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import LossRisk, prefers_rerouting
 from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     LayoutPipeline,
+    Move,
     arranged,
     layout_risk,
     move_to,
@@ -42,12 +45,27 @@ class ClassPlanner(Planner):
     def _without(self, plan: ClusterLayout, lost: frozenset[int]) -> ClusterLayout:
         return plan.without(lost)
 
+    def _placement(self, plan: ClusterLayout) -> Placement:
+        held = {worker: (layers,) for worker, layers in plan.held().items()}
+        return Placement(self._world.pipelines.num_layers, held)
+
+    def _in_place(self, reached: ClusterLayout, state: SimulatorState) -> Option | None:
+        step_s = self._world.step_s(reached, state.speeds)
+        name = "reroute" if self._lost else "as-it-is"
+        return None if step_s is None else Option(policy=name, plan=reached, step_s=step_s)
+
     def _risk(self, plan: ClusterLayout, live: Collection[int]) -> LossRisk | None:
         hosts = self._costs.cluster.hosts
         return layout_risk(plan, {worker: hosts[worker] for worker in live}, self._world.pipelines.num_layers)
 
     def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option]:
-        proposer = ProposalsByClass(self._world, reached, state, is_intact=not self._lost)
+        proposer = ProposalsByClass(
+            self._world,
+            reached,
+            state,
+            is_intact=not self._lost,
+            migrates=self.salvages and not state.lost,
+        )
         return [*proposer.keep(), *self._policy.propose(proposer)]
 
 
@@ -59,13 +77,17 @@ class ProposalsByClass:
         layout: what the workers hold.
         state: of the simulation.
         is_intact: whether no worker of the layout has been lost since it was reached.
+        migrates: whether layers move while the layout trains.
     """
 
-    def __init__(self, world: World, layout: ClusterLayout, state: SimulatorState, *, is_intact: bool) -> None:
+    def __init__(
+        self, world: World, layout: ClusterLayout, state: SimulatorState, *, is_intact: bool, migrates: bool
+    ) -> None:
         self._world = world
         self._layout = layout
         self._state = state
         self.is_intact = is_intact
+        self._migrates = migrates
 
     def keep(self) -> list[Option]:
         """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
@@ -184,7 +206,7 @@ class ProposalsByClass:
         """The phases of a stall now. Decisions on the losses of single workers and of single hosts are prepared."""
         state, parameters = self._state, self._world.parameters
         if not state.lost:
-            return parameters.after_change
+            return parameters.after_switch if self._migrates else parameters.after_change
         hosts = self._world.costs.cluster.hosts
         several = len({hosts[worker] for worker in state.lost}) > 1
         is_prepared = not (state.interrupted or several or state.running_s < parameters.search_s)
@@ -201,20 +223,35 @@ class ProposalsByClass:
                 continue
             if self.is_intact and layout == self._layout:
                 options.append(Option(policy=name, plan=layout, step_s=step_s))
-            elif (move := (0, 0.0) if world.redundant else move_to(layout, self._layout, world.pipelines)) is not None:
-                moved_bytes, transfer_s = move
-                still_s = self._phases.total_s + transfer_s
+            elif (move := Move() if world.redundant else move_to(layout, self._layout, world.pipelines)) is not None:
+                behind = self._migrates and self._fits_beside_training(move)
                 options.append(
                     Option(
                         policy=name,
                         plan=layout,
                         step_s=step_s,
-                        still_s=still_s,
+                        still_s=self._phases.total_s + (0.0 if behind else move.transfer_s),
+                        migration_s=move.transfer_s if behind else 0.0,
+                        migration_step_s=self._step_s,
                         repeat_s=state.repeat_s,
-                        moved_bytes=moved_bytes,
+                        moved_bytes=move.moved_bytes,
                     )
                 )
         return options
+
+    @cached_property
+    def _step_s(self) -> float:
+        """Seconds of a step of the layout as it is."""
+        step_s = self._world.step_s(self._layout, self._state.speeds)
+        return math.inf if step_s is None else step_s
+
+    def _fits_beside_training(self, move: Move) -> bool:
+        """Whether workers have room for the layers that they receive, with gradients, beside a step of the layout."""
+        memory_bytes = self._world.pipelines.memory_bytes
+        if memory_bytes is None:
+            return True
+        trains = self._world.peak_bytes(self._layout, self._state.speeds) if move.most_bytes else 0.0
+        return max(trains + move.most_bytes, move.most_idle_bytes) <= memory_bytes
 
     def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
         """Return options from the last checkpoint or, if no worker is lost, from one that is written first."""

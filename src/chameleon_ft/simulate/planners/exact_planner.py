@@ -102,6 +102,8 @@ def _key(context: DecisionContext) -> tuple[object, ...]:
         context.holdings,
         context.home,
         context.home_in_flight_limits,
+        context.effort,
+        context.migrates,
     )
 
 
@@ -162,6 +164,24 @@ class ExactPlanner(Planner):
                 options.append(Option(policy="start", plan=real, step_s=estimate.step_s))
         return options
 
+    def _placement(self, plan: RealPlan) -> Placement:
+        return plan.plan.placement
+
+    def _in_place(self, reached: RealPlan, state: SimulatorState) -> Option | None:
+        """Return the plan of the runtime: without a search, if one follows while it trains."""
+        context = replace(self._context(reached, state, self._parameters.after_loss), home=None, migrates=False)
+        if self._name != "reroute":
+            context = replace(context, effort=0)
+        decision = self._decisions.decide(context, "reroute", state.rate)
+        chosen, course = decision.chosen, decision.course
+        if chosen is None or course is None or chosen.step_s is None:
+            return None
+        return Option(
+            policy="as-it-is" if chosen.policy == STAY else chosen.policy,
+            plan=RealPlan(course.plan, course.in_flight_limits),
+            step_s=chosen.step_s,
+        )
+
     def _risk(self, plan: RealPlan, live: Collection[int]) -> LossRisk | None:
         placement = plan.plan.placement.without(plan.used.difference(live))
         hosts = self._costs.cluster.hosts
@@ -187,6 +207,7 @@ class ExactPlanner(Planner):
             restart_cost_s=parameters.restart_cost_s,
             has_checkpoints=parameters.has_checkpoints,
             checkpoints=state.checkpoints,
+            migrates=self.salvages and not state.lost,
             home=None if self._home is None else self._home.plan,
             home_in_flight_limits={} if self._home is None else self._home.in_flight_limits,
         )
@@ -194,7 +215,8 @@ class ExactPlanner(Planner):
     def _decision(self, reached: RealPlan, state: SimulatorState) -> Decision:
         """Return the prepared decision, or else one that is made now, which takes longer after a loss."""
         parameters = self._parameters
-        context = self._context(reached, state, parameters.after_loss if state.lost else parameters.after_change)
+        beside_training = parameters.after_switch if self.salvages else parameters.after_change
+        context = self._context(reached, state, parameters.after_loss if state.lost else beside_training)
         if state.lost:
             if not state.interrupted and (prepared := self._prepared(context, state)) is not None:
                 return prepared
@@ -236,6 +258,8 @@ class ExactPlanner(Planner):
                 step_s=chosen.step_s,
                 still_s=chosen.stall_s - repeat_s,
                 repeat_s=repeat_s,
+                migration_s=chosen.migration_s,
+                migration_step_s=chosen.migration_step_s,
                 moved_bytes=chosen.moved_bytes,
                 from_checkpoint=from_checkpoint,
                 saves_first=saves_first,

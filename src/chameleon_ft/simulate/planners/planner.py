@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.estimate import lost_share_s, total_work_bound_s
+from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Policy, Prospect, best_of, score
 from chameleon_ft.simulate.by_class.world import World
 
@@ -23,6 +24,7 @@ class SimulatorState:
         lost: workers that were lost just now.
         repeat_s: work of the interrupted step that is done again.
         running_s: seconds since training resumed with the active plan; zero in a stall.
+        in_place: whether to continue at once, without moving layers; everything else is decided later.
         interrupted: whether the last change was not completed, so that its plan was not reached.
         checkpoints: how often they are written, and the steps since the last one.
         rate: the failure model.
@@ -32,6 +34,7 @@ class SimulatorState:
     lost: frozenset[int]
     repeat_s: float
     running_s: float
+    in_place: bool = False
     interrupted: bool
     checkpoints: Checkpoints
     rate: FailureModel
@@ -51,6 +54,8 @@ class Option(Candidate):
         still_s: seconds of standing still; `stall_s` adds `repeat_s`.
         repeat_s: work that is done again.
         saves_first: whether a checkpoint is written first, so that nothing is done again.
+        in_place: whether it continues the current step.
+        share_s: seconds by which that step takes longer, without the stall.
     """
 
     plan: Any
@@ -59,6 +64,8 @@ class Option(Candidate):
     repeat_s: float = 0.0
     stall_s: float = field(init=False)
     saves_first: bool = False
+    in_place: bool = False
+    share_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stall_s", self.still_s + self.repeat_s)
@@ -73,6 +80,9 @@ class Planner(ABC):
         policy: of the runtime, or one that exists only in simulations.
         world: costs, and layouts by class.
         start_number: selects one of several start layouts.
+
+    Attributes:
+        salvages: whether interrupted steps are completed, and layers move beside training.
     """
 
     def __init__(self, policy: Policy, world: World, *, start_number: int = 0) -> None:
@@ -82,6 +92,7 @@ class Planner(ABC):
         self._parameters = world.parameters
         self._start_number = start_number
         self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
+        self.salvages = policy.salvages and world.parameters.salvage
         # The plan whose layers its workers hold; None if nothing is held.
         self._reached: Any = None
         self._decided: Any = None
@@ -98,9 +109,13 @@ class Planner(ABC):
         if not state.interrupted:
             self._reached = self._decided
             self._lost = frozenset()
+        before = self._reached
         if self._reached is not None:
             self._lost |= state.lost & self._reached.used
             self._reached = self._without(self._reached, state.lost)
+            option = self._in_place(self._reached, state) if state.in_place and state.speeds else None
+            if option is not None:
+                return self._activate(self._salvaged(option, before, state))
         options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
         if not options and self._has_checkpoints and state.speeds:
             options = [
@@ -120,6 +135,16 @@ class Planner(ABC):
         if best.from_checkpoint:
             self._reached = None
         return self._activate(best)
+
+    def _salvaged(self, option: Option, before: Any, state: SimulatorState) -> Option:
+        """Return an option in place with its costs; `before` is the plan with the workers that were lost just now."""
+        return replace(
+            option,
+            still_s=self._parameters.after_loss.total_s if state.lost else 0.0,
+            share_s=lost_share_s(self._placement(before), state.lost, self._costs),
+            in_place=True,
+            risk=self._risk(option.plan, state.speeds),
+        )
 
     def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
         """Return the option that `recovery.decide` would choose, with its risk; None if there is none."""
@@ -153,6 +178,14 @@ class Planner(ABC):
     @abstractmethod
     def _starts(self, speeds: Mapping[int, float]) -> Sequence[Option]:
         """Return the plans to start with."""
+
+    @abstractmethod
+    def _placement(self, plan: Any) -> Placement:
+        """Return the layers that the workers of a plan hold."""
+
+    @abstractmethod
+    def _in_place(self, reached: Any, state: SimulatorState) -> Option | None:
+        """Return the plan whose peers do the work of lost workers, without its costs; None if that is not possible."""
 
     @abstractmethod
     def _risk(self, plan: Any, live: Collection[int]) -> LossRisk | None:
