@@ -267,6 +267,7 @@ SURFACE = {
         "pareto_front",
         "recut_plan",
         "reroute",
+        "shared_hops",
     ],
     "profiles": [
         "AllReduceTime",
@@ -408,6 +409,7 @@ SURFACE = {
         "estimate_rest",
         "estimate_step",
         "estimate_sync",
+        "lost_share_s",
         "peak_bytes_of",
         "pipeline_bound_s",
         "pipeline_times",
@@ -416,6 +418,7 @@ SURFACE = {
         "reduction_times",
         "state_bytes",
         "total_work_bound_s",
+        "workload_memory",
     ],
     "transfer": [
         "Holding",
@@ -465,6 +468,7 @@ SURFACE = {
         "score",
         "uniform_limits",
         "warm_up",
+        "with_shadow_holders",
     ],
 }
 
