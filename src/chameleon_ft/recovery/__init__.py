@@ -8,6 +8,7 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
 from chameleon_ft.recovery.loss_risk import HolderSets, LossRisk, risk_of
+from chameleon_ft.recovery.migration import MigratingPlan, migration_of
 from chameleon_ft.recovery.policies import POLICIES, Policy
 from chameleon_ft.recovery.proposals.paper import prefers_rerouting
 from chameleon_ft.recovery.proposals.proposal import Proposal
@@ -30,6 +31,7 @@ __all__ = [
     "HolderSets",
     "LossClass",
     "LossRisk",
+    "MigratingPlan",
     "Policy",
     "Proposal",
     "Prospect",
@@ -40,6 +42,7 @@ __all__ = [
     "decide",
     "decide_for_class",
     "largest_symmetric_layout",
+    "migration_of",
     "prefers_rerouting",
     "remap_decision",
     "reroute",

@@ -99,14 +99,15 @@ class Prospect:
     ) -> Expected:
         """Return the expected outcome of a plan, with the expected number of steps
 
-            E[integral from 0 to G of dt / (step time at t)] / (1 + w / I) - (seconds of a return) / (reference step time)
+            E[integral from 0 to G of dt / step(t)] / (1 + w / I) - (seconds of a return) / (reference step time)
 
-        where no step is trained in the stall, and those of the migration take `migration_step_s` each. With L(t) =
-        E[max(0, G - t)], the integral is (L(stall) - L(reached)) / migration step + L(reached) / step. Without a
-        migration this is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
-        value over G in place of its value at the mean: an incident before the plan is reached wastes the transition,
-        and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of steps. A
-        return is charged at the same step time for all plans, because otherwise a slow plan would make it cheap.
+        where no step is trained during the stall, and a step of the migration takes `migration_step_s`. With L(t) =
+        E[max(0, G - t)], the mean of the integral is (L(stall) - L(reached)) / migration step + L(reached) / step.
+        Without a migration this is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the
+        expected value over G in place of its value at the mean: an incident before the plan is reached wastes the
+        transition, and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I
+        seconds of steps. A return is charged at the same step time for all plans, because otherwise a slow plan would
+        make it cheap.
 
         A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
