@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -28,12 +29,9 @@ def prospect(
     )
 
 
-@pytest.mark.parametrize("migration_s", [0.0, 7.0])
 @pytest.mark.parametrize("from_checkpoint", [False, True])
 @pytest.mark.parametrize(("stall_s", "fatal"), [(0.0, 0.1), (5.0, 0.02), (40.0, 0.3)])
-def test_a_plan_comes_to_the_mean_over_drawn_futures(
-    stall_s: float, fatal: float, from_checkpoint: bool, migration_s: float
-) -> None:
+def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: float, from_checkpoint: bool) -> None:
     gap = Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),))
     ahead = prospect(gap, restart_cost_s=100.0, exposed=0.5, checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0))
     generator = random.Random(1)
@@ -42,23 +40,35 @@ def test_a_plan_comes_to_the_mean_over_drawn_futures(
     unsaved_s, exposed = (0.0, 1.0) if from_checkpoint else (60.0, 0.5)
     for _ in range(draws):
         wait_s = generator.expovariate(1 / 1000.0)
-        reached_s = stall_s + migration_s
-        steps += max(0.0, wait_s - reached_s) / 2.0 + min(migration_s, max(0.0, wait_s - stall_s)) / 3.0
-        is_fatal = generator.random() < (exposed if wait_s < reached_s else fatal)
+        steps += max(0.0, wait_s - stall_s) / 2.0
+        is_fatal = generator.random() < (exposed if wait_s < stall_s else fatal)
         if is_fatal:
             returns += 1
-            return_s += 100.0 + (unsaved_s if wait_s < reached_s else (unsaved_s + wait_s) % 80.0)
-    found = ahead.of_plan(
-        step_s=2.0,
-        stall_s=stall_s,
-        fatal=fatal,
-        from_checkpoint=from_checkpoint,
-        migration_s=migration_s,
-        migration_step_s=3.0,
-    )
+            return_s += 100.0 + (unsaved_s if wait_s < stall_s else (unsaved_s + wait_s) % 80.0)
+    found = ahead.of_plan(step_s=2.0, stall_s=stall_s, fatal=fatal, from_checkpoint=from_checkpoint)
     assert found.fatal_share == pytest.approx(returns / draws, rel=0.02)
     assert found.return_s == pytest.approx(return_s / draws, rel=0.02)
     assert found.steps == pytest.approx((steps - return_s / 1.5) / draws, rel=0.02)
+
+
+@pytest.mark.parametrize(("stall_s", "migration_s"), [(0.0, 0.0), (0.0, 50.0), (5.0, 400.0), (40.0, 3000.0)])
+def test_training_continues_at_another_rate_during_a_migration(stall_s: float, migration_s: float) -> None:
+    # The wait is exponential with a mean of 1,000 s: of a stretch of time, the integral of exp(-t / 1000) is trained.
+    ahead = prospect(Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),)), restart_cost_s=100.0, exposed=0.5)
+    found = ahead.of_plan(
+        step_s=2.0,
+        stall_s=stall_s,
+        fatal=0.1,
+        from_checkpoint=False,
+        migration_s=migration_s,
+        migration_step_s=3.0,
+    )
+    left, reached = (math.exp(-each / 1000.0) for each in (stall_s, stall_s + migration_s))
+    fatal_share = (1 - reached) * 0.5 + reached * 0.1
+    assert found.fatal_share == pytest.approx(fatal_share, rel=1e-3)
+    assert found.steps == pytest.approx(
+        1000.0 * ((left - reached) / 3.0 + reached / 2.0) - found.return_s / 1.5, rel=1e-3
+    )
 
 
 @given(horizon_s=st.floats(1.0, 1e6), stall_s=st.floats(0.0, 100.0))

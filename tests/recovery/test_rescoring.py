@@ -28,6 +28,7 @@ seconds = st.sampled_from([0.0, 0.25, 8.0])
     phases=st.builds(StallModel, detect_s=seconds, stop_s=seconds, decide_s=seconds, regroup_s=seconds),
     repeat_s=seconds,
     unsaved_s=seconds,
+    migrates=st.booleans(),
 )
 def test_it_is_what_would_be_decided_now(
     before: DecisionContext,
@@ -38,7 +39,9 @@ def test_it_is_what_would_be_decided_now(
     phases: StallModel,
     repeat_s: float,
     unsaved_s: float,
+    migrates: bool,
 ) -> None:
+    before = replace(before, migrates=migrates)
     now = replace(
         before,
         step_factor=step_factor,
@@ -60,7 +63,7 @@ def test_it_is_what_would_be_decided_now(
     assert len(found.candidates) == len(expected.candidates)
     for one, other in zip(found.candidates, expected.candidates, strict=True):
         assert (one.policy, one.moved_bytes, one.reason) == (other.policy, other.moved_bytes, other.reason)
-        for name in ("step_s", "stall_s", "transfer_s", "samples"):
+        for name in ("step_s", "stall_s", "transfer_s", "migration_s", "migration_step_s", "samples"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-9), name
 
 

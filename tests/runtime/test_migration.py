@@ -99,6 +99,7 @@ class Rank:
             device=CPU,
             faults=faults,
             committed=0,
+            step_s=None,
             stand_ins=False,
             migrated=self.migrated,
         )

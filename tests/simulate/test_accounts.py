@@ -26,6 +26,7 @@ def change(
     write_s: float = 0.0,
     finish_step: bool = False,
     saved: bool = False,
+    migration_s: float = 0.0,
 ) -> None:
     account.change(
         Change(
@@ -37,6 +38,7 @@ def change(
             saved=saved,
         ),
         finish_step=finish_step,
+        migration_s=migration_s,
     )
 
 
@@ -115,9 +117,69 @@ def test_a_step_that_ends_at_the_moment_of_a_change_counts() -> None:
     assert accounted_s(account) == pytest.approx(3.1)
 
 
+@pytest.mark.parametrize(
+    ("step_s", "share_s", "lost_s"),
+    [
+        # The rest takes as long as that of a later step; longer by a half of what was done; longer by all of it.
+        (3.0, 1.0, 0.0),
+        (3.0, 1.5, 0.5),
+        (3.0, 9.0, 1.0),
+        # A step of half the length: half of the seconds that were done are as good as the second that they took.
+        (1.0, 0.0, 0.5),
+        (1.0, 0.25, 0.75),
+    ],
+)
+def test_a_step_is_salvaged(step_s: float, share_s: float, lost_s: float) -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    assert account.salvage(step_s=step_s, share_s=share_s) == lost_s
+    change(account, step_s, stall_s=4.0)
+    left_s = step_s - (1.0 - lost_s)
+    account.advance(9.0 + left_s - 0.01)
+    assert account.steps == 2
+    account.advance(9.0 + left_s + 0.01)
+    assert account.steps == 3
+    assert account.useful_s == pytest.approx(4.0 + step_s)
+    assert dict(account.stall_by_cause) == {"lost": 4.0}
+    assert account.lost_by_cause.get("step", 0.0) == lost_s
+    assert accounted_s(account) == pytest.approx(account.clock_s)
+
+
+def test_a_migration_ends_with_a_step_and_stops_nothing() -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    change(account, 1.0, finish_step=True, migration_s=3.5)
+    changing = [account.is_changing]
+    # All layers are there at 8.5; the step that is under way then ends at 10.
+    assert account.resume_s == 10.0
+    account.advance(13.0)
+    assert [*changing, account.is_changing] == [True, False]
+    assert account.steps == 5 + 3
+    assert not account.stall_by_cause
+
+
+def test_a_migration_waits_for_checkpoints_too() -> None:
+    account = begun(2.0, every_s=4.0, write_s=1.5)  # checkpoints from 4 to 5.5 and from 9.5 to 11
+    account.advance(3.0)
+    change(account, 1.0, finish_step=True, migration_s=7.0)
+    assert account.resume_s == 11.0
+
+
+def test_a_loss_during_a_migration_ends_it() -> None:
+    account = begun(2.0)
+    account.advance(4.0)
+    change(account, 1.0, finish_step=True, migration_s=10.0)
+    account.advance(7.0)
+    account.salvage(step_s=4.0, share_s=0.0)
+    change(account, 4.0)
+    account.advance(10.0)
+    assert account.steps == 4  # the last one took one second and three
+    assert not account.is_changing
+
+
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["loss", "change", "checkpoint", "wait"]),
+        st.sampled_from(["loss", "salvage", "change", "migration", "checkpoint", "wait"]),
         st.floats(0.01, 30.0),
         st.sampled_from([0.3, 1.0, 2.5]),
         st.sampled_from([0.0, 0.7, 5.0]),
@@ -135,14 +197,25 @@ def test_every_second_is_counted_once(
     for what, seconds, step_s, stall_s in operations:
         now_s += seconds
         account.advance(now_s)
-        if what != "change":
+        down = account._training is None
+        if what == "salvage" and not down:
+            account.salvage(step_s=step_s, share_s=stall_s / 4)
+        elif what not in ("change", "migration"):
             account.lose_step()
         if what == "checkpoint":
             account.return_to_checkpoint()
         if what == "wait":
             account.wait()
         else:
-            change(account, step_s, stall_s=stall_s, every_s=every_s, write_s=write_s, finish_step=what == "change")
+            change(
+                account,
+                step_s,
+                stall_s=stall_s,
+                every_s=every_s,
+                write_s=write_s,
+                finish_step=what in ("change", "migration"),
+                migration_s=3.0 if what == "migration" else 0.0,
+            )
         assert accounted_s(account) == pytest.approx(now_s, abs=1e-6)
     account.advance(now_s + 100.0)
     assert accounted_s(account) == pytest.approx(now_s + 100.0, abs=1e-6)

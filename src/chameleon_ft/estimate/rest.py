@@ -62,9 +62,10 @@ def lost_share_s(placement: Placement, lost: Collection[int], costs: CostModel) 
     """Return by how many seconds the rest of a step takes longer because peers do the share of the lost workers.
 
     The contributions of a lost worker are gone whenever it fails, so its peers do all of its work of the step. If the
-    holders of a layer share its work equally, the loss of k of h holders leaves M t k / (h (h - k)) to each of the
-    others, for M micro-batches of t seconds. The sum over the layers of a lost worker counts, and the largest one of
-    all lost workers. Idle time of the peers may hide some of it. Infinite if a layer has no holder left.
+    holders of a layer share its work equally, the loss of k of h holders leaves M k / (h (h - k)) micro-batches to each
+    of the others, and half of one more, because micro-batches are not divided. The sum of their seconds over the layers
+    of a lost worker counts, and the largest one of all lost workers. Idle time of the peers may hide some of it, and a
+    pipeline that has to fill again may add to it. Infinite if a layer has no holder left.
     """
     gone, layers = set(lost), costs.workload.layers
 
@@ -73,8 +74,8 @@ def lost_share_s(placement: Placement, lost: Collection[int], costs: CostModel) 
         left = sum(worker not in gone for worker in holders)
         if not left:
             return math.inf
-        work_s = costs.workload.micro_batches * (layers[layer].forward_s + layers[layer].backward_s)
-        return work_s * (len(holders) - left) / (len(holders) * left)
+        more = costs.workload.micro_batches * (len(holders) - left) / (len(holders) * left) + 0.5
+        return more * (layers[layer].forward_s + layers[layer].backward_s)
 
     ranges = {own for worker in gone for own in placement.ranges_of(worker)}
     by_layer = {layer: more_s(layer) for own in ranges for layer in own}

@@ -76,7 +76,8 @@ def pull_s(messages: Sequence[Message], cluster: Cluster) -> float:
 
         max(max over destinations of sum(2 alpha + b / beta), max over sources of sum(b / beta))
 
-    Messages of training, which layers give way to, are left out.
+    Messages of training, which layers give way to, are left out; so are the first step of a worker that has just
+    joined, in which it only measures how long a step is, and layers that wait for the next step.
     """
     received_s: dict[int, float] = defaultdict(float)
     sent_s: dict[int, float] = defaultdict(float)
@@ -124,12 +125,10 @@ def _migrating(
     migration = migration_of(first_draft.plan, draft.plan.placement, costs, parts=first_draft.parts)
     if migration.missing_bytes:
         return candidate
-    # The first step only measures how long a step is; then layers are pulled.
-    step_s = migration.step_s * context.step_factor
     return replace(
         candidate,
         stall_s=first.stall_s,
         transfer_s=0.0,
-        migration_s=step_s + pull_s(draft.transfer.messages, context.senders) * context.migration_factor,
-        migration_step_s=step_s,
+        migration_s=pull_s(draft.transfer.messages, context.senders) * context.migration_factor,
+        migration_step_s=migration.step_s * context.step_factor,
     )

@@ -92,6 +92,7 @@ class StepLoop:
         state = self.committer.begin()
         stats = self.executor.run(state, self.generation.operations, after=reductions.after)
         vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
+        self.committer.step_s = stats.end_s - start_s
         first_step = order.first_step if order.rest is None else order.first_step + 1
         if self.recorder.wants(step, first_step=first_step):
             self.recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)

@@ -131,7 +131,11 @@ def _describe_search(decided: DecisionEvent) -> str:
 
 
 def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) -> tuple[str, ...]:
-    remarks = ("chosen" if each.policy == chosen else each.reason, _describe_sole_holders(each) if holders else "")
+    remarks = (
+        "chosen" if each.policy == chosen else each.reason,
+        f"layers move for {duration(each.migration_s)} beside training" if each.migration_s else "",
+        _describe_sole_holders(each) if holders else "",
+    )
     return (
         each.policy,
         "-" if each.step_s is None else duration(each.step_s),

@@ -217,6 +217,7 @@ class Committer:
         state: of step `committed`, once it has begun.
         reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
+        step_s: seconds of the last step that it has run as a whole; None before the first.
     """
 
     worker: int
@@ -230,6 +231,7 @@ class Committer:
     state: StepState | None = None
     reduced: bool = False
     last_vote: Vote | None = None
+    step_s: float | None = None
 
     def begin(self) -> StepState:
         """Begin step `committed`: there is nothing of it yet."""

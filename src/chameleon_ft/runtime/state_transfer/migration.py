@@ -47,6 +47,7 @@ class LayerMigration:
         held: expects the layers that are to arrive.
         memory: layer -> memory for its optimizer's state.
         committed: updates applied so far.
+        step_s: seconds of a step, as far as it is known; None: the first one only measures it.
         stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
         migrated: is given a result once all layers of this rank have arrived.
     """
@@ -62,6 +63,7 @@ class LayerMigration:
         device: torch.device,
         faults: FaultInjector,
         committed: int,
+        step_s: float | None,
         stand_ins: bool,
         migrated: Future[None],
     ) -> None:
@@ -79,7 +81,7 @@ class LayerMigration:
         self._error: BaseException | None = None
         self._migrated = migrated
         self._begun_at_s = time.monotonic()  # of the step
-        self._open_s: float | None = None  # from the beginning of the last step until it settled
+        self._open_s = step_s  # from the beginning of the last step until it settled
         self._moves = [move for move in migration.moves if move[1] == worker]
         self._bytes = {layer: num_bytes for _, _, layer, num_bytes in migration.moves}
         destinations = sorted({destination for source, destination, _, _ in migration.moves if source == worker})

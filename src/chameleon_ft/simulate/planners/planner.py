@@ -109,13 +109,13 @@ class Planner(ABC):
         if not state.interrupted:
             self._reached = self._decided
             self._lost = frozenset()
-        before = self._reached
+        before, gone = self._reached, self._lost
         if self._reached is not None:
             self._lost |= state.lost & self._reached.used
             self._reached = self._without(self._reached, state.lost)
             option = self._in_place(self._reached, state) if state.in_place and state.speeds else None
             if option is not None:
-                return self._activate(self._salvaged(option, before, state))
+                return self._activate(self._salvaged(option, self._placement(before).without(gone), state))
         options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
         if not options and self._has_checkpoints and state.speeds:
             options = [
@@ -136,12 +136,12 @@ class Planner(ABC):
             self._reached = None
         return self._activate(best)
 
-    def _salvaged(self, option: Option, before: Any, state: SimulatorState) -> Option:
-        """Return an option in place with its costs; `before` is the plan with the workers that were lost just now."""
+    def _salvaged(self, option: Option, held: Placement, state: SimulatorState) -> Option:
+        """Return an option in place with its costs; `held` has the layers of the workers that were lost just now."""
         return replace(
             option,
             still_s=self._parameters.after_loss.total_s if state.lost else 0.0,
-            share_s=lost_share_s(self._placement(before), state.lost, self._costs),
+            share_s=lost_share_s(held, state.lost, self._costs),
             in_place=True,
             risk=self._risk(option.plan, state.speeds),
         )

@@ -1,0 +1,160 @@
+"""Layers that move while another plan trains: the plan, its memory, its time, and its place in a decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
+from chameleon_ft.recovery import STAY, Candidate, DecisionContext, Proposal, decide
+from chameleon_ft.recovery.migration import migration_of, pull_s, with_migrations, with_shadow_holders
+from chameleon_ft.recovery.scoring import measure
+from chameleon_ft.schedule import best_program, check_program
+from chameleon_ft.schedule.best import best_parts, program_of
+from chameleon_ft.transfer import Message
+from tests.recovery.contexts import after, context, contexts, layer, rate_of
+
+
+def test_receivers_are_further_holders_and_routes_stay() -> None:
+    now = context(dp=2, pp=2, spares=1)  # workers 0 and 2 hold layers 0 and 1, workers 1 and 3 layers 2 and 3
+    whole = LayerRange(0, 4)
+    target = Placement(4, {0: (LayerRange(0, 1), LayerRange(3, 4)), 1: (LayerRange(1, 2),), 4: (whole,)})
+    migrating = with_shadow_holders(now.plan, target)
+    assert migrating.routes == now.plan.routes
+    assert dict(migrating.placement.ranges) == {
+        0: (LayerRange(0, 2), LayerRange(3, 4)),
+        1: (LayerRange(1, 4),),
+        2: (LayerRange(0, 2),),
+        3: (LayerRange(2, 4),),
+        4: (whole,),
+    }
+
+
+def test_the_seconds_of_a_migration_by_hand() -> None:
+    workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
+    cluster = Cluster(workers, Link(0.25, 100.0), Link(0.5, 50.0))
+    two, one = LayerRange(0, 2), LayerRange(2, 3)
+    # Worker 1 pulls two layers of 100 bytes in all from its own host: 1 s on the wire, and four messages of 0.25 s.
+    near = Message(0, 1, two, 100)
+    assert pull_s([near], cluster) == 2.0
+    # Worker 2 pulls from both other hosts' workers, one layer after the other.
+    far = Message(0, 2, one, 100)
+    assert pull_s([near, far], cluster) == 3.0
+    assert pull_s([near, far, Message(3, 2, two, 300)], cluster) == 3.0 + (3.0 + 1.0)
+    # Worker 0 sends to three workers: what it sends shares its links.
+    assert pull_s([near, far, Message(0, 3, one, 100)], cluster) == 1.0 + 2.0 + 2.0
+    assert pull_s([], cluster) == 0.0
+
+
+def test_a_shadow_holder_needs_state_and_gradients_beside_its_own_step() -> None:
+    now = context(dp=2, pp=2, spares=1)
+    target = Placement(4, {0: (LayerRange(0, 3),), 1: (LayerRange(2, 4),), 4: (LayerRange(1, 2),)})
+    parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
+    alone = migration_of(now.plan, now.plan.placement, now.costs, parts=parts)
+    assert alone.plan == now.plan
+    # Each layer has 10 bytes of parameters and gradients, and 20 of optimizer state.
+    own = dict.fromkeys(range(4), 0)
+    for memory_bytes in range(1, 500):
+        workers = tuple(replace(each, memory_bytes=memory_bytes) for each in now.costs.cluster.workers)
+        costs = replace(now.costs, cluster=replace(now.costs.cluster, workers=workers))
+        missing = migration_of(now.plan, now.plan.placement, costs, parts=parts).missing_bytes
+        own |= {worker: memory_bytes + lacks for worker, lacks in missing.items()}
+        more = migration_of(now.plan, target, costs, parts=parts).missing_bytes
+        for worker, received in ((0, 40), (1, 0), (2, 0), (3, 0)):
+            assert max(0, more.get(worker, 0)) == max(0, own[worker] + received - memory_bytes)
+        assert more.get(4, 0) == max(0, 40 - memory_bytes)
+
+
+@settings(max_examples=25, deadline=None)
+@given(now=contexts(intact=True), data=st.data())
+def test_a_migrating_plan_runs_the_program_of_the_plan_in_force(now: DecisionContext, data: st.DataObject) -> None:
+    num_layers = now.plan.placement.num_layers
+    held = {
+        worker: (LayerRange(start, data.draw(st.integers(start + 1, num_layers))),)
+        for worker in now.live
+        if (start := data.draw(st.integers(0, num_layers - 1))) >= 0
+    }
+    parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
+    found = migration_of(now.plan, Placement(num_layers, held), now.costs, parts=parts)
+    program = program_of(found.plan, parts)
+    check_program(program, found.plan)
+    alone = best_program(now.plan, now.costs, in_flight_limits=now.in_flight_limits).program
+    assert {worker: own for worker, own in program.operations.items() if own} == dict(alone.operations)
+    # More holders of a layer do not make its reduction shorter.
+    assert found.step_s >= migration_of(now.plan, now.plan.placement, now.costs, parts=parts).step_s * (1 - 1e-12)
+
+
+def by_name(now: DecisionContext, horizon_s: float = 1e5) -> dict[str, Candidate]:
+    decision = decide(now, "chameleon", rate_of(horizon_s, now))
+    return {each.policy: each for each in decision.candidates if each.feasible}
+
+
+def test_beside_training_nothing_stops_and_layers_move_at_the_old_rate() -> None:
+    stopping = replace(context(dp=2, pp=2, spares=2, share=8), repeat_s=0.0)
+    before, now = by_name(stopping), by_name(replace(stopping, migrates=True))
+    assert before.keys() == now.keys()
+    assert now[STAY] == before[STAY]
+    moved = [each for each in now.values() if each.moved_bytes]
+    assert moved
+    for each in moved:
+        assert (each.stall_s, each.transfer_s) == (0.0, 0.0)
+        assert each.step_s == before[each.policy].step_s
+        assert each.migration_s > 0
+        assert now[STAY].step_s is not None
+        assert each.migration_step_s >= now[STAY].step_s
+        # No more is lost by a migration than by a stop for as long.
+        assert each.samples > before[each.policy].samples
+
+
+def test_after_a_loss_rerouting_takes_over_and_layers_move_then() -> None:
+    lost = after(context(dp=3, pp=2, share=8), 1)
+    before, now = by_name(lost), by_name(replace(lost, migrates=True))
+    at_once_s = lost.phases.total_s + lost.repeat_s
+    assert now["reroute"] == before["reroute"]
+    for name, each in now.items():
+        if each.moved_bytes and not each.from_checkpoint:
+            assert (each.stall_s, each.transfer_s) == (at_once_s, 0.0)
+            assert before[name].stall_s == at_once_s + (before[name].transfer_s or 0.0)
+            assert now["reroute"].step_s is not None
+            assert each.migration_step_s >= now["reroute"].step_s
+    assert now["repartition"].migration_s > 0
+
+
+def test_the_migration_of_a_joined_worker_by_hand() -> None:
+    # One worker with four layers; a second one joins and receives all of them, 30 bytes of state each.
+    joined = context(dp=1, pp=1, spares=1, share=8, layers=(layer(10),) * 4)
+    now = replace(joined, migrates=True, step_factor=1.25, transfer_factor=2.0)
+    _, moved = decide(now, "repartition", rate_of(1e6, now)).candidates
+    # 120 bytes at 100 bytes/s, over links half as fast as they should be, in steps that are a fifth vote and update.
+    assert moved.migration_s == pytest.approx(1.2 * 2.0 * 1.25)
+    # 8 micro-batches of 4 layers of 3 s; then a ring of two reduces gradients of 10 bytes for each layer.
+    assert moved.migration_step_s == pytest.approx((8 * 4 * 3.0 + 4 * 10 / 100.0) * 1.25)
+
+
+def test_layers_that_do_not_fit_beside_training_stop_it() -> None:
+    # Two stages of a layer change places; with gradients, each worker needs 400 bytes for what it receives.
+    now = context(dp=2, pp=2, layers=(layer(100), layer(100)))
+    exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
+    stay = Proposal(name=STAY, plan=now.plan, in_flight_limits=now.in_flight_limits)
+    proposals = stay, Proposal(name="exchange", plan=exchanged)
+    needed = max(measure(stay, now)[0].peak_bytes or 0, 0) + 400
+    found = []
+    for memory_bytes in (700, needed - 1, needed, None):
+        workers = tuple(replace(each, memory_bytes=memory_bytes) for each in now.costs.cluster.workers)
+        limited = replace(now, costs=replace(now.costs, cluster=replace(now.costs.cluster, workers=workers)))
+        (first, _), (moved, _) = with_migrations([measure(each, limited) for each in proposals], limited)
+        assert (first.stall_s, first.migration_s) == (0.0, 0.0)
+        found.append((moved.stall_s, moved.transfer_s, moved.migration_s))
+    stops_s = 3.0 + now.phases.total_s + now.repeat_s
+    assert found == [(stops_s, 3.0, 0.0), (stops_s, 3.0, 0.0), (0.0, 0.0, 3.0), (0.0, 0.0, 3.0)]
+
+
+def test_with_nothing_that_stays_in_place_layers_move_as_before() -> None:
+    now = after(context(dp=2, pp=2), 0)
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=1, pp=3, micro_batches=8, workers=(1, 2, 3))
+    measured = [measure(Proposal(name="repartition", plan=plan), now)]
+    assert with_migrations(measured, now) == measured
