@@ -38,7 +38,9 @@ class Findings:
         worst_grad_norm: largest relative deviation of the norm of a step's gradient.
         fired: the failures that happened.
         policies: policies that were carried out, in order.
-        transitions: changes of placement that were completed.
+        transitions: changes of placement that were completed while no worker trained.
+        migrations: plans that were reached by moving layers beside training.
+        drained: workers that have left as they were told.
         repeated_steps: steps repeated after a return to a checkpoint.
     """
 
@@ -49,6 +51,8 @@ class Findings:
     fired: tuple[dict[str, Any], ...]
     policies: tuple[str, ...]
     transitions: int
+    migrations: int
+    drained: int
     repeated_steps: int
 
     def __str__(self) -> str:
@@ -58,6 +62,8 @@ class Findings:
             f"failed: {fired}",
             f"done: {', '.join(self.policies) or 'nothing'}",
             f"{self.transitions} transitions",
+            f"{self.migrations} migrations",
+            f"{self.drained} drained",
             f"{self.repeated_steps} steps repeated",
             f"loss within {self.worst_loss:.1e}",
         ]
@@ -86,6 +92,8 @@ def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
         fired=tuple(records.faults),
         policies=tuple(dict.fromkeys(f"{failure.policy}" for failure in records.failures)),
         transitions=len(records.of_kind("transition")),
+        migrations=sum(event["migrate_s"] > 0 for event in records.of_kind("join")),
+        drained=len(records.of_kind("drained")),
         repeated_steps=len(steps) - len(set(steps)),
     )
 
@@ -114,6 +122,7 @@ class _Records:
         """Return whether a layer had no live holder in a placement that may have been active at this failure."""
         since = max((step.generation for step in self.steps if step.generation < failure.generation), default=1)
         lost = {other.worker for other in self.failures if other.generation <= failure.generation}
+        lost.update(event["worker"] for event in self.of_kind("drained"))
         return any(
             plan.plan.placement.without(lost).unheld_layers
             for generation, plan in self.plans.items()
@@ -173,7 +182,7 @@ def _steps(records: _Records) -> Iterator[str]:
 
 
 def _lost_workers(records: _Records) -> Iterator[str]:
-    """Lost workers are those that were made to fail, and no plan uses a lost worker."""
+    """Lost workers are those that were made to fail, and no plan uses a worker that is lost or has left."""
     failed = Counter(fault["worker"] for fault in records.faults)
     lost = Counter(failure.worker for failure in records.failures)
     if failed != lost:
@@ -181,7 +190,7 @@ def _lost_workers(records: _Records) -> Iterator[str]:
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
     losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss
     for event in records.events:
-        if event["event"] == "failure":
+        if event["event"] in ("failure", "drained"):
             losses[event["worker"]] += 1
         elif event["event"] == "joined":
             losses[event["worker"]] -= 1

@@ -35,6 +35,7 @@ class DrawnRun:
         checkpoint_every: steps between two checkpoints; 0 for none.
         failures: at most one per worker, unless lost workers come back.
         respawn: whether they do.
+        drains: workers that are to leave, each with the step after which they are told.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class DrawnRun:
     checkpoint_every: int
     failures: tuple[Failure, ...]
     respawn: bool = False
+    drains: tuple[tuple[int, int], ...] = ()
 
     @property
     def workers(self) -> int:
@@ -68,7 +70,8 @@ class DrawnRun:
             *(["dropout"] if self.dropout else []),
             *(["respawn"] if self.respawn else []),
         ]
-        return f"seed {self.seed}: {', '.join(words)}: {failures or 'no failure'}"
+        drains = "".join(f", drain {worker} in {step}" for step, worker in self.drains)
+        return f"seed {self.seed}: {', '.join(words)}: {failures or 'no failure'}{drains}"
 
 
 def draw(seed: int, *, joins: bool = False) -> DrawnRun:
@@ -79,7 +82,7 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
     that says so.
 
     Args:
-        joins: whether lost workers may come back.
+        joins: whether lost workers may come back, and workers may be drained.
     """
     rng = random.Random(seed)
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
@@ -106,7 +109,11 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
     )
     most = min(_MOST_LOSSES, run.workers - 1, run.workers if checkpoint_every else dp - 1)
     count = max(rng.randint(1, most), rng.randint(1, most))
-    return replace(run, failures=_failures(rng, run, count))
+    run = replace(run, failures=_failures(rng, run, count))
+    if not joins or rng.random() < 0.5:
+        return run
+    steps = sorted(rng.sample(range(1, run.steps // 2), rng.randint(1, 2)))
+    return replace(run, drains=tuple((step, rng.randrange(run.workers)) for step in steps))
 
 
 def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:

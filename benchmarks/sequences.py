@@ -8,11 +8,13 @@ with a plain loop, step by step. The draw and its result are printed; ``--runs 1
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +24,9 @@ from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import LOSS_TOLERANCE, Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
 from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
+from chameleon_ft.control.requests import drain
+from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.observe import RunDirectory, StepRecord, View
 from tests.harness import small_config, train_here
 
 __all__ = ["config_of", "run_drawn"]
@@ -72,8 +77,26 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
 def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
     """Train a drawn run in a new directory, and check its records."""
     directory.mkdir()
-    ended = train_here(config_of(drawn, directory), directory / "run")
+    view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
+    ended = train_here(config_of(drawn, directory), directory / "run", view=view)
     return look_at(ended.run, exit_code=ended.code)
+
+
+@dataclass
+class _DrainingView(View):
+    """Drains workers after given steps; shows nothing. A worker that cannot be drained stays."""
+
+    run: RunDirectory
+    drains: dict[int, int]
+
+    def step(self, record: StepRecord) -> None:
+        if (worker := self.drains.pop(record.step, None)) is not None:
+            # In a thread of its own, because the coordinator that answers is in this one.
+            threading.Thread(target=self._drain, args=(worker,), daemon=True).start()
+
+    def _drain(self, worker: int) -> None:
+        with contextlib.suppress(ControlError, ConfigError):
+            drain(self.run, workers=[worker])
 
 
 def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
@@ -91,6 +114,8 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
+            ("drains", str(sum(len(run.drains) for run, _ in runs)), str(sum(found.drained for _, found in runs))),
+            ("migrations", "", str(sum(findings.migrations for _, findings in runs))),
             ("transitions", "", str(sum(findings.transitions for _, findings in runs))),
             ("steps repeated", "", str(sum(findings.repeated_steps for _, findings in runs))),
             ("runs that finished", "", str(sum(findings.ended == "finished" for _, findings in runs))),
@@ -119,7 +144,11 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="sequences")
     parser.add_argument("--runs", type=int, default=50, help="how many runs")
     parser.add_argument("--seed", type=int, default=0, help="what the first is drawn from; then the next numbers")
-    parser.add_argument("--joins", action="store_true", help="have lost workers come back in half of the runs")
+    parser.add_argument(
+        "--joins",
+        action="store_true",
+        help="have lost workers come back, and workers drained, each in half of the runs",
+    )
     given = parser.parse_args()
     if given.runs < 1:
         parser.error("--runs: must be at least 1")
