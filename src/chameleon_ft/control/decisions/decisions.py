@@ -78,10 +78,7 @@ class Decisions:
             self._cache.drop()
 
     async def consider(self, state: State) -> ScaleUpDecision:
-        """Decide for all live workers that stay. No worker stops for it: nothing to detect, to wait for or to repeat.
-
-        Layers that move count as a stall, although they may move beside training: so they are moved only where it pays.
-        """
+        """Decide for all live workers that stay. None stops for it: nothing is detected, waited for or repeated."""
         phases = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
         context = self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining())
         rate = state.history.rate

@@ -141,8 +141,11 @@ class Planner:
 
     @property
     def migrates(self) -> bool:
-        """Whether layers can move while the run trains. Not with nccl, whose collectives would wait for each other."""
-        return self._config.backend != "nccl"
+        """Whether layers move while the run trains, if the policy is not one that stops to move them.
+
+        Not with nccl, whose collectives would wait for each other.
+        """
+        return self._config.backend != "nccl" and recovery.POLICIES[self.policy].salvages
 
     @property
     def salvages(self) -> bool:

@@ -57,7 +57,9 @@ def plans_to(
     )
     if not transfer.messages:
         return (final,)
-    migration = _migration(context, course.plan.placement, transfer) if migrates else None
+    # A policy that would read them from a checkpoint has no transfer of its own.
+    moves = migrates or course.transfer is None
+    migration = _migration(context, course.plan.placement, transfer) if moves else None
     if migration is not None:
         return migration, final
     if course.transfer is None:
