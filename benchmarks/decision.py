@@ -31,12 +31,12 @@ from benchmarks._search_cases import DEVICE
 from benchmarks._transitions import run_until
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.config import STAND_IN_JOB, Batch, Failure, Parallel, Recovery, RunConfig
-from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_and_check
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits, warm_up
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits, warm_up
+from chameleon_ft.schedule import CostModel, check_program
 
 __all__ = ["Timed", "context", "losses_of", "rate"]
 
@@ -216,8 +216,14 @@ def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
     for number in range(repeats):
         lost = losses_of(part, number)
         now = context(lost)
-        found.append(_seconds(partial(decide_and_check, now, _POLICY, rate(len(lost)))))
+        found.append(_seconds(partial(_decide_and_check, now, rate(len(lost)))))
     return found
+
+
+def _decide_and_check(now: DecisionContext, failures: FailureModel) -> None:
+    course = decide(now, _POLICY, failures).course
+    assert course is not None
+    check_program(course.program, course.plan)
 
 
 async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
