@@ -1,0 +1,220 @@
+"""Does training go on while plans change? Steps around joins, drains and better plans of emulated workers.
+
+A run of a Llama 2 7B loses a worker, which is started again and joins; then a worker is drained. The runs with other
+seeds lose and drain other workers. A step lasts from the commit before it to its own. Measured:
+
+  around      the longest of the ten steps before each switch and of the ten after it, over their median; without the
+              step in which a worker was lost
+  migrating   the median step while layers move, over that of the ten steps before
+  migration   the time in which layers moved, over its prediction
+  stall       from the last commit before a switch to the first operation after it, in seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, arguments, child, new_folder, write_config
+from benchmarks._live_run import Tail, end
+from benchmarks._neighbours import Neighbours, progress
+from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Parallel, Recovery, RunConfig
+from chameleon_ft.control.fault_injection import inject
+from chameleon_ft.control.requests import drain
+from chameleon_ft.observe import RunDirectory
+
+_NEAR: Final = 10  # steps before and after a switch that are looked at
+_LONGEST_RATIO, _MIGRATING_RATIO, _PREDICTION_ERROR = 1.05, 1.05, 0.15
+_POLL_S: Final = 0.02
+_ALWAYS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Switch:
+    """A switch to a plan, by the records of its run; `migrating` and `migration` are None if no layers moved."""
+
+    trigger: str
+    around: float
+    stall_s: float
+    migrating: float | None
+    migration: float | None
+
+
+def main() -> int:
+    given = _arguments()
+    neighbours = Neighbours(most=given.most_others)
+    folder = new_folder(given.out)
+    found: list[_Switch] = []
+    for number in range(given.runs):
+        progress(f"run {number + 1} of {given.runs}")
+        measure = partial(_observed, _config(given), lost=7 * number % given.workers, timeout_s=given.timeout)
+        found += neighbours.undisturbed(measure, folder / f"run-{number}")
+    return _report(found, neighbours).emit(folder, as_json=given.json)
+
+
+def _config(given: argparse.Namespace) -> RunConfig:
+    return RunConfig(
+        job=STAND_IN_JOB,
+        device="emulated",
+        profile=given.profile,
+        workers=given.workers,
+        steps=_ALWAYS,
+        parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True),
+        batch=Batch(micro_batches=4 * given.workers, micro_batch_size=1),
+        recovery=Recovery(
+            policy="chameleon",
+            respawn=True,
+            respawn_delay_s=given.respawn_delay_s,
+            max_respawns=_ALWAYS,
+            worker_mtbf_hours=1e6,
+            host_failure_fraction=0.0,
+        ),
+        emulation=Emulation(time_scale=given.time_scale),
+    )
+
+
+def _observed(config: RunConfig, folder: Path, *, lost: int, timeout_s: float) -> list[_Switch]:
+    """Run `config` through a loss, the return of the worker and the drain of another; return its switches."""
+    folder.mkdir(parents=True)
+    run, file = RunDirectory(folder / "run"), write_config(config, folder / "config.toml")
+    command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run.path)]
+    with child(command, log=folder / "run.log") as process:
+        live = _Live(Tail(run.metrics_file), Tail(run.events_file), timeout_s)
+        live.wait(lambda: len(live.rows) > _NEAR + 2, "first steps")
+        inject(run, worker=lost, kind="kill", phase=None, step=None)
+        live.wait(lambda: lost in live.joined(), "return of the worker")
+        live.more_steps(2 * _NEAR)
+        drain(run, workers=[(lost + 5) % config.workers])
+        live.wait(lambda: any(event["event"] == "drained" for event in live.events), "drain")
+        live.more_steps(_NEAR + 2)
+        end(process)
+    return switches_of(RunDirectory.open(run.path))
+
+
+@dataclass(slots=True)
+class _Live:
+    """The records of a live run so far."""
+
+    metrics: Tail
+    news: Tail
+    timeout_s: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def wait(self, is_so: Callable[[], bool], awaited: str) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no {awaited} within {self.timeout_s:g} s (--timeout)")
+            time.sleep(_POLL_S)
+            self.rows.extend(self.metrics.new())
+            self.events.extend(self.news.new())
+
+    def joined(self) -> set[int]:
+        return {worker for event in self.events if event["event"] == "join" for worker in event["workers"]}
+
+    def more_steps(self, count: int) -> None:
+        until = len(self.rows) + count
+        self.wait(lambda: len(self.rows) >= until, f"{count} more steps")
+
+
+def switches_of(run: RunDirectory) -> list[_Switch]:
+    """Return the switches of a run, in their order, without those that a loss came near to."""
+    rows, events = run.steps(), run.events()
+    decisions = {event["generation"]: event for event in events if event["event"] == "decision"}
+    failed = {step for event in events if event["event"] == "failure" for step in (event["step"], event["resume_step"])}
+    migrating = {event["generation"] for event in events if event["event"] == "plan" and event["policy"] == "migration"}
+    times = [(row.step, row.time or 0.0) for row in rows]
+    seconds = {step: at - before for (_, before), (step, at) in pairwise(times)}
+    found = []
+    for join in (event for event in events if event["event"] == "join" and not event["stop_s"]):
+        chosen = decisions[join["generation"]]
+        prediction = next(each for each in chosen["candidates"] if each["policy"] == chosen["chosen"])["migration_s"]
+        moving = [row for row in rows if row.generation in migrating and row.generation == join["generation"] - 1]
+        begin, resume = moving[0].step if moving else join["resume_step"], join["resume_step"]
+        ratios = [
+            _longest(seconds, failed, range(begin - _NEAR, begin)),
+            _longest(seconds, failed, range(begin, resume)),
+            _longest(seconds, failed, range(resume, resume + _NEAR)),
+        ]
+        before = _times(seconds, failed, range(begin - _NEAR, begin))
+        found.append(
+            _Switch(
+                trigger=chosen["trigger"],
+                around=max(ratios),
+                stall_s=join["stall_s"],
+                migrating=_ratio([seconds[row.step] for row in moving], before) if moving and before else None,
+                migration=join["migrate_s"] / prediction if join["migrate_s"] and prediction else None,
+            )
+        )
+    return found
+
+
+def _times(seconds: dict[int, float], failed: set[int], steps: Sequence[int]) -> list[float]:
+    return [seconds[step] for step in steps if step in seconds and step not in failed]
+
+
+def _longest(seconds: dict[int, float], failed: set[int], steps: Sequence[int]) -> float:
+    times = _times(seconds, failed, steps)
+    return max(times) / statistics.median(times) if times else 1.0
+
+
+def _ratio(times: Sequence[float], before: Sequence[float]) -> float:
+    return statistics.median(times) / statistics.median(before)
+
+
+def _report(found: Sequence[_Switch], neighbours: Neighbours) -> Report:
+    around = Spread(tuple(each.around for each in found))
+    stalls = Spread(tuple(each.stall_s for each in found))
+    migrating = Spread(tuple(each.migrating for each in found if each.migrating is not None))
+    migration = Spread(tuple(each.migration for each in found if each.migration is not None))
+    triggers = ", ".join(
+        f"{trigger} {sum(each.trigger == trigger for each in found)}" for trigger in ("join", "drain", "review")
+    )
+    return Report(
+        benchmark="switch",
+        columns=("", "number", "median (least to largest)"),
+        rows=(
+            ("switches", str(len(found)), triggers),
+            ("longest step near a switch, over the median", str(len(around.values)), around.shown()),
+            ("stall, s", str(len(stalls.values)), stalls.shown()),
+            ("step while layers move, over the step before", str(len(migrating.values)), migrating.shown()),
+            ("time in which layers moved, over its prediction", str(len(migration.values)), migration.shown()),
+        ),
+        bars=(
+            Bar(name="longest step near a switch, over the median", value=max(around.values), limit=_LONGEST_RATIO),
+            Bar(name="step while layers move, over the step before", value=migrating.median, limit=_MIGRATING_RATIO),
+            Bar(
+                name="error of the predicted migration time",
+                value=statistics.mean(abs(1 / each - 1) for each in migration.values),
+                limit=_PREDICTION_ERROR,
+            ),
+        ),
+        results={"switches": [repr(each) for each in found]},
+        neighbours=neighbours,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__, name="switch")
+    add_most_others(parser)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=32, help="a multiple of 4")
+    parser.add_argument("--profile", type=Path, default=ROOT / "profiles" / "llama2-7b-h100-80g.json")
+    parser.add_argument("--time-scale", type=float, default=2.0, help="seconds that a second of the profile takes")
+    parser.add_argument("--respawn-delay-s", type=float, default=6.0)
+    given = parser.parse_args()
+    given.profile = given.profile.resolve()
+    return given
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
