@@ -6,18 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
+from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
-from chameleon_ft.control.wire.messages import Exit, Hello, Message, Refused, decode, encode
+from chameleon_ft.control.wire.messages import Drain, Exit, Hello, HostHello, Message, Refused, Spawn, decode, encode
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
@@ -235,6 +236,68 @@ def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command, run
             assert coordinator.wait() == -signal.SIGKILL
             assert host.wait() == 1
         assert "the connection to the coordinator is lost" in host.printed
+
+
+# --- drained hosts ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
+    """Run a coordinator that has an agent start worker 0, and drains it or refuses to.
+
+    Yields its address, and an event that is set once the worker has joined.
+    """
+    ranks: list[ServerConnection] = []
+    has_joined = threading.Event()
+
+    def handler(connection: ServerConnection) -> None:
+        for text in connection:
+            match decode(text):
+                case HostHello():
+                    connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
+                case Hello():
+                    ranks.append(connection)
+                    has_joined.set()
+                case Drain() as drain if drains:
+                    assert drain == Drain(workers=(0,))
+                    connection.send(encode(drain))
+                    ranks[0].send(encode(Exit(reason="drained")))
+                case Drain():
+                    connection.send(encode(Refused(reason="worker 0 is the last")))
+
+    with serve(handler, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.socket.getsockname()[1]}", has_joined
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_sigterm_drains_the_workers_of_an_agent() -> None:
+    with (
+        coordinator_that(drains=True) as (address, has_joined),
+        Command("agent", "--coordinator", address, "--workers", "1", "--token", "t") as host,
+    ):
+        assert has_joined.wait(60)
+        with every_process_ends(host.session()):
+            os.killpg(host.pid, signal.SIGTERM)  # a batch system sends it to the workers as well
+            assert host.wait() == 0, host.printed
+        assert "draining the workers of this agent" in host.printed
+
+
+def test_a_second_sigterm_ends_an_agent_that_may_not_drain_its_workers() -> None:
+    with (
+        coordinator_that(drains=False) as (address, has_joined),
+        Command("agent", "--coordinator", address, "--workers", "1", "--token", "t") as host,
+    ):
+        assert has_joined.wait(60)
+        with every_process_ends(host.session()):
+            host.signal(signal.SIGTERM)
+            host.read_until("refuses to drain this agent's workers: worker 0 is the last")
+            host.signal(signal.SIGTERM)
+            assert host.wait() == 130
 
 
 # --- what cannot be started ------------------------------------------------------------------------------------------

@@ -93,6 +93,14 @@ def test_it_waits_until_each_worker_is_drained_or_lost(run: RunDirectory) -> Non
         waiting.join()
 
 
+def test_it_does_not_wait_for_workers_that_stay(run: RunDirectory) -> None:
+    record(run, {"event": "drained", "worker": 1}, {"event": "drain_failed", "workers": [2, 4], "reason": "no memory"})
+    with live(run):
+        wait_until_out(run, (1,), after=0)
+        with pytest.raises(ControlError, match=r"no plan without the workers \[2\], which stay: no memory"):
+            wait_until_out(run, (1, 2), after=0)
+
+
 def test_it_waits_no_longer_than_the_run(run: RunDirectory) -> None:
     with live(run):
         waiting = Thread(target=wait_until_out, args=(run, (1,)), kwargs={"after": 0}, daemon=True)

@@ -46,11 +46,13 @@ def drain(run: RunDirectory, *, workers: Collection[int] = (), host: str | None 
 def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -> None:
     """Wait until the run is over, or has drained or lost these workers, by its events without the first `after`.
 
-    Raises ConfigError if the coordinator is lost.
+    Raises:
+        ConfigError: the coordinator is lost.
+        ControlError: there is no plan without these workers, so some of them stay.
     """
     try:
         with _coordinator(run) as connection:
-            while not _gone(run.events()[after:]).issuperset(workers):
+            while _remaining(workers, run.events()[after:]):
                 with contextlib.suppress(TimeoutError):
                     connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
     except ConfigError:
@@ -58,8 +60,15 @@ def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -
             raise
 
 
-def _gone(events: Iterable[Mapping[str, Any]]) -> set[int]:
-    return {event["worker"] for event in events if event["event"] in _OUT}
+def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the workers that are not out yet. Raises ControlError if one of them stays."""
+    remaining = set(workers)
+    for event in events:
+        if event["event"] in _OUT:
+            remaining.discard(event["worker"])
+        elif event["event"] == "drain_failed" and (kept := sorted(remaining.intersection(event["workers"]))):
+            raise ControlError(f"there is no plan without the workers {kept}, which stay: {event['reason']}")
+    return remaining
 
 
 @contextmanager
