@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from numba import njit
 
 from chameleon_ft.schedule.jit import kernel, no_refcount_kernel
 
@@ -24,6 +24,13 @@ def _in_file(path: Path) -> Any:
     names: dict[str, Any] = {"__name__": __name__}
     exec(compile(_SOURCE, str(path), "exec"), names)
     return names["double"]
+
+
+def _is_loaded(double: Callable[[int], int]) -> bool:
+    """Call `double` as a kernel; return whether it came from the cache."""
+    compiled: Any = kernel(double)
+    assert compiled(21) == 42
+    return bool(compiled.stats.cache_hits)
 
 
 @pytest.mark.parametrize("decorate", [kernel, no_refcount_kernel])
@@ -55,7 +62,19 @@ def test_a_file_that_cannot_be_read_is_made_anew(
     kept.write_bytes(content)
 
     assert kernel(_in_file(path))(21) == 42
-    # As numba itself reads it.
-    later = njit(cache=True)(_in_file(path))
-    assert later(21) == 42
-    assert sum(later.stats.cache_hits.values()) == 1
+    assert _is_loaded(_in_file(path))
+
+
+def test_a_kernel_is_compiled_anew_when_a_file_beside_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "kernels_of_a_test"
+    package.mkdir()
+    (package / "double.py").write_text(_SOURCE)
+    beside = package / "inlined.py"
+    function = importlib.import_module("kernels_of_a_test.double").double
+    for factor in (2, 3):
+        beside.write_text(f"FACTOR = {factor}")
+        assert [_is_loaded(function) for _ in range(2)] == [False, True]

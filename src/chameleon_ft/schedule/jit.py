@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable
+from importlib import resources
 from typing import Any, ParamSpec, TypeVar, cast
 
 from numba import njit
@@ -41,15 +43,22 @@ def no_refcount_inline(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def _cached(compiled: Any, function: Callable[_P, _T]) -> Callable[_P, _T]:
     # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
     with contextlib.suppress(RuntimeError):
-        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        compiled._cache = _Cache(function)
     return cast("Callable[_P, _T]", compiled)
 
 
 class _Cache(FunctionCache):
     """Numba's cache on disk; files that cannot be read are compiled anew, files that cannot be written are skipped.
 
-    Unpickling a file that is damaged, or refers to names of another version, can raise any exception.
+    Unpickling a file that is damaged, or refers to names of another version, can raise any exception. A kernel contains
+    functions and constants of other files in its folder, so a change to any of them makes it obsolete.
     """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        folder = resources.files(function.__module__.rpartition(".")[0])
+        sources = sorted((file.name, file.read_bytes()) for file in folder.iterdir() if file.name.endswith(".py"))
+        self._cache_file._source_stamp = hashlib.sha256(b"".join(source for _, source in sources)).digest()
 
     def load_overload(self, sig: object, target_context: object) -> object:
         try:

@@ -15,11 +15,11 @@ again are in their channels from the start, ahead of all others; they block no s
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
+from chameleon_ft.schedule._kernels.event_heap import pop_event, push_event
 from chameleon_ft.schedule._kernels.scheduler_state import Run
 from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
-from chameleon_ft.schedule.records import Records
 
 # Arrivals this close (relative to the longest operation) differ by rounding only.
 _SLACK: Final = 1e-9
@@ -39,7 +39,7 @@ def run_scheduler(run: Run) -> tuple[bool, bool, bool]:
     now = 0.0
     while remaining:
         if state.events:
-            now, worker = _pop_event(run)
+            now, worker = pop_event(run)
             # The last message of a worker may wait for the one before it to be received.
             if run.workers[worker].free > now or _is_blocked(run, worker):
                 continue
@@ -51,7 +51,7 @@ def run_scheduler(run: Run) -> tuple[bool, bool, bool]:
         if end >= 0:
             remaining -= 1
             run.workers[worker].free = end
-            _push_event(run, end, worker)
+            push_event(run, end, worker)
     return True, (state.strained or state.beyond_limits) and not run.gradients_only, state.beyond_limits
 
 
@@ -92,7 +92,7 @@ def _start_routes(run: Run) -> None:
             _resume(run, slot)
             slot += 1
     for worker in range(len(run.workers)):
-        _push_event(run, 0.0, worker)
+        push_event(run, 0.0, worker)
 
 
 @no_refcount_inline
@@ -107,7 +107,7 @@ def _resume(run: Run, slot: int) -> None:
             before = run.slots[slot - 1]
             run.hops[slot].forward_at = before.down_s
             _append(run, before.down, slot)
-            _push_event(run, before.down_s, own.worker)
+            push_event(run, before.down_s, own.worker)
     elif own.runs_backward:
         worker.room -= 1
         worker.kept -= 1
@@ -121,7 +121,7 @@ def _resume(run: Run, slot: int) -> None:
         after = run.slots[slot + 1]
         run.hops[slot].backward_at = after.up_s
         _append(run, after.up, slot)
-        _push_event(run, after.up_s, own.worker)
+        push_event(run, after.up_s, own.worker)
 
 
 @no_refcount_inline
@@ -309,7 +309,7 @@ def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> Non
         run.workers[worker].sending = channel
         # A receiver that is busy for longer decides when it is free.
         if run.workers[queue.receiver].free <= arrival:
-            _push_event(run, arrival, queue.receiver)
+            push_event(run, arrival, queue.receiver)
 
 
 @no_refcount_inline
@@ -321,13 +321,13 @@ def _take(run: Run, channel: int, now: float) -> None:
         return
     sender = run.workers[queue.sender]
     if state.denied or queue.awaited or (queue.head >= 0 and sender.sending == channel):
-        _push_event(run, max(sender.free, now), queue.sender)
+        push_event(run, max(sender.free, now), queue.sender)
         queue.awaited = False
     if state.denied:
         for worker in range(len(run.workers)):
             if run.workers[worker].denied:
                 run.workers[worker].denied = False
-                _push_event(run, now, worker)
+                push_event(run, now, worker)
         state.denied = False
 
 
@@ -376,46 +376,3 @@ def _exceed_limit(run: Run) -> int:
         own.room, own.kept = max(1, own.room), max(1, own.kept)
         run.state[0].beyond_limits = True
     return first
-
-
-@no_refcount_inline
-def _push_event(run: Run, at_s: float, worker: int) -> None:
-    """Add an event to the heap; simultaneous events are in the order of their workers."""
-    events, place = run.events, run.state[0].events
-    run.state[0].events += 1
-    events[place].at_s, events[place].worker = at_s, worker
-    while place and _is_before(events[place], events[(place - 1) // 2]):
-        _swap(events, place, (place - 1) // 2)
-        place = (place - 1) // 2
-
-
-@no_refcount_inline
-def _pop_event(run: Run) -> tuple[float, int]:
-    """Remove the first event from the heap."""
-    events = run.events
-    first = events[0].at_s, events[0].worker
-    run.state[0].events -= 1
-    count = run.state[0].events
-    events[0] = events[count]
-    place, least = -1, 0
-    while least != place:
-        place = least
-        for below in range(2 * place + 1, min(count, 2 * place + 3)):
-            if _is_before(events[below], events[least]):
-                least = below
-        if least != place:
-            _swap(events, place, least)
-    return first
-
-
-@no_refcount_inline
-def _is_before(one: Any, other: Any) -> bool:
-    before: bool = one.at_s < other.at_s or (one.at_s == other.at_s and one.worker < other.worker)
-    return before
-
-
-@no_refcount_inline
-def _swap(events: Records, one: int, other: int) -> None:
-    at_s, worker = events[one].at_s, events[one].worker
-    events[one] = events[other]
-    events[other].at_s, events[other].worker = at_s, worker
