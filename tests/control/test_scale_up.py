@@ -705,6 +705,22 @@ async def test_layers_of_which_only_a_drained_worker_has_any_move_from_it(stage:
     assert stage.events("drain_failed") == []
 
 
+@pytest.mark.parametrize("policy", ["chameleon", "repartition", "restart"])
+def test_layers_of_a_drained_worker_do_not_migrate_with_nccl(tmp_path: Path, policy: PolicyName) -> None:
+    async def leave(stage: Stage) -> None:
+        async with watched(stage):
+            stage.train()
+            drained(stage, 1)
+            order = await considered(stage)
+            assert 1 not in order.members
+            assert order.migration is None
+            assert order.transition is not None
+            assert 1 in order.transition.participants
+
+    changes = {"backend": "nccl", "device": "cuda", "parallel": Parallel(dp=1, pp=4), "recovery": Recovery(policy=policy)}
+    play(tmp_path, leave, **{**RESPAWNING, **changes})
+
+
 @scene(**{**STEADY, "parallel": Parallel(dp=1, pp=4)})
 async def test_a_worker_that_is_needed_stays(stage: Stage) -> None:
     async with watched(stage):

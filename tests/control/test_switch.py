@@ -59,7 +59,7 @@ def test_every_worker_holds_its_layers_before_it_needs_them(
         assert all(own <= set(holds[worker]) for worker, own in wanted.items())
         return
     (migration,) = first
-    assert migrates or POLICIES[policy].restarts
+    assert migrates
     assert migration.migration is not None
     assert final.transition is None
     assert migration.plan.routes == now.plan.routes, "training goes on as before"
@@ -91,10 +91,22 @@ def test_layers_move_before_the_plan_trains_where_memory_does_not_hold_them_besi
     assert plans_to(decision, now, migrates=False)[0].transition is not None
 
 
-def test_what_would_be_read_from_a_checkpoint_moves_as_long_as_no_layer_is_lost() -> None:
-    plans = plans_for(leaving(context(dp=2, pp=2), 3), "restart")
-    assert plans
-    assert {plan.load for plan in plans} == {"keep"}
+@pytest.mark.parametrize(("memory_bytes", "fits"), [(None, True), (140, True), (139, False)])
+def test_what_would_be_read_from_a_checkpoint_moves_before_the_plan_trains(
+    memory_bytes: int | None, fits: bool
+) -> None:
+    # Worker 1 holds 80 bytes, and receives two layers of 30 bytes from worker 0.
+    now = leaving(context(dp=1, pp=3, memory_bytes=memory_bytes), 0)
+    decision = decide(now, "restart", rate_of(HORIZON_S, now))
+    assert decision.chosen is not None
+    assert decision.chosen.from_checkpoint
+    plans = plans_for(now, "restart", migrates=False)
+    assert len(plans) == fits
+    for plan in plans:
+        assert plan.load == "keep"
+        assert plan.migration is None
+        assert plan.transition is not None
+        assert plan.predicted_stall_s == pytest.approx(0.6), "60 bytes at 100 bytes per second"
 
 
 def test_a_worker_that_leaves_sends_layers_of_which_only_it_has_any() -> None:

@@ -23,7 +23,17 @@ from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 from chameleon_ft.workload import Workload
 
-__all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
+__all__ = [
+    "Candidate",
+    "Course",
+    "CourseDraft",
+    "best_of",
+    "is_noop",
+    "measure",
+    "missing_in_transfer",
+    "remeasure",
+    "score",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +333,7 @@ def _missing_bytes(estimate: PartsEstimate, transfer: Transfer | None, context: 
     """Return why a plan does not fit the memory in a step, or while layers move; None if it does."""
     for missing, when in (
         (estimate.over_capacity(context.costs), "in a step"),
-        (_missing_in_transfer(transfer, context), "while layers move"),
+        (missing_in_transfer(transfer, context), "while layers move"),
     ):
         if missing:
             worker = max(missing, key=lambda each: (missing[each], -each))
@@ -332,8 +342,8 @@ def _missing_bytes(estimate: PartsEstimate, transfer: Transfer | None, context: 
     return None
 
 
-def _missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> dict[int, float]:
-    """Return the bytes that workers lack for their old layers, gradients included, beside those that they receive."""
+def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> dict[int, float]:
+    """Return the bytes that each worker lacks to hold its old layers, with gradients, beside those that it receives."""
     if transfer is None:
         return {}
     layers, cluster = context.costs.workload.layers, context.costs.cluster

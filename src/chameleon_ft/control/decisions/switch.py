@@ -10,8 +10,9 @@ from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import STAY, FailureModel, with_shadow_holders
+from chameleon_ft.recovery.scoring import missing_in_transfer
 from chameleon_ft.schedule import CostModel, best_program, check_program
-from chameleon_ft.transfer import Transfer, transfer_to
+from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
 __all__ = ["decide_on_switch", "plans_to"]
 
@@ -57,18 +58,18 @@ def plans_to(
     )
     if not transfer.messages:
         return (final,)
-    # A policy that would read them from a checkpoint has no transfer of its own.
-    moves = migrates or course.transfer is None
-    migration = _migration(context, course.plan.placement, transfer) if moves else None
+    migration = _migration(context, course.plan.placement, transfer) if migrates else None
     if migration is not None:
         return migration, final
-    if course.transfer is None:
-        return ()  # what was to be read from a checkpoint does not fit the memory beside what is held
+    # A policy that would read the layers from a checkpoint has no transfer of its own, whose memory was checked.
+    if course.transfer is None and missing_in_transfer(transfer, context):
+        return ()
     held = {worker: _layers(context.held, worker) for worker in senders}
     transition = plan_transition(
         context.plan.placement, course.plan.placement, held=held, layers=layers, transfer=transfer
     )
-    return (replace(final, transition=transition, predicted_stall_s=chosen.transfer_s),)
+    stall_s = transfer_s(transfer.rounds, context.senders) * context.transfer_factor
+    return (replace(final, transition=transition, predicted_stall_s=stall_s),)
 
 
 def _migration(context: recovery.DecisionContext, target: Placement, transfer: Transfer) -> RecoveryPlan | None:
