@@ -433,12 +433,16 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...]) 
     }
     assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced - drained
     for worker in before.members:
+        if worker.agent in drained:
+            assert after.members[worker.id].draining, "its agent exits"
+            assert after.members[worker.id].lost
         if worker.connection in drained:
-            assert worker.draining
+            assert after.members[worker.id].draining
             assert after.active is not None
             assert worker.id not in after.active.plan.workers, "it is out of the plan"
             assert after.next is None or worker.id not in after.next.plan.participants
-            assert after.committed > after.active.first_step, "a step is committed without it"
+            if worker.takes_part:
+                assert after.committed > after.active.first_step, "a step is committed without it"
     finishes = [command for command in commands if isinstance(command, Finish)]
     assert len(finishes) == (before.phase is not Phase.OVER and after.phase is Phase.OVER)
     if before.phase is Phase.OVER:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -187,31 +186,34 @@ async def spawned(connection: ServerConnection, context: Context, *workers: int)
         await asyncio.sleep(0)
 
 
-def test_it_drains_its_workers_and_ends_with_the_last(context: Context) -> None:
+def test_it_has_its_workers_drained_and_ends_when_told_to(context: Context) -> None:
     terminated = threading.Event()
 
     async def coordinator(connection: ServerConnection) -> None:
         await spawned(connection, context, 7, 4)
         terminated.set()
-        assert await heard(connection) == Drain(workers=(4, 7))
+        assert await heard(connection) == Drain()
         await tell(connection, Drain(workers=(4, 7)))
         for process, worker in zip(context.made, (7, 4), strict=True):
             await (await connection.ping())
             process.end(0)
             assert await heard(connection) == WorkerExited(worker=worker, exit_code=0)
-        await connection.wait_closed()
+        await tell(connection, Exit(reason="drained"))
 
     assert play(context, coordinator, terminated=terminated)
 
 
-def test_it_goes_on_if_it_may_not_drain_its_workers(context: Context, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("answers", [[], [Drain(workers=(0,))]], ids=["at once", "later"])
+def test_it_goes_on_if_its_workers_are_not_drained(
+    context: Context, caplog: pytest.LogCaptureFixture, answers: list[Message]
+) -> None:
     terminated = threading.Event()
 
     async def coordinator(connection: ServerConnection) -> None:
         await spawned(connection, context, 0)
         terminated.set()
-        assert await heard(connection) == Drain(workers=(0,))
-        await tell(connection, Refused(reason="worker 0 is the last"))
+        assert await heard(connection) == Drain()
+        await tell(connection, *answers, Refused(reason="worker 0 is the last"))
         await (await connection.ping())
         context.made[0].end(-9)
         assert await heard(connection) == WorkerExited(worker=0, exit_code=-9)
@@ -221,31 +223,4 @@ def test_it_goes_on_if_it_may_not_drain_its_workers(context: Context, caplog: py
         await tell(connection, Exit(reason="over"))
 
     assert play(context, coordinator, terminated=terminated)
-    assert "refuses to drain this agent's workers: worker 0 is the last" in caplog.text
-
-
-def test_it_starts_no_worker_while_it_drains(context: Context) -> None:
-    terminated = threading.Event()
-
-    async def coordinator(connection: ServerConnection) -> None:
-        await spawned(connection, context, 0)
-        terminated.set()
-        assert await heard(connection) == Drain(workers=(0,))
-        await tell(connection, Spawn(workers=(1,), incarnations=(3,)))
-        assert await heard(connection) == WorkerExited(worker=1, incarnation=3, exit_code=-signal.SIGTERM)
-        context.made[0].end(0)
-        assert await heard(connection) == WorkerExited(worker=0, exit_code=0)
-        await connection.wait_closed()
-
-    assert play(context, coordinator, terminated=terminated)
-    assert len(context.made) == 1
-
-
-def test_it_ends_at_once_if_it_has_no_workers_to_drain(context: Context) -> None:
-    terminated = threading.Event()
-
-    async def coordinator(connection: ServerConnection) -> None:
-        terminated.set()
-        await connection.wait_closed()
-
-    assert play(context, coordinator, terminated=terminated)
+    assert "the workers of this agent are not drained: worker 0 is the last" in caplog.text

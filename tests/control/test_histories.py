@@ -49,6 +49,7 @@ from chameleon_ft.control.wire.messages import (
     Started,
     Stop,
     Switch,
+    WorkerExited,
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import JoinRecord, StepRecord
@@ -583,8 +584,9 @@ def test_a_loss_while_a_generation_is_prepared_does_not_end_the_search_for_a_bet
 
 def drain(history: History, *workers: int, host: str | None = None, by: int = 2000) -> Message:
     """Ask for workers to leave; return the answer."""
+    before = len(history.sent(Message, to=by))
     history.say(by, Drain(workers=workers, host=host))
-    return history.sent(Message, to=by)[-1]
+    return history.sent(Message, to=by)[before]
 
 
 def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
@@ -606,7 +608,7 @@ def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
     assert history.sent(Exit) == []
     history.commit()
     history.wait(0.1)
-    assert history.sent(Exit) == history.sent(Exit, to=21) == [Exit(reason="drained")]
+    assert history.sent(Exit) == history.sent(Exit, to=21) == [Exit(reason="drained")], "its agent has others"
     assert history.events("drained")[0]["worker"] == 1
     (record,) = history.records(JoinRecord)
     assert (record.workers, record.drained) == ((), (1,))
@@ -633,8 +635,8 @@ def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str) 
 
 
 @pytest.mark.parametrize("by", [AGENT + 1, 2000])
-def test_workers_that_have_not_loaded_yet_leave_at_once(by: int) -> None:
-    history = training()
+def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
+    history = training(recovery=RESPAWNING)
     history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=3))
     for worker in (4, 5):
         history.tell(worker, Hello(worker=worker, host="10.0.0.7", incarnation=1))
@@ -642,13 +644,100 @@ def test_workers_that_have_not_loaded_yet_leave_at_once(by: int) -> None:
     answer = drain(history, host="node7" if by == 2000 else None, by=by)
     assert isinstance(answer, Drain)
     assert answer.workers == (4, 5, 6)
+    assert history.sent(Exit, to=81) == [Exit(reason="drained")], "it has loaded"
+    history.wait(0.1)
+    kills = [message for message in history.sent(Message, to=AGENT + 1) if not isinstance(message, Spawn | Drain)]
+    assert kills == [Kill(worker=5), Kill(worker=6), Exit(reason="drained")], "the others are loading"
+    assert history.sent(Exit, to=101) == []
+    for worker in (4, 5):
+        history.depart(20 * worker + 1)
+    for worker in (4, 5, 6):
+        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+    history.depart(AGENT + 1)
     history.commit()
     history.wait(20.0)
-    assert [message.reason for message in history.sent(Exit)] == ["drained"] * 2
     assert history.considerations == []
     assert history.failures == []
+    assert (history.events("join_failed"), history.events("respawn"), history.events("host_lost")) == ([], [], [])
     with pytest.raises(ControlError, match="worker 6 is lost"):
         history.tell(6, Hello(worker=6, host="10.0.0.7", incarnation=1))
+
+
+def test_a_worker_that_is_loading_again_is_ended_by_its_agent() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    before = len(history.sent(Kill, to=AGENT))
+    assert drain(history, 1) == Drain(workers=(1,))
+    assert history.sent(Kill, to=AGENT)[before:] == [Kill(worker=1)]
+    history.reap(1)
+    history.wait(20.0)
+    assert [worker for worker, *_ in history.failures] == [1], "the loss before"
+    assert len(history.events("respawn")) == 1
+    assert history.sent(Exit) == [], "its agent has others"
+
+
+def train_with_second_host() -> History:
+    """A run in which workers 4 and 5 of a second agent train too."""
+    history = training(recovery=RESPAWNING)
+    history.say(AGENT + 1, HostHello(host="late", slots=2))
+    for worker in (4, 5):
+        history.come_back(worker)
+    history.wait(0.7)
+    history.consider(0, 1, 2, 3, 4, 5)
+    history.switch()
+    history.commit()
+    return history
+
+
+def test_an_agent_ends_once_all_its_workers_have_left() -> None:
+    history = train_with_second_host()
+    drain(history, 4)
+    history.wait(0.1)
+    history.consider(0, 1, 2, 3, 5)
+    history.switch()
+    history.commit()
+    history.wait(0.1)
+    assert history.sent(Exit, to=AGENT + 1) == []
+    drain(history, 5)
+    history.wait(0.1)
+    history.consider(0, 1, 2, 3)
+    history.switch()
+    history.commit()
+    history.wait(0.1)
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+    history.say(AGENT + 1, WorkerExited(worker=5, exit_code=0))
+    history.depart(AGENT + 1)
+    history.wait(20.0)
+    assert history.failures == []
+    assert [event["host"] for event in history.events("host_drained")] == ["late"]
+    assert history.events("host_lost") == []
+    history.say(AGENT + 2, HostHello(host="later", slots=1))
+    assert history.sent(Spawn, to=AGENT + 2) == [Spawn(workers=(4,), incarnations=(2,))], "its number is free"
+
+
+def test_an_agent_whose_last_worker_is_lost_while_it_leaves_ends_too() -> None:
+    history = train_with_second_host()
+    assert drain(history, by=AGENT + 1) == Drain(workers=(4, 5))
+    for worker in (4, 5):
+        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+    history.quiesce()
+    history.start()
+    history.wait(0.1)
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+
+
+def test_an_agent_whose_workers_are_lost_has_nothing_to_drain() -> None:
+    history = train_with_second_host()
+    for worker in (4, 5):
+        history.say(AGENT + 1, WorkerExited(worker=worker, exit_code=-9))
+    history.quiesce()
+    history.start()
+    assert drain(history, by=AGENT + 1) == Drain()
+    history.wait(0.1)
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+    assert history.events("draining") == []
+    history.wait(20.0)
+    assert history.events("respawn") == []
 
 
 def test_what_cannot_be_drained_is_refused_with_a_reason() -> None:
@@ -666,8 +755,6 @@ def test_what_cannot_be_drained_is_refused_with_a_reason() -> None:
     ]:
         assert drain(history, *workers, host=host) == Refused(reason=reason)
     assert history.state.members.draining() == frozenset()
-    with pytest.raises(ControlError, match="a rank does not say 'drain'"):
-        history.tell(1, Drain(workers=(0,)))
     history.happen(Interrupted(at=history.at))
     assert drain(history, 1) == Refused(reason="the run ends after this step")
 
@@ -689,6 +776,48 @@ def test_a_worker_without_which_there_is_no_plan_stays(fails: bool) -> None:
     history.wait(20.0)
     assert history.considerations == []
     assert history.sent(Exit) == []
+
+
+def train_with_launched_worker() -> History:
+    """A run whose worker 3 was started by a launcher, and the others by an agent."""
+    history = History(new_state(recovery=RESPAWNING))
+    history.say(AGENT, HostHello(host="a host", slots=3))
+    for worker in range(3):
+        history.join(worker)
+    history.tell(3, Hello(worker=3, host="10.0.0.3"))
+    history.start()
+    history.commit()
+    return history
+
+
+def test_a_launched_worker_can_ask_to_leave() -> None:
+    history = train_with_launched_worker()
+    assert drain(history, by=61) == Drain(workers=(3,))
+    history.wait(0.1)
+    history.consider(0, 1, 2)
+    history.switch()
+    history.commit()
+    history.wait(0.1)
+    assert history.sent(Exit) == history.sent(Exit, to=61) == [Exit(reason="drained")]
+    history.depart(61)
+    assert history.failures == []
+
+
+@pytest.mark.parametrize(("by", "asked"), [(AGENT, (0, 1, 2)), (61, (3,))])
+def test_agents_and_workers_that_asked_are_told_if_their_workers_stay(by: int, asked: tuple[int, ...]) -> None:
+    history = train_with_launched_worker()
+    assert drain(history, by=by) == Drain(workers=asked)
+    assert drain(history, *asked) == Drain(workers=asked), "as does a command, which has ended meanwhile"
+    history.wait(0.1)
+    history.consider()
+    (event,) = history.events("drain_failed")
+    (refused,) = history.sent(Refused)
+    assert history.sent(Message, to=by)[-1] == refused == Refused(reason=event["message"])
+    assert "no reason" in refused.reason
+    drain(history, *asked)
+    history.wait(0.1)
+    history.consider()
+    assert history.sent(Refused) == [refused], "this time it has not asked"
 
 
 def test_a_drain_gives_up_a_generation_with_that_worker_which_no_worker_was_told_to_switch_to() -> None:

@@ -717,7 +717,12 @@ def test_layers_of_a_drained_worker_do_not_migrate_with_nccl(tmp_path: Path, pol
             assert order.transition is not None
             assert 1 in order.transition.participants
 
-    changes = {"backend": "nccl", "device": "cuda", "parallel": Parallel(dp=1, pp=4), "recovery": Recovery(policy=policy)}
+    changes = {
+        "backend": "nccl",
+        "device": "cuda",
+        "parallel": Parallel(dp=1, pp=4),
+        "recovery": Recovery(policy=policy),
+    }
     play(tmp_path, leave, **{**RESPAWNING, **changes})
 
 

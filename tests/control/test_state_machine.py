@@ -238,6 +238,16 @@ class Runs(RuleBasedStateMachine):
     def drain(self, workers: set[int], host: str | None) -> None:
         self.history.say(2000, Drain(workers=tuple(workers), host=host))
 
+    @rule(agent=st.sampled_from([AGENT, AGENT + 1]))
+    def agent_is_drained(self, agent: int) -> None:
+        if agent in self.history.state.members.agents:
+            self.history.say(agent, Drain())
+
+    @rule(worker=WORKERS)
+    def worker_asks_to_leave(self, worker: int) -> None:
+        if self.connected(worker):
+            self.history.tell(worker, Drain())
+
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
     @rule(worker=WORKERS)
     def drain_and_switch(self, worker: int) -> None:

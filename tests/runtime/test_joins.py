@@ -144,6 +144,30 @@ def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
     assert ended.events("join")[-1]["drained"] == [1, 4]
 
 
+def test_training_continues_without_the_workers_of_its_own_host(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(endless(tmp_path, workers=2, parallel=Parallel(dp=1, pp=2))))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", path, "--output-dir", run.path) as training:
+        training.read_until(STEP.format(3))
+        with Command("agent", "--run", run.path, "--workers", "2") as late:
+            training.read_until(r"workers? .* joined before step \d+")
+            with Command("drain", run.path, "--worker", "0", "--worker", "1", "--wait") as drain:
+                assert drain.wait() == 0, drain.printed
+            training.read_until("host_drained")
+            training.read_until(STEP.format(r"\d+"))
+            late.signal(signal.SIGTERM)
+            late.read_until("the workers of this agent are not drained: no worker would be left")
+            training.read_until(STEP.format(r"\d+"))
+            training.interrupt_all()
+            code = training.wait()
+            assert late.wait() == 0, late.printed
+    ended = Ended(code, run)
+    assert_nothing_was_lost(ended, repeated_steps=0)
+    assert (ended.failures, ended.events("host_lost")) == ([], [])
+    assert workers_of_last_plan(ended) == {2, 3}
+
+
 def test_a_worker_that_keeps_dying_is_not_admitted_again(tmp_path: Path) -> None:
     failures = tuple(fails(3, step=4, phase="forward") for _ in range(3))
     config = endless(

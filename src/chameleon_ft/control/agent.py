@@ -82,7 +82,8 @@ class Agent:
         """Carry out the coordinator's orders.
 
         Returns:
-            True if it ended the run or all workers were drained, False if the connection was lost.
+            True if the coordinator told it to exit, because the run is over or all workers have left; False if the
+            connection was lost.
 
         Raises:
             ControlError: the coordinator does not answer, or refuses this host.
@@ -102,16 +103,14 @@ class Agent:
         return self._is_over
 
     def drain(self) -> bool:
-        """Ask the coordinator to drain this agent's workers; `serve` returns once they have ended.
+        """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
 
         If the coordinator refuses, the agent continues to serve. Returns False if it is not connected.
         """
         if self._connection is None:
             return False
         self._is_draining = True
-        if workers := self._workers():
-            self._run(_try_to_send(self._connection, Drain(workers=workers)))
-        self._leave_if_drained(self._connection)
+        self._run(_try_to_send(self._connection, Drain()))
         return True
 
     async def end_all(self) -> None:
@@ -134,10 +133,6 @@ class Agent:
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 match message := decode(text):
-                    case Spawn(workers=workers, incarnations=incarnations) if self._is_draining:
-                        for worker, incarnation in zip(workers, incarnations, strict=True):
-                            exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=-signal.SIGTERM)
-                            await connection.send(encode(exited))
                     case Spawn(workers=workers, incarnations=incarnations):
                         ranks = list(zip(workers, incarnations, strict=True))
                         self._pending.update(ranks)
@@ -148,7 +143,6 @@ class Agent:
                         for (number, _), process in list(self._ranks.items()):
                             if number == worker:
                                 _kill(process)
-                        self._leave_if_drained(connection)
                     case Probe(probe=probe):
                         for (worker, incarnation), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
@@ -159,10 +153,10 @@ class Agent:
                         self._is_over = True
                         return
                     case Drain(workers=workers):
-                        _logger.info("workers %s are drained; this agent ends with them", workers)
+                        _logger.info("workers %s are drained; this agent ends after them", workers)
                     case Refused(reason=reason) if self._is_draining:
                         self._is_draining = False
-                        _logger.warning("the coordinator refuses to drain this agent's workers: %s", reason)
+                        _logger.warning("the workers of this agent are not drained: %s", reason)
                     case Refused(reason=reason):
                         raise ControlError(reason)
                     case _:
@@ -186,15 +180,6 @@ class Agent:
                 if (worker, incarnation) not in self._pending:
                     _kill(self._ranks[worker, incarnation])
                 self._pending.discard((worker, incarnation))
-
-    def _workers(self) -> tuple[int, ...]:
-        """Return the workers that run here, or are still to be started, ascending."""
-        return tuple(sorted({worker for worker, _ in (*self._ranks, *self._pending)}))
-
-    def _leave_if_drained(self, connection: ClientConnection) -> None:
-        if self._is_draining and not self._workers():
-            self._is_over = True
-            self._run(connection.close())
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -229,7 +214,6 @@ class Agent:
             del self._ranks[worker, incarnation]
             exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
             self._run(_try_to_send(connection, exited))
-            self._leave_if_drained(connection)
 
         loop.add_reader(rank.sentinel, reap)
 

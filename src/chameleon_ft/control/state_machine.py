@@ -128,7 +128,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             scale_up.host_joined(draft, connection, message)
         case messages.Inject():
             _inject(draft, connection, message)
-        case messages.Drain() if state.members.worker_of(connection) is None:
+        case messages.Drain():
             drains.drain(draft, connection, message)
         case messages.WorkerExited() | messages.ProcessState() if connection in state.members.agents:
             worker = state.members.started_by(connection, message.worker, message.incarnation)

@@ -8,40 +8,56 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.commands import Send
+from chameleon_ft.control.commands import Drop, Send
 from chameleon_ft.control.handlers import switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
-from chameleon_ft.control.wire.messages import Drain, Exit, Refused
+from chameleon_ft.control.wire.messages import Drain, Exit, Kill, Refused
 
 __all__ = ["drain", "give_up", "is_waited_for", "release"]
 
 
 def drain(draft: Draft, connection: int, message: Drain) -> None:
-    """Have workers leave, and answer the command, or the agent, that asked for it."""
-    workers = _workers_of(draft.state, connection, message)
-    if (reason := _reason_against(draft.state, message, workers)) is not None:
+    """Have workers leave, and answer the command, the agent or the worker that asked for it.
+
+    Workers that are still loading leave at once.
+    """
+    own = _own_workers(draft.state, connection)
+    workers = _named_workers(draft.state, message) if own is None else own
+    if (reason := _reason_against(draft.state, message, workers, is_own=own is not None)) is not None:
         draft.do(Send(connection, Refused(reason=reason)))
         return
+    if own is not None:
+        draft.set(members=draft.state.members.with_drain_request(connection))
     for worker in workers:
         draft.change_worker(worker, draining=True)
         draft.set(scale_up=draft.state.scale_up.without(worker.id))
-    state = draft.state
     concerned = tuple(worker.id for worker in workers if not worker.lost)
     draft.do(Send(connection, message.model_copy(update={"workers": concerned})))
-    names = ", ".join(map(str, concerned))
-    draft.record("draining", workers=concerned, message=f"workers that are to leave: {names}")
+    if concerned:
+        names = ", ".join(map(str, concerned))
+        draft.record("draining", workers=concerned, message=f"workers that are to leave: {names}")
+    for worker in workers:
+        if not worker.lost and not worker.takes_part:
+            _let_go(draft, worker)
+    state = draft.state
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration goes on: where its layers are is known only when they have arrived.
     if state.next is not None and not state.next.is_switching and state.following is None:
         switches.discard(draft)
 
 
-def _workers_of(state: State, connection: int, message: Drain) -> list[Worker]:
-    """Return the workers that a request names, lost ones of a host included: they are not to come back there."""
+def _own_workers(state: State, connection: int) -> list[Worker] | None:
+    """Return all workers of an agent, or the worker whose connection this is; None if it is a command's."""
     if connection in state.members.agents:
         return [worker for worker in state.members if worker.agent == connection]
+    worker = state.members.worker_of(connection)
+    return None if worker is None else [worker]
+
+
+def _named_workers(state: State, message: Drain) -> list[Worker]:
+    """Return the workers that a request names, lost ones of a host included: they are not to come back there."""
     named = [worker for worker in state.members if worker.id in message.workers]
     if message.host is None:
         return named
@@ -54,7 +70,7 @@ def _hosts_of(state: State, worker: Worker) -> set[str]:
     return {worker.host, agent, *agent.rstrip(")").split(" ("), state.hosts().get(worker.id, "")} - {""}
 
 
-def _reason_against(state: State, message: Drain, workers: list[Worker]) -> str | None:
+def _reason_against(state: State, message: Drain, workers: list[Worker], *, is_own: bool) -> str | None:
     """Return why workers cannot be drained, and what to do; None if they can."""
     live = state.members.live()
     concerned = {worker.id for worker in workers if not worker.lost}
@@ -62,14 +78,15 @@ def _reason_against(state: State, message: Drain, workers: list[Worker]) -> str 
         return "the run has not begun; wait until it trains, or end it"
     if state.interrupted:
         return "the run ends after this step"
-    if unknown := sorted(set(message.workers) - concerned):
-        return f"worker {unknown[0]} is not live; live are {list(live)}"
-    if message.host is not None and not concerned:
-        hosts = sorted(set(state.hosts().values()))
-        return f"no worker is on host {message.host!r}; the hosts are {', '.join(hosts)}"
-    if not concerned:
-        return "no worker is named; name workers, or a host with workers"
-    if concerned.issuperset(state.members.staying()):
+    if not is_own:
+        if unknown := sorted(set(message.workers) - concerned):
+            return f"worker {unknown[0]} is not live; live are {list(live)}"
+        if message.host is not None and not concerned:
+            hosts = sorted(set(state.hosts().values()))
+            return f"no worker is on host {message.host!r}; the hosts are {', '.join(hosts)}"
+        if not concerned:
+            return "no worker is named; name workers, or a host with workers"
+    if concerned and concerned.issuperset(state.members.staying()):
         return f"no worker would be left of {list(live)}; leave one at least, or end the run"
     return None
 
@@ -80,32 +97,61 @@ def is_waited_for(state: State) -> bool:
 
 
 def give_up(draft: Draft, reason: str) -> None:
-    """Keep the workers that are to leave if the plan needs them and none was found without them."""
+    """Keep the workers that are to leave if the plan needs them and none was found without them.
+
+    Agents and workers that asked for it are told why.
+    """
     assert draft.state.active is not None
     kept = sorted(draft.state.members.draining().intersection(draft.state.active.plan.workers))
+    if not kept:
+        return
     for number in kept:
         draft.change_worker(draft.state.members[number], draining=False)
-    if kept:
-        names = ", ".join(map(str, kept))
-        message = (
-            f"there is no plan without the workers {names}, which stay: {reason}; drain fewer, or add others first"
-        )
-        draft.record("drain_failed", workers=kept, reason=reason, message=message)
+    names = ", ".join(map(str, kept))
+    message = f"there is no plan without the workers {names}, which stay: {reason}; drain fewer, or add others first"
+    draft.record("drain_failed", workers=kept, reason=reason, message=message)
+    members = draft.state.members
+    requests = members.drain_requests.intersection(
+        end for number in kept for end in (members[number].agent, members[number].connection)
+    )
+    draft.do(*(Send(connection, Refused(reason=message)) for connection in sorted(requests)))
+    draft.set(members=replace(members, drain_requests=members.drain_requests - requests))
 
 
 def release(draft: Draft) -> None:
-    """Have the workers exit that are to leave and that no plan needs, once a step is committed without them."""
+    """Have the workers exit that are to leave and that no plan needs, once a step is committed without them.
+
+    Agents exit once all of their workers have left.
+    """
+    _dismiss_agents(draft)
     state = draft.state
     if state.phase is not Phase.TRAINING or state.active is None or state.committed <= state.active.first_step:
         return
     needed = {*state.active.plan.workers, *(() if state.next is None else state.next.plan.participants)}
     for worker in state.members:
-        if not worker.draining or worker.lost or worker.id in needed:
-            continue
+        if worker.draining and not worker.lost and worker.id not in needed:
+            _let_go(draft, worker)
+
+
+def _dismiss_agents(draft: Draft) -> None:
+    members = draft.state.members
+    for agent, host in members.agents.items():
+        if all(worker.draining and worker.lost for worker in members if worker.agent == agent):
+            draft.do(Send(agent, Exit(reason="drained")))
+            draft.set(members=draft.state.members.dismissed(agent))
+            draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")
+
+
+def _let_go(draft: Draft, worker: Worker) -> None:
+    """End the process of a worker that no plan needs. From now on its end is no loss."""
+    if worker.first_step is None and worker.agent is not None:
+        draft.do(Send(worker.agent, Kill(worker=worker.id)))  # while it loads, it follows no order
+        if worker.connection is not None:
+            draft.do(Drop(worker.connection))
+    else:
         draft.send(worker.id, Exit(reason="drained"))
-        # From now on its end is no loss.
-        draft.set(members=draft.state.members.fence(worker.id), scale_up=draft.state.scale_up.without(worker.id))
-        live = len(draft.state.members.live())
-        draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
-        message = f"worker {worker.id} has left, and its process is told to exit"
-        draft.record("drained", worker=worker.id, step=state.committed, message=message)
+    draft.set(members=draft.state.members.fence(worker.id), scale_up=draft.state.scale_up.without(worker.id))
+    live = len(draft.state.members.live())
+    draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
+    message = f"worker {worker.id} has left, and its process ends"
+    draft.record("drained", worker=worker.id, step=draft.state.committed, message=message)

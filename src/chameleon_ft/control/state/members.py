@@ -46,7 +46,8 @@ class Members:
     workers: Mapping[int, Worker] = FrozenMap({})
     former: tuple[Worker, ...] = ()  # incarnations since replaced, oldest first
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
-    fenced: frozenset[int] = frozenset()  # connections of lost workers; their messages are ignored
+    fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
+    drain_requests: frozenset[int] = frozenset()  # connections of agents and workers that asked to be drained
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
@@ -161,6 +162,14 @@ class Members:
         }
         agents = {each: host for each, host in self.agents.items() if each != agent}
         return replace(self, workers={**self.workers, **orphans}, agents=agents)
+
+    def dismissed(self, agent: int) -> Self:
+        """Remove an agent whose workers have all left, and ignore its connection from now on."""
+        return replace(self.without_agent(agent), fenced=self.fenced | {agent})
+
+    def with_drain_request(self, connection: int) -> Self:
+        """Note that an agent or a worker has asked to be drained."""
+        return replace(self, drain_requests=self.drain_requests | {connection})
 
     def fence(self, worker: int) -> Self:
         """Mark a worker as lost, and ignore its connection from now on."""

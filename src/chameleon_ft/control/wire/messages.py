@@ -353,7 +353,8 @@ class Exit(Message):
 class Drain(Message):
     """Take workers out of the run before they leave it: those given, and all of a host.
 
-    The answer is this message with all workers that it concerns, or `Refused`.
+    An agent names none and means all of its workers; a rank, likewise, means itself. The answer is this message with
+    all workers that it concerns, or `Refused`, which may follow later: there is no plan without them, and they stay.
     """
 
     type: Literal["drain"] = "drain"
