@@ -226,6 +226,31 @@ def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> No
     assert_as_the_plain_loop(ended, steps=60)
 
 
+def test_sigterm_drains_workers_started_directly(coordinator: Command, run: RunDirectory) -> None:
+    coordinator.read_until("waiting for 3 workers")
+    with ExitStack() as stack:
+        first, *others = [
+            stack.enter_context(
+                Command("worker", "--run", run.path, environ={"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank})
+            )
+            for rank in "012"
+        ]
+        coordinator.read_until(STEP.format(3))
+        for worker in others:
+            worker.signal(signal.SIGTERM)
+            assert worker.wait() == 0, worker.printed
+        first.signal(signal.SIGTERM)
+        while "this worker stays: no worker would be left" not in (run.logs / "worker-0.log").read_text():
+            coordinator.read_until(STEP.format(r"\d+"))
+        first.signal(signal.SIGTERM)
+        assert first.wait() == -signal.SIGTERM
+        assert coordinator.wait() == 1
+    ended = Ended(1, run)
+    assert {event["worker"] for event in ended.events("drained")} == {1, 2}
+    assert ended.lost == {0}
+    assert_as_the_plain_loop(ended, steps=60)
+
+
 def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command, run: RunDirectory) -> None:
     found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon agent --coordinator (\S+)")
     environ = {"CHAMELEON_TOKEN": run.read_control().token}

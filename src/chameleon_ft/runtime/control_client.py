@@ -16,6 +16,7 @@ from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import (
     Begin,
     Discard,
+    Drain,
     Exit,
     Finish,
     Hello,
@@ -71,6 +72,7 @@ class ControlClient:
         self._interrupting: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
+        self._is_draining = False
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Discard] = queue.SimpleQueue()
@@ -94,6 +96,11 @@ class ControlClient:
     def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until everything sent so far has been handed to the network."""
         asyncio.run_coroutine_threadsafe(self._outbox.join(), self._loop).result(timeout_s)
+
+    def drain(self) -> None:
+        """Ask the coordinator to take this rank out of the run; it trains on until told to exit."""
+        self._is_draining = True
+        self.send(Drain())
 
     def disconnect(self) -> None:
         """Cut the connection without a word, as a lost network would."""
@@ -159,6 +166,11 @@ class ControlClient:
                 self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
                 self.orders.put(message)
                 self._interrupt_over()
+            case Drain():
+                print("this worker is to leave; another SIGTERM ends it at once", file=sys.stderr)
+            case Refused(reason=reason) if self._is_draining:
+                self._is_draining = False
+                print(f"this worker stays: {reason}; another SIGTERM ends it at once", file=sys.stderr)
             case StartGeneration() | Begin() | Welcome() | Refused():
                 self.orders.put(message)
             case Prepare():

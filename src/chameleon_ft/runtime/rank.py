@@ -57,6 +57,8 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
     ignore_interrupts()
     client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, incarnation=incarnation)
     client.start()
+    if not incarnation:  # otherwise its agent has it drained
+        _drain_on_sigterm(client)
     try:
         welcome = client.orders.get()
         if isinstance(welcome, Refused):
@@ -74,6 +76,16 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
     with contextlib.suppress(TimeoutError, RuntimeError):  # the coordinator may be gone
         client.flush()
     return code
+
+
+def _drain_on_sigterm(client: ControlClient) -> None:
+    """Have the first SIGTERM drain this rank, and the second one end it."""
+
+    def drain(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        client.drain()
+
+    signal.signal(signal.SIGTERM, drain)
 
 
 def _trainer(

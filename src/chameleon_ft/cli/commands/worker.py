@@ -18,7 +18,8 @@ class WorkerArguments(JoinArguments):
     """Run one worker of a run whose coordinator is elsewhere, started by a cluster's own launcher such as srun.
 
     Give --run, or --coordinator with its token. RANK, WORLD_SIZE and LOCAL_RANK are read from the environment, as
-    torchrun sets them. CHAMELEON_HOST, if set, is the address at which the other machines reach this one.
+    torchrun sets them. CHAMELEON_HOST, if set, is the address at which the other machines reach this one. SIGTERM
+    drains the worker: the run continues without it, and then it ends. A second SIGTERM ends it at once.
     """
 
 
