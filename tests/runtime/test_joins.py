@@ -168,6 +168,26 @@ def test_training_continues_without_the_workers_of_its_own_host(tmp_path: Path) 
     assert workers_of_last_plan(ended) == {2, 3}
 
 
+def test_a_host_leaves_while_its_workers_load(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(endless(tmp_path, workers=2, parallel=Parallel(dp=1, pp=2))))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", path, "--output-dir", run.path) as training:
+        training.read_until(STEP.format(3))
+        with Command("agent", "--run", run.path, "--workers", "2") as late:
+            training.read_until("host_joined")
+            late.signal(signal.SIGTERM)
+            assert late.wait() == 0, late.printed
+        training.read_until("host_drained")
+        training.read_until(STEP.format(r"\d+"))
+        training.interrupt_all()
+        code = training.wait()
+    ended = Ended(code, run)
+    assert_nothing_was_lost(ended, repeated_steps=0)
+    assert {event["worker"] for event in ended.events("drained")} == {2, 3}
+    assert (ended.failures, ended.events("join_failed"), ended.events("respawn")) == ([], [], [])
+
+
 def test_a_worker_that_keeps_dying_is_not_admitted_again(tmp_path: Path) -> None:
     failures = tuple(fails(3, step=4, phase="forward") for _ in range(3))
     config = endless(
