@@ -691,6 +691,33 @@ def test_a_worker_leaves_under_any_policy(tmp_path: Path, policy: PolicyName) ->
     play(tmp_path, leave, **{**RESPAWNING, "recovery": Recovery(policy=policy, respawn=True)})
 
 
+@scene(**RESPAWNING)
+async def test_asking_again_does_not_begin_anew(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        drained(stage, 1)
+        await considered(stage)
+        generation = stage.order().generation
+        assert drained(stage, 1) == Drain(workers=(1,))
+        assert stage.ranks[0].count(Discard) == 0
+        assert stage.order().generation == generation
+
+
+@scene(**RESPAWNING)
+async def test_what_a_worker_writes_of_a_checkpoint_after_it_has_left_counts(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        drained(stage, 1)
+        await considered(stage)
+        next_step = stage.switch_to_the_end(3)
+        stage.commit(next_step)
+        await until(lambda: stage.ranks[1].count(Exit))
+        stage.save(3, 0, 0, 1)
+        assert not stage.events("checkpoint")
+        stage.save(3, 1, 2, 3)
+        assert [event["step"] for event in stage.events("checkpoint")] == [3]
+
+
 @scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
 async def test_layers_of_which_only_a_drained_worker_has_any_move_from_it(stage: Stage) -> None:
     async with watched(stage):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,9 @@ from chameleon_ft.config import (
     TrainConfig,
     config_to_toml,
 )
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.control.requests import request
+from chameleon_ft.control.wire.messages import Inject
+from chameleon_ft.observe import RunDirectory, StepRecord
 from tests.harness import (
     Command,
     Ended,
@@ -119,6 +124,42 @@ def test_a_worker_is_lost_while_another_joins(tmp_path: Path) -> None:
         lambda ended: len(ended.failures) > 2 and workers_of_last_plan(ended) == set(range(6)),
     )
     assert ended.lost == {2, 3}
+
+
+class KillsDuringMigration(StoppingView):
+    """Kills a worker after the first step in which layers moved; ends the run once it has changed its plan again."""
+
+    def __init__(self, run: RunDirectory, worker: int) -> None:
+        super().__init__(run, lambda ended: any(e["generation"] > self.generation for e in ended.events("decision")))
+        self.worker = worker
+        self.generation = sys.maxsize
+
+    def step(self, record: StepRecord) -> None:
+        super().step(record)
+        migrating = [e["generation"] for e in self.run.events() if e.get("policy") == "migration"]
+        if self.generation == sys.maxsize and record.generation in migrating:
+            self.generation = record.generation
+            kill = partial(request, self.run, Inject(worker=self.worker, kind="kill"))
+            threading.Thread(target=kill, daemon=True).start()
+
+
+def test_a_worker_is_lost_after_layers_have_arrived_at_others(tmp_path: Path) -> None:
+    config = endless(
+        tmp_path,
+        workers=4,
+        parallel=Parallel(dp=2, pp=2),
+        batch=Batch(micro_batches=12, micro_batch_size=1),
+        model=LlamaConfig(dim=64, num_layers=8, num_heads=2, num_kv_heads=1, ffn_dim=256, seq_len=64),
+        failures=(fails(3, step=4),),
+    )
+    run = RunDirectory(tmp_path / "run")
+    view = KillsDuringMigration(run, worker=0)
+    ended = train_here(config, tmp_path / "run", view=view)
+    assert_nothing_was_lost(ended, repeated_steps=0)
+    assert ended.lost == {0, 3}
+    assert not ended.events("crashed")
+    (failure,) = (event for event in ended.events("failure") if event["worker"] == 0)
+    assert failure["generation"] <= view.generation + 2, "what was to follow the migration had not begun"
 
 
 def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:

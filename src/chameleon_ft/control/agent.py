@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -72,6 +73,7 @@ class Agent:
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
         self._connection: ClientConnection | None = None
         self._is_over = False
+        self._exit_grace_s = 0.0
         self._is_draining = False
         self._pending: set[tuple[int, int]] = set()  # ranks still to be started
         self._spawn_lock = asyncio.Lock()
@@ -114,11 +116,11 @@ class Agent:
         return True
 
     async def end_all(self) -> None:
-        """Wait until every rank has ended; kill any left, after a grace period if the run is over, else at once."""
+        """Wait until every rank has ended; kill any left, after a grace period if told to exit, else at once."""
         self._pending.clear()
         async with self._spawn_lock:
             pass  # no rank is being started now, and none will be
-        deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._is_over else 0.0)
+        deadline = asyncio.get_running_loop().time() + self._exit_grace_s
         while any(rank.is_alive() for rank in self._ranks.values()):
             if asyncio.get_running_loop().time() >= deadline:
                 self.kill_all()
@@ -149,8 +151,10 @@ class Agent:
                                 rank_id = {"worker": worker, "incarnation": incarnation}
                                 state = ProcessState(probe=probe, stopped=_is_stopped(rank.pid), **rank_id)
                                 await connection.send(encode(state))
-                    case Exit():
+                    case Exit(reason=reason):
                         self._is_over = True
+                        # Drained workers may still be writing their parts of a checkpoint.
+                        self._exit_grace_s = math.inf if reason == "drained" else _EXIT_GRACE_S
                         return
                     case Drain(workers=workers):
                         _logger.info("workers %s are drained; this agent ends after them", workers)

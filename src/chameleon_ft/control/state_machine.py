@@ -116,6 +116,8 @@ def _disconnected(draft: Draft, event: events.Disconnected) -> None:
 def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
     if connection in state.members.fenced:
+        if isinstance(message, messages.CheckpointSaved):  # what is written counts, even if its worker has left
+            _checkpoint_saved(draft, message)
         return
     match message:
         case messages.Hello():

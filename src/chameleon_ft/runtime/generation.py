@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.messages import Discard, Prepare, Prepared, StartGeneration
-from chameleon_ft.errors import ChameleonError
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.executor import channels_of
@@ -91,6 +91,11 @@ class Generation:
         self.communicators.open(self._membership(store_host))
         self.is_open = True
 
+    def interrupt(self, allocator: LayerAllocator) -> None:
+        """Break the communicators, and let the rank's allocations end early. Called from any thread."""
+        allocator.hurry()
+        self.communicators.interrupt()
+
     def _membership(self, store_host: str) -> Membership:
         order, worker = self.order, self.worker
         groups = dict.fromkeys(segment.holders for segment in self.segments if len(segment.holders) > 1)
@@ -140,20 +145,22 @@ class Preparations:
         self._buffers = buffers
         self._working = threading.Lock()
         self._prepared: dict[int, Generation] = {}
-        self._newest: Generation | None = None
+        self._migrating: Generation | None = None  # the newest generation with a migration
         threading.Thread(target=self._work, name="preparation", daemon=True).start()
 
-    def take(self, *, after: int) -> Generation | None:
-        """Return the generation that is prepared to follow generation `after`; None if this rank is not in it."""
-        with self._working:
-            numbers = [number for number in self._prepared if number > after and not self._client.is_over(number)]
-            return self._prepared.pop(min(numbers)) if numbers else None  # one after it may be prepared already
+    def take(self, number: int) -> Generation | None:
+        """Return this generation; None if this rank is not in it, or it is over.
+
+        Does not wait for a later one that is being prepared.
+        """
+        return None if self._client.is_over(number) else self._prepared.pop(number, None)
 
     def drop_over(self) -> None:
         """Close prepared generations that are over. When this returns, no connection is being made."""
         with self._working:
-            for number in [number for number in self._prepared if self._client.is_over(number)]:
-                self._close(self._prepared.pop(number))
+            for number in [number for number in tuple(self._prepared) if self._client.is_over(number)]:
+                if (generation := self._prepared.pop(number, None)) is not None:
+                    self._close(generation)
 
     def _work(self) -> None:
         while True:
@@ -168,19 +175,23 @@ class Preparations:
 
     def _prepare(self, order: StartGeneration) -> str | None:
         """Prepare a generation; return the error if that fails."""
-        generation = Generation(worker=self._worker, order=order, communicators=self._new_communicators())
-        if not self._client.enter(order.generation, generation.communicators.interrupt):
-            return None
+        generation = None
         try:
+            generation = Generation(worker=self._worker, order=order, communicators=self._new_communicators())
+            if not self._client.enter(order.generation, partial(generation.interrupt, self._allocator)):
+                return None
             self._faults.at("preparation", order.first_step)
             generation.open(self._store_host)
             self._allocate(generation)
-        except (ChameleonError, RuntimeError) as error:  # training does not depend on it
-            self._close(generation)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            if generation is not None:
+                self._close(generation)
             return None if self._client.is_over(order.generation) else f"{type(error).__name__}: {error}"
         self._prepared[order.generation] = generation
-        before, self._newest = self._newest, generation
-        if before is None or before.order.migration is None or self._client.is_over(before.number):
+        before = self._migrating
+        if order.migration is not None:
+            self._migrating = generation
+        if before is None or self._client.is_over(before.number):
             self._client.send(Prepared(generation=order.generation))
         else:
             before.migrated.add_done_callback(lambda _: self._client.send(Prepared(generation=order.generation)))
@@ -192,6 +203,8 @@ class Preparations:
         if generation.order.migration is not None:
             self._allocator.preallocate(arriving)
             for layer in arriving:
+                if self._client.is_over(generation.number):
+                    return
                 allocation = generation.allocations[layer] = self._allocator.take(layer)
                 if buffers is not None:
                     buffers.reserve(layer, allocation.module)
@@ -202,5 +215,12 @@ class Preparations:
             is_done.wait()
 
     def _close(self, generation: Generation) -> None:
+        """Close a generation that does not begin, and release the memory for what would have arrived in it."""
         generation.communicators.close()
         self._client.leave(generation.number)
+        self._allocator.drop()
+        generation.allocations.clear()
+        if generation is self._migrating:
+            self._migrating = None
+        if (buffers := self._buffers()) is not None:
+            buffers.release()

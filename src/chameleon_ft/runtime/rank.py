@@ -100,7 +100,7 @@ def _trainer(
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
-    new_communicators = partial(communicators_for, config, address=host)
+    new_communicators = partial(communicators_for, config, address=host, device=device)
     return Trainer(
         worker=worker,
         config=config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -112,7 +113,9 @@ class Trainer:
         try:
             while True:
                 match order := self.client.orders.get():
-                    case Exit():
+                    case Exit(reason=reason):
+                        if reason == "drained":  # what it still writes of a checkpoint counts
+                            self._writer.join(unless=lambda: not self.client.orders.empty())
                         return 0
                     case Refused():
                         return 1
@@ -121,7 +124,8 @@ class Trainer:
                     case StartGeneration():
                         self._train_from(self._new_generation(order))
                     case Begin():
-                        prepared = self._preparations.take(after=order.generation - 1)
+                        self._close_former()
+                        prepared = self._preparations.take(order.generation)
                         if prepared is not None:  # otherwise a Stop follows
                             prepared.begin_at(order.first_step)
                             self._train_from(prepared)
@@ -168,12 +172,8 @@ class Trainer:
             self._has_quiesced = False
         self._prepare(generation)
 
-        def interrupt() -> None:
-            self._allocator.hurry()
-            communicators.interrupt()
-
         outcome = Outcome.OVER
-        if not self.client.enter(order.generation, interrupt):
+        if not self.client.enter(order.generation, partial(generation.interrupt, self._allocator)):
             self._transfer.end()
             communicators.close()
             return None
@@ -208,18 +208,19 @@ class Trainer:
     def _next(self, generation: Generation) -> Generation | None:
         """Return the generation that follows after a switch; if this rank is not in it, become a spare."""
         assert self._committer is not None
-        following = self._preparations.take(after=generation.number)
+        # The vote may have been quicker than the message.
+        while self.client.switch_to <= generation.number:
+            if self.client.is_over(generation.number):
+                return None
+            time.sleep(_POLL_S)
+        following = self._preparations.take(self.client.switch_to)
         if following is not None:
             following.begin_at(self._committer.committed)
             self.faults.at("switch", self._committer.committed)
-            return following
-        # The vote may have been quicker than the message.
-        while not self.client.is_over(generation.number) and self.client.switch_to <= generation.number:
-            time.sleep(_POLL_S)
-        if not self.client.is_over(generation.number):
+        elif not self.client.is_over(generation.number):
             self._placed = self.client.switch_to
             self._held = self._committer = None
-        return None
+        return following
 
     def _close_former(self) -> None:
         """Close the communicators of generations that all ranks have left."""
@@ -233,8 +234,8 @@ class Trainer:
         order, transition = generation.order, generation.order.transition
         if order.rest is None and self._committer is not None:
             self._committer.state = None  # before anything else takes memory
-        if transition is None:
-            self._allocator.drop()
+        if transition is None and not generation.is_open:
+            self._allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
         begins_anew = not (generation.layers - generation.allocations.keys() if transition is None else transition.keep)
         if order.load != "keep":
             self._load(order, generation.layers)
@@ -302,8 +303,6 @@ class Trainer:
             held = self._held = self._new_layers(())
         if held is None or not held.layers >= needed:
             raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
-        if order.rest is not None and held.layers != needed:
-            raise ControlError(f"worker {worker} is to finish a step with other layers than it was begun with")
         held.keep_only(needed)
         for layer, allocation in allocations.items():
             held.expect(layer, allocation.module)

@@ -30,6 +30,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         return
     if own is not None:
         draft.set(members=draft.state.members.with_drain_request(connection))
+    is_new = any(not worker.draining for worker in workers)
     for worker in workers:
         draft.change_worker(worker, draining=True)
         draft.set(scale_up=draft.state.scale_up.without(worker.id))
@@ -44,7 +45,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     state = draft.state
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration goes on: where its layers are is known only when they have arrived.
-    if state.next is not None and not state.next.is_switching and state.following is None:
+    if is_new and state.next is not None and not state.next.is_switching and state.following is None:
         switches.discard(draft)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from chameleon_ft.config import RunConfig
 from chameleon_ft.runtime.communicators.base import Channel, CommunicationError, Communicators, InFlight, Membership
 
 __all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "communicators_for"]
 
 
-def communicators_for(config: RunConfig, *, address: str) -> Communicators:
+def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:
     """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`."""
     if config.backend == "nccl":
         from chameleon_ft.runtime.communicators.nccl import NcclCommunicators
 
-        return NcclCommunicators(timeouts=config.timeouts)
+        return NcclCommunicators(timeouts=config.timeouts, device=device)
     from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
 
     return GlooCommunicators(timeouts=config.timeouts, address=address)

@@ -46,9 +46,8 @@ class GlooCommunicators:
         self._world: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
-        for leftover in tuple(_LEFTOVERS):
-            if leftover.at_rest():
-                _LEFTOVERS.remove(leftover)
+        with _LEFTOVERS_LOCK:
+            _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
         self._sockets.start()
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
@@ -117,7 +116,8 @@ class GlooCommunicators:
         leftover = _Leftover(self._groups, self._reductions, waiters)
         self._groups, self._reductions = {}, []
         if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):
-            _LEFTOVERS.append(leftover)
+            with _LEFTOVERS_LOCK:
+                _LEFTOVERS.append(leftover)
 
     def _wait(self, work: _Waitable) -> None:
         """Wait in the calling thread, in a way that `interrupt` can call off."""
@@ -208,6 +208,7 @@ class _Leftover:
 
 
 _LEFTOVERS: list[_Leftover] = []
+_LEFTOVERS_LOCK = threading.Lock()
 
 
 class _Waitable(Protocol):

@@ -37,12 +37,12 @@ _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 class NcclCommunicators:
     """A communicator for each channel this rank uses, and one for each group it reduces in."""
 
-    def __init__(self, *, timeouts: Timeouts) -> None:
+    def __init__(self, *, timeouts: Timeouts, device: torch.device) -> None:
         # Torch's own watchdog would end the process when an operation fails; this class handles the failure.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(round(timeouts.rendezvous_s))
         self._timeouts = timeouts
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device  # any thread may open them, and each has a current device of its own
         self._interrupted = threading.Event()
         self._lock = threading.Lock()
         self._all: list[_Group] = []

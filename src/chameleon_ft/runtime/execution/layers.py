@@ -130,9 +130,9 @@ class HeldLayers:
         """
         module = self._modules[layer]
         state: LayerState = {f"module/{name}": value for name, value in module.state_dict().items()}
-        if self._optimizer is not None:
+        if (optimizer := self._optimizer) is not None:
             for name, parameter in module.named_parameters():
-                for key, value in self._optimizer.state.get(parameter, {}).items():
+                for key, value in optimizer.state.get(parameter, {}).items():
                     state[f"optimizer/{name}/{key}"] = value
         return state
 
@@ -174,9 +174,10 @@ class HeldLayers:
         """Make an optimizer for the parameters that are held now, with the state that the last one kept for them."""
         before = None if self._optimizer is None else self._optimizer.state
         parameters = self.parameters(sorted(self.layers))
-        self._optimizer = self._job.optimizer(parameters) if parameters else None
-        if self._optimizer is not None and before is not None:
-            self._optimizer.state.update({p: before[p] for p in parameters if p in before})
+        optimizer = self._job.optimizer(parameters) if parameters else None
+        if optimizer is not None and before is not None:
+            optimizer.state.update({p: before[p] for p in parameters if p in before})
+        self._optimizer = optimizer  # complete: another thread may be reading the state of a layer
 
 
 class GradientBuffers:
@@ -212,7 +213,7 @@ class GradientBuffers:
             for key in segment.keys
         }
         self._buffers = {
-            key: made[key][1] if key in made and _are_same(made[key][0], parameters) else _flat_gradients(parameters)
+            key: made[key][1] if key in made and _are_left(parameters, made[key][0]) else _flat_gradients(parameters)
             for key, parameters in self._parameters.items()
         }
         self.totals &= self._buffers.keys()
@@ -221,6 +222,10 @@ class GradientBuffers:
         """Allocate the gradients of a layer that will arrive, ahead of `regroup`. Called from any thread."""
         parameters = [[p] for p in module.parameters() if p.requires_grad]
         self._reserved[layer,] = parameters, _flat_gradients(parameters)
+
+    def release(self) -> None:
+        """Release what is reserved, because those layers do not arrive. Called from any thread."""
+        self._reserved = {}
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
         """The flat buffers of a segment, by its keys."""
@@ -270,9 +275,11 @@ def _has_part(layers: frozenset[int], segment: Segment) -> bool:
     return not layers.isdisjoint(segment.tied) if segment.tied else layers.issuperset(segment.layers)
 
 
-def _are_same(one: _Parameters, other: _Parameters) -> bool:
-    """Return whether these are the same objects, in the same groups."""
-    return [list(map(id, copies)) for copies in one] == [list(map(id, copies)) for copies in other]
+def _are_left(parameters: _Parameters, before: _Parameters) -> bool:
+    """Return whether these are the objects of `before`, in its groups, but for copies in layers that were dropped."""
+    held = {id(copy) for copies in parameters for copy in copies}
+    left = [[id(copy) for copy in copies if id(copy) in held] for copies in before]
+    return left == [list(map(id, copies)) for copies in parameters]
 
 
 def _flat_gradients(parameters: _Parameters) -> tuple[Tensor, ...]:

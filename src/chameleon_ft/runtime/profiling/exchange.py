@@ -159,7 +159,7 @@ def _member_main(member: Member, pipe: Connection) -> None:
 
 def _take_part(member: Member) -> MeasuredLinks | None:
     device = claim_device(member.config, member.local_index)
-    communicators = communicators_for(member.config, address=member.address)
+    communicators = communicators_for(member.config, address=member.address, device=device)
     members = tuple(range(member.workers))
     membership = Membership(
         generation=1,

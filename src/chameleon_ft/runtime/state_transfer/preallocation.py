@@ -78,6 +78,7 @@ class LayerAllocator:
         # Only this thread builds layers, because their factories draw from one global generator.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
         self._pending: dict[int, Future[Allocation]] = {}
+        self._lock = threading.Lock()  # of `_pending`: a generation is prepared beside training
         self._stop = threading.Event()
 
     def preallocate(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
@@ -90,18 +91,20 @@ class LayerAllocator:
         if not self._ahead:
             then()
             return
-        self._release(lambda layer: layer not in state_bytes)
-        self._stop.clear()
-        for layer, num_bytes in state_bytes.items():
-            if layer not in self._pending:
-                self._pending[layer] = self._thread.submit(self._allocate, layer, num_bytes)
-        self._thread.submit(then)
+        with self._lock:
+            self._release(lambda layer: layer not in state_bytes)
+            self._stop.clear()
+            for layer, num_bytes in state_bytes.items():
+                if layer not in self._pending:
+                    self._pending[layer] = self._thread.submit(self._allocate, layer, num_bytes)
+            self._thread.submit(then)
 
     def take(self, layer: int) -> Allocation:
         """Return the memory for a layer; blocks until it is allocated. Raises as the layer's factory does."""
         if not self._ahead:
             return Allocation(self._blank(layer))
-        pending = self._pending.pop(layer, None) or self._thread.submit(self._allocate, layer, 0)
+        with self._lock:
+            pending = self._pending.pop(layer, None) or self._thread.submit(self._allocate, layer, 0)
         return pending.result()
 
     def hurry(self) -> None:
@@ -110,7 +113,8 @@ class LayerAllocator:
 
     def drop(self) -> None:
         """Release all that was not taken; when this returns, no allocation is in progress."""
-        self._release(lambda layer: True)
+        with self._lock:
+            self._release(lambda layer: True)
 
     def _release(self, unwanted: Callable[[int], bool]) -> None:
         """Release unwanted layers, and layers that are not begun, so that they can begin in another order."""
