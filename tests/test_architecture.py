@@ -297,6 +297,7 @@ SURFACE = {
         "OutcomeRecord",
         "RecordedReduction",
         "RecordedStep",
+        "StepPart",
         "Recorder",
         "RunDirectory",
         "RunInfo",

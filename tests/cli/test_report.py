@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.observe import GenerationPlan, RunDirectory, TimelineLog
+from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, TimelineLog
 from tests.observe.test_comparison import planned, recorded
 
 
@@ -80,6 +81,76 @@ def test_workers_lost_before_a_repartition_are_drawn(run: RunDirectory, tmp_path
     picture = tmp_path / "step.svg"
     assert main(["report", str(run.path), "--picture", str(picture)]) == 0
     assert re.findall("<!-- worker ([0-9]), lost -->", picture.read_text()) == ["1", "7"]
+
+
+@pytest.fixture
+def interrupted(run: RunDirectory) -> RunDirectory:
+    """The run, in which worker 1 was lost in the middle of step 3, between its two generations."""
+    (run.path / "timelines").rename(run.path / "before")
+    plan, half, stopped_at = planned(1), 2, 0.0
+    for part in recorded(plan, 3, overhead_s=0.0):
+        kinds = "".join(operation.kind.value for operation in plan.program.of(part.worker))
+        end_s = part.operations[half - 1][1]
+        stopped_at = max(stopped_at, part.time + end_s)
+        first = dataclasses.replace(
+            part, operations=part.operations[:half], kinds=kinds[:half], reductions=(), end_s=end_s, part="interrupted"
+        )
+        rest = dataclasses.replace(
+            part, time=part.time + 30.0, operations=part.operations[half:], kinds=kinds[half:], part="rest"
+        )
+        log = TimelineLog(run.timeline_file(part.worker))
+        if part.worker != 1:
+            log.defer(first)
+            assert not run.timeline_file(part.worker).exists()
+            log.append(rest)
+    for path in (run.path / "before").iterdir():
+        with run.timeline_file(int(path.stem.removeprefix("worker-"))).open("a") as file:
+            file.write(path.read_text())
+    times = {"detect_s": None, "stop_s": 1.0, "decide_s": 0.5, "regroup_s": 0.5, "stall_s": 2.0}
+    failure = FailureRecord(
+        worker=1,
+        step=3,
+        cause="SIGKILL",
+        noticed_by="child",
+        policy="reroute",
+        action="reroute",
+        generation=2,
+        resume_step=3,
+        is_salvaged=True,
+        **times,  # type: ignore[arg-type]
+    )
+    event = {"time": stopped_at + 1.0, "event": "failure", **dataclasses.asdict(failure)}
+    run.events_file.write_text(json.dumps(event) + "\n")
+    return run
+
+
+def test_a_failure_is_drawn(interrupted: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "failure.svg"
+    assert main(["report", str(interrupted.path), "--failure", "1", "--picture", str(picture)]) == 0
+    assert capsys.readouterr().out.endswith(f"picture written to {picture}\n")
+    drawn = picture.read_text()
+    assert "the loss of worker 1 stopped training for 2.000 s; step 3 was completed" in drawn
+    assert [f"<!-- worker {worker} -->" in drawn for worker in range(5)] == [True] * 4 + [False]
+    assert main(["report", str(interrupted.path)]) == 0, "whole steps are compared as before"
+    assert "| step     |      2 |" in capsys.readouterr().out
+
+
+def test_a_failure_that_cannot_be_drawn_is_refused(
+    interrupted: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(tmp_path / "failure.svg")
+    for arguments, message in (
+        (["--failure", "2", "--picture", picture], "has no such failure; it has 1"),
+        (["--failure", "1"], "give it with --picture"),
+        (["--failure", "1", "--picture", picture, "--step", "4"], "without --trace and --step"),
+    ):
+        assert main(["report", str(interrupted.path), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    for path in interrupted.timelines.iterdir():
+        path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines() if '"interrupted"' not in line))
+    assert main(["report", str(interrupted.path), "--failure", "1", "--picture", picture]) == 2
+    assert "step 3, which it interrupted, was not recorded" in capsys.readouterr().err
 
 
 def test_a_step_that_was_not_recorded_is_refused(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

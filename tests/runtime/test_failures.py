@@ -22,7 +22,7 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints
+from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints, read_recorded_steps
 from tests.harness import (
     PATIENT,
     Ended,
@@ -69,6 +69,12 @@ def test_a_kill(tmp_path: Path, phase: FailurePhase) -> None:
     assert (failure.step, failure.resume_step) in {(4, 4), (4, 5), (5, 5)}
     # If it was applied, another may have been begun and is completed.
     assert failure.is_salvaged or failure.resume_step == 5
+    if phase == "backward":
+        recorded = read_recorded_steps(ended.run.timelines)
+        for part in ("interrupted", "rest"):
+            found = [each for each in recorded if each.part == part]
+            assert [(each.step, each.worker) for each in found] == [(4, worker) for worker in (0, 1, 2, 4, 5)]
+            assert all(len(each.kinds) == len(each.operations) for each in found)
     assert [record.workers for record in ended.run.steps()] == [6] * failure.resume_step + [5] * (
         10 - failure.resume_step
     )

@@ -29,7 +29,7 @@ from chameleon_ft.observe.records import (
     Summary,
     summarize,
 )
-from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
+from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, StepPart, TimelineLog, read_recorded_steps
 
 __all__ = [
     "ControlAddress",
@@ -47,6 +47,7 @@ __all__ = [
     "RunDirectory",
     "RunInfo",
     "RunStatus",
+    "StepPart",
     "StepRecord",
     "Summary",
     "TimelineLog",

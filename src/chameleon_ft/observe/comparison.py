@@ -127,12 +127,13 @@ def compare_generations(
 
 
 def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Combine the records of each step, sorted by step and generation; omit steps that not every worker finished.
+    """Combine the records of each step, sorted by step and generation; omit what not every worker ran as a whole step.
 
     Raises ConfigError if records do not fit the plan of their generation.
     """
     found = []
-    for (_, generation), group in groupby(recorded, key=lambda record: (record.step, record.generation)):
+    whole = (record for record in recorded if record.part == "whole")
+    for (_, generation), group in groupby(whole, key=lambda record: (record.step, record.generation)):
         records = list(group)
         if generation not in plans:
             raise ConfigError(f"step {records[0].step} was recorded in generation {generation}, whose plan is missing")

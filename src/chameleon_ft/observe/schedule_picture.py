@@ -21,7 +21,7 @@ from chameleon_ft.plan.detours import detoured_hops
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["draw_schedule"]
+__all__ = ["KIND_STYLES", "draw_schedule"]
 
 
 class _Style(NamedTuple):
@@ -32,7 +32,7 @@ class _Style(NamedTuple):
     ink: str
 
 
-_STYLES: Final = {
+KIND_STYLES: Final = {
     OperationKind.FORWARD: _Style("forward", "#a6cee8", "#10202c"),
     OperationKind.BACKWARD: _Style("backward", "#a8430f", "#ffffff"),
     OperationKind.INPUT_GRAD: _Style("backward, input gradient", "#a8430f", "#ffffff"),
@@ -233,7 +233,7 @@ class _Drawing:
         """Fill the boxes, detours last, so that no neighbour covers their outlines."""
         plain, detours = ("", {"edgecolor": "white", "linewidth": 0.4}), (", detour", _DETOUR)
         for suffix, edges in (plain, detours):
-            for kind, style in _STYLES.items():
+            for kind, style in KIND_STYLES.items():
                 found = (each for each in self._operations if each.operation.kind is kind)
                 boxes = [each[:4] for each in found if each.is_detour == bool(suffix)]
                 self._fill(style.name + suffix, boxes, facecolor=style.fill, **edges)
@@ -268,7 +268,7 @@ class _Drawing:
         usual = min(most, 0.72 * self._operation_height, max(least, statistics.median(fitting or [least])))
         for each, text, size in zip(self._operations, texts, fitting, strict=True):
             if size >= least:
-                style = _STYLES[each.operation.kind]
+                style = KIND_STYLES[each.operation.kind]
                 # Not by the axes, which would clip each of thousands, and take twice as long.
                 self.figure.text(
                     (each.left + each.right) / 2 * self._scale,
@@ -369,7 +369,7 @@ class _Drawing:
 
     def _legend(self) -> Iterator[Patch]:
         kinds = {each.operation.kind for each in self._operations}
-        for kind, style in _STYLES.items():
+        for kind, style in KIND_STYLES.items():
             if kind in kinds:
                 yield Patch(facecolor=style.fill, edgecolor="white", label=f"{kind}  {style.name}")
         if any(self._reductions):

@@ -6,14 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import describe_invalid, open_for_appending, read_lines
 
-__all__ = ["RecordedReduction", "RecordedStep", "TimelineLog", "read_recorded_steps"]
+__all__ = ["RecordedReduction", "RecordedStep", "StepPart", "TimelineLog", "read_recorded_steps"]
+
+StepPart: TypeAlias = Literal["whole", "interrupted", "rest"]
+"""A step from its beginning to its update, or until a failure interrupted it, or from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,9 @@ class RecordedStep:
         operations: (start, end) of the computation of each operation, in the order of the worker's program.
         reductions: from the issue of each all-reduce until it was observed complete.
         vote_s: (start, end) of the vote.
-        end_s: when the update was applied.
+        end_s: when the update was applied, or the step was interrupted.
+        part: of the step.
+        kinds: a letter for each operation, as in F, B, I, W, if the program is not the one of the generation's plan.
     """
 
     generation: int
@@ -46,6 +51,8 @@ class RecordedStep:
     reductions: tuple[RecordedReduction, ...]
     vote_s: tuple[float, float]
     end_s: float
+    part: StepPart = "whole"
+    kinds: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values, times rounded to microseconds."""
@@ -59,13 +66,19 @@ class TimelineLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._has_written = False
+        self._deferred: list[RecordedStep] = []
+
+    def defer(self, step: RecordedStep) -> None:
+        """Write a step with the next one, because a recovery must not wait for it."""
+        self._deferred.append(step)
 
     def append(self, step: RecordedStep) -> None:
         """Write one step and flush it to the file system."""
+        steps, self._deferred = [*self._deferred, step], []
         self._path.parent.mkdir(exist_ok=True)
         # Only before the first line may a crash have left an unfinished one.
         with self._path.open("a", encoding="utf-8") if self._has_written else open_for_appending(self._path) as file:
-            file.write(json.dumps(step.to_json()) + "\n")
+            file.writelines(json.dumps(each.to_json()) + "\n" for each in steps)
         self._has_written = True
 
 

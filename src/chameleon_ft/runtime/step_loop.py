@@ -90,8 +90,9 @@ class StepLoop:
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), time.time()
         state = self.committer.begin()
-        stats = self.executor.run(state, self.generation.operations, after=reductions.after)
-        vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
+        with self.recorder.noting_interruption(state, generation=order.generation):
+            stats = self.executor.run(state, self.generation.operations, after=reductions.after)
+            vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
         self.committer.step_s = stats.end_s - start_s
         first_step = order.first_step if order.rest is None else order.first_step + 1
         if self.recorder.wants(step, first_step=first_step):
@@ -100,7 +101,7 @@ class StepLoop:
 
     def _rest_of_step(self, rest: Rest) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
-        start_s = time.perf_counter()
+        start_s, start_unix_s = time.perf_counter(), time.time()
         committer, buffers = self.committer, self.committer.buffers
         committer.reduced = False
         state = committer.state or committer.begin()
@@ -110,7 +111,10 @@ class StepLoop:
             raise ControlError(f"worker {self.worker} holds the sums of {sorted(twice)}, which would be summed again")
         added_to = {layer for o in operations if o.kind in ADDS_TO_GRADIENTS for layer in o.layers}
         zeros = {key for key, source in sources.items() if source != self.worker}
-        with Reductions(buffers, operations, self.executor.communicators, zeros=zeros) as reductions:
+        with (
+            self.recorder.noting_interruption(state, generation=self.generation.number),
+            Reductions(buffers, operations, self.executor.communicators, zeros=zeros) as reductions,
+        ):
             with buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
                 stats = self.executor.resume(
                     state,
@@ -128,7 +132,11 @@ class StepLoop:
             }
             own = sum(source == self.worker for source in known.values())
             contributions = state.contributions(known) + own * self.config.batch.micro_batches
-            return self._commit(reductions, stats, contributions=contributions, start_s=start_s)
+            vote = self._commit(reductions, stats, contributions=contributions, start_s=start_s)
+        if self.recorder.every:
+            times = {"start_s": start_s, "start_unix_s": start_unix_s}
+            self.recorder.record(state.step, stats, generation=self.generation.number, part="rest", **times)
+        return vote
 
     def _commit(self, reductions: Reductions, stats: StepStats, *, contributions: int, start_s: float) -> Vote:
         """Commit and report the step that was just executed, and begin a checkpoint if one is due."""

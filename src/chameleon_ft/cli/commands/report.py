@@ -43,6 +43,8 @@ class ReportArguments:
     """Draw that step, predicted and measured: .svg, .png or .pdf."""
     trace: OptionalPath = None
     """Write that step, predicted and measured, as a trace for ui.perfetto.dev."""
+    failure: OptionalInt = None
+    """Draw this failure of the run instead, 1 for the first: what each worker ran before the stall and after it."""
     json: Switch = False
     """Print the report as JSON."""
 
@@ -52,8 +54,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(ReportArguments, arguments, command="report")
     run = RunDirectory.open(given.run)
     require_places(picture=given.picture, trace=given.trace)
-    plans = read_generation_plans(run.plans)
-    comparisons = compare_generations(plans, read_recorded_steps(run.timelines))
+    if given.failure is not None and (given.picture is None or given.trace is not None or given.step is not None):
+        raise ConfigError("--failure is drawn as a picture; give it with --picture, and without --trace and --step")
+    plans, recorded = read_generation_plans(run.plans), read_recorded_steps(run.timelines)
+    comparisons = compare_generations(plans, recorded)
     if not comparisons:
         raise ConfigError(
             f"{given.run}: no whole step of it was recorded; a run records some if timelines.every is above 0"
@@ -64,15 +68,20 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(str(step.step) for _, step in steps)
         raise ConfigError(f"--step {given.step}: was not recorded; those that were: {known}")
     comparison, step = wanted[0]
-    write_schedule(
-        given.picture,
-        given.trace,
-        title=f"{run.path.name}, step {step.step}, generation {step.generation}",
-        plan=comparison.plan.plan,
-        pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
-        lanes=[Lane.predicted(comparison.predicted), step.lane],
-        lost=_lost_until(run, step.generation),
-    )
+    if given.failure is not None and given.picture is not None:
+        from chameleon_ft.observe.failure_picture import draw_failure
+
+        draw_failure(given.picture, run, given.failure, plans, recorded)
+    else:
+        write_schedule(
+            given.picture,
+            given.trace,
+            title=f"{run.path.name}, step {step.step}, generation {step.generation}",
+            plan=comparison.plan.plan,
+            pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
+            lanes=[Lane.predicted(comparison.predicted), step.lane],
+            lost=_lost_until(run, step.generation),
+        )
     if given.json:
         print(json.dumps({"generations": [each.to_json() for each in comparisons]}))
     else:

@@ -138,6 +138,7 @@ class _StepExecution:
         self._fault_at = fault_at
         self._counted = counted
         self._stats = StepStats()
+        state.spans = self._stats.spans
         self._backwards = {hop_of(o) for o in operations if o.kind in _BACKWARDS}
         self._weights = {hop_of(o) for o in operations if o.kind is OperationKind.WEIGHT_GRAD}
         # Results that this worker's own operations use, and activations that are answered by another worker.

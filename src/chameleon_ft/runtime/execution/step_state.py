@@ -45,6 +45,7 @@ class StepState:
         losses: those that this worker has counted, by micro-batch.
         results: results of operations that are still held: for this worker's own next hop, or because the worker that
             they were sent to may not have used them.
+        spans: (kind, start, end) of the operations that the program in execution has run, by `time.perf_counter`.
         in_flight: messages to be held until they have arrived, at the latest until the step's vote is complete.
     """
 
@@ -55,6 +56,7 @@ class StepState:
     losses: dict[int, CountedLoss] = field(default_factory=dict)
     results: dict[Result, Tensor] = field(default_factory=dict)
     in_flight: dict[Result, InFlight] = field(default_factory=dict)
+    spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
 
     @property
     def loss(self) -> float:

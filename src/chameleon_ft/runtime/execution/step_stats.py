@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from chameleon_ft.control.wire.messages import OperationTimes
-from chameleon_ft.observe import RecordedReduction, RecordedStep, TimelineLog
+from chameleon_ft.observe import RecordedReduction, RecordedStep, StepPart, TimelineLog
+from chameleon_ft.runtime.communicators import CommunicationError
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = ["StepRecorder", "StepStats", "TimedReduction"]
+
+_Span = tuple[OperationKind, float, float]  # start and end of the computation, by `time.perf_counter`
 
 _AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number
 
@@ -35,8 +42,8 @@ class StepStats:
     loss: float = 0.0
     terms: int = 0
     samples: int = 0
-    spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
-    """(kind, start of the computation, end of it) of each operation, in order."""
+    spans: list[_Span] = field(default_factory=list)
+    """Of each operation, in order."""
     reductions: tuple[TimedReduction, ...] = ()
     vote_s: tuple[float, float] = (0.0, 0.0)
     """(start, end)"""
@@ -60,7 +67,7 @@ class StepStats:
 class StepRecorder:
     """Writes steps of one worker to `log`: each whose number `every` divides, and the first after a change.
 
-    With `every` = 0 it writes none.
+    Of a step that is interrupted it writes both parts. With `every` = 0 it writes none.
     """
 
     log: TimelineLog
@@ -71,14 +78,46 @@ class StepRecorder:
         """Return whether this step of a generation that began with `first_step` is to be written."""
         return self.every > 0 and (step % self.every == 0 or step < first_step + _AFTER_A_CHANGE)
 
-    def record(self, step: int, stats: StepStats, *, generation: int, start_s: float, start_unix_s: float) -> None:
+    @contextmanager
+    def noting_interruption(self, state: StepState, *, generation: int) -> Iterator[None]:
+        """Write what has run of a step if a failure interrupts it inside the block, later and with the next record."""
+        start_s, start_unix_s = time.perf_counter(), time.time()
+        try:
+            yield
+        except CommunicationError:
+            if self.every:
+                interrupted = RecordedStep(
+                    generation=generation,
+                    step=state.step,
+                    worker=self.worker,
+                    time=start_unix_s,
+                    operations=_since(start_s, state.spans),
+                    reductions=(),
+                    vote_s=(0.0, 0.0),
+                    end_s=time.perf_counter() - start_s,
+                    part="interrupted",
+                    kinds=_letters(state.spans),
+                )
+                self.log.defer(interrupted)
+            raise
+
+    def record(
+        self,
+        step: int,
+        stats: StepStats,
+        *,
+        generation: int,
+        start_s: float,
+        start_unix_s: float,
+        part: StepPart = "whole",
+    ) -> None:
         """Write a step, which began at `start_s` of the clock of `stats`; an OSError is only printed."""
         recorded = RecordedStep(
             generation=generation,
             step=step,
             worker=self.worker,
             time=start_unix_s,
-            operations=tuple((begun - start_s, ended - start_s) for _, begun, ended in stats.spans),
+            operations=_since(start_s, stats.spans),
             reductions=tuple(
                 RecordedReduction(
                     timed.segment.layers.start,
@@ -90,8 +129,18 @@ class StepRecorder:
             ),
             vote_s=(stats.vote_s[0] - start_s, stats.vote_s[1] - start_s),
             end_s=stats.end_s - start_s,
+            part=part,
+            kinds="" if part == "whole" else _letters(stats.spans),
         )
         try:
             self.log.append(recorded)
         except OSError as error:  # training does not depend on it
             print(f"the operations of step {step} cannot be written down: {error}", file=sys.stderr, flush=True)
+
+
+def _since(start_s: float, spans: Sequence[_Span]) -> tuple[tuple[float, float], ...]:
+    return tuple((begun - start_s, ended - start_s) for _, begun, ended in spans)
+
+
+def _letters(spans: Sequence[_Span]) -> str:
+    return "".join(kind.value for kind, _, _ in spans)
