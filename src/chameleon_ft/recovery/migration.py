@@ -76,8 +76,7 @@ def pull_s(messages: Sequence[Message], cluster: Cluster) -> float:
 
         max(max over destinations of sum(2 alpha + b / beta), max over sources of sum(b / beta))
 
-    Messages of training, which layers give way to, are left out; so are the first step of a worker that has just
-    joined, in which it only measures how long a step is, and layers that wait for the next step.
+    Messages of training, which layers give way to, are left out, and so are layers that wait for the next step.
     """
     received_s: dict[int, float] = defaultdict(float)
     sent_s: dict[int, float] = defaultdict(float)

@@ -351,7 +351,7 @@ class Trainer:
                 device=self.device,
                 faults=self.faults,
                 committed=committer.committed,
-                step_s=committer.step_s,
+                step_s=committer.step_s or order.migration.step_s,
                 stand_ins=self.pace is not None,
                 migrated=generation.migrated,
             )

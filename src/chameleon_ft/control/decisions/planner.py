@@ -256,7 +256,7 @@ class Planner:
         migration = None
         if recovery_plan.migration is not None:
             moves = moves_of(recovery_plan.migration, costs.workload.layers)
-            migration = Migration(moves=tuple(move for _, *move in moves))
+            migration = Migration(moves=tuple(move for _, *move in moves), step_s=recovery_plan.predicted_step_s)
         return planned, {
             worker: StartGeneration(
                 generation=generation,

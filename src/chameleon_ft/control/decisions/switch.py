@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from chameleon_ft import recovery
@@ -60,7 +61,8 @@ def plans_to(
         return (final,)
     migration = _migration(context, course.plan.placement, transfer) if migrates else None
     if migration is not None:
-        return migration, final
+        step_s = chosen.migration_step_s if math.isfinite(chosen.migration_step_s) else None
+        return replace(migration, predicted_step_s=step_s), final
     # A policy that would read the layers from a checkpoint has no transfer of its own, whose memory was checked.
     if course.transfer is None and missing_in_transfer(transfer, context):
         return ()

@@ -42,6 +42,8 @@ class Migration(MessagePart):
 
     moves: tuple[tuple[int, int, int, int], ...]
     """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    step_s: float | None = None
+    """Predicted seconds of a step, for workers that have not run one."""
 
 
 def pack_operations(records: Records) -> str:

@@ -47,7 +47,7 @@ class LayerMigration:
         held: expects the layers that are to arrive.
         memory: layer -> memory for its optimizer's state.
         committed: updates applied so far.
-        step_s: seconds of a step, as far as it is known; None: the first one only measures it.
+        step_s: seconds of a step, measured or predicted; None: the first one only measures it.
         stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
         migrated: is given a result once all layers of this rank have arrived.
     """
