@@ -1,4 +1,4 @@
-"""Failures as pictures: what each worker ran from the beginning of the interrupted step until after the next one.
+"""Pictures of failures: the operations of each worker in the interrupted step and in the next one.
 
 Importing this module loads matplotlib.
 """
@@ -40,7 +40,7 @@ _DPI: Final = 150
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What is known of a failure; times are Unix seconds, and `lost` are the workers that were lost with it."""
+    """A failure and the records around it; times are Unix seconds, `lost` the workers that were lost together."""
 
     record: FailureRecord
     lost: tuple[int, ...]
@@ -104,7 +104,7 @@ def draw_failure(
         axes.spines[side].set_visible(False)
     fitted, points = fit_title(title, width=72 * (_WIDTH - 0.2), size=12.0)
     figure.text(0.1 / size[0], 1 - 0.12 / size[1], fitted, size=points, weight="bold", va="top", parse_math=False)
-    kinds = {kind for record in failure.recorded for kind in _kinds(record, plans)}
+    kinds = {kind for record in failure.recorded for kind in _kinds_of(record, plans)}
     handles = [
         Patch(color=style.fill, label=f"{kind}  {style.name}") for kind, style in KIND_STYLES.items() if kind in kinds
     ]
@@ -150,7 +150,7 @@ def _describe(failure: _Failure) -> str:
     return f"{workers} stopped training for {duration(record.stall_s)}{cost}; step {record.step} was {how}"
 
 
-def _kinds(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> Iterator[OperationKind]:
+def _kinds_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> Iterator[OperationKind]:
     if record.part != "whole":
         yield from map(OperationKind, record.kinds)
     else:
@@ -164,6 +164,6 @@ def _spans(
     spans: dict[OperationKind, list[tuple[float, float]]] = {}
     for record in records:
         offset = record.time - origin
-        for kind, (start, end) in zip(_kinds(record, plans), record.operations, strict=True):
+        for kind, (start, end) in zip(_kinds_of(record, plans), record.operations, strict=True):
             spans.setdefault(kind, []).append((offset + start, end - start))
     return spans
