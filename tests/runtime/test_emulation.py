@@ -325,14 +325,15 @@ def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_
     assert [plan.costs_from for plan in plans.values()] == ["profile", "corrected"]
     # Devices keep the profile, whatever has been corrected by what they did.
     plans = {number: dataclasses.replace(plan, costs=plans[1].costs) for number, plan in plans.items()}
-    assert sorted({(step.step, step.generation) for step in recorded}) == [
-        (0, 1),
-        (1, 1),
-        (2, 1),
-        # The rest of step 3 is not recorded.
-        (4, 2),
-        (5, 2),
-        (6, 2),
+    assert sorted({(step.step, step.generation, step.part) for step in recorded}) == [
+        (0, 1, "whole"),
+        (1, 1, "whole"),
+        (2, 1, "whole"),
+        (3, 1, "interrupted"),
+        (3, 2, "rest"),
+        (4, 2, "whole"),
+        (5, 2, "whole"),
+        (6, 2, "whole"),
     ]
     for step in recorded:
         plan = plans[step.generation]
