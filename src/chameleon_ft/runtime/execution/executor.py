@@ -17,6 +17,7 @@ from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.models.build import generator_lock
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.execution.layers import HeldLayers
@@ -182,7 +183,8 @@ class _StepExecution:
         message = self._message(index, operation)
         self._executor.activity.begin(f"{operation.kind.value}{operation.micro_batch}")
         start = perf_counter()
-        tensor = self._compute(operation, message)
+        with generator_lock:  # a loss may draw random numbers, and so may what a backward computes again
+            tensor = self._compute(operation, message)
         if self._executor.pace is not None:
             self._executor.pace(operation, start)
         self._stats.spans.append((operation.kind, start, perf_counter()))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from chameleon_ft.models.build import generator_lock
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.schedule import Operation
@@ -136,8 +135,7 @@ def input_gradient(
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:
     if output.requires_grad:
-        with generator_lock:  # recomputation may draw random numbers
-            torch.autograd.backward(output, gradient)
+        torch.autograd.backward(output, gradient)
 
 
 def _run_all(halves: list[WeightHalf]) -> None:
