@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,24 +186,30 @@ def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
     assert ended.events("join")[-1]["drained"] == [1, 4]
 
 
-def test_training_continues_without_the_workers_of_its_own_host(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(endless(tmp_path, workers=2, parallel=Parallel(dp=1, pp=2))))
-    run = RunDirectory(tmp_path / "run")
+@contextmanager
+def two_workers(directory: Path, run: RunDirectory) -> Iterator[Command]:
+    """Train on two workers, until the run is ended; enter once they have trained some steps."""
+    path = directory / "config.toml"
+    path.write_text(config_to_toml(endless(directory, workers=2, parallel=Parallel(dp=1, pp=2))))
     with Command("train", path, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
-        with Command("agent", "--run", run.path, "--workers", "2") as late:
-            training.read_until(r"workers? .* joined before step \d+")
-            with Command("drain", run.path, "--worker", "0", "--worker", "1", "--wait") as drain:
-                assert drain.wait() == 0, drain.printed
-            training.read_until("host_drained")
-            training.read_until(STEP.format(r"\d+"))
-            late.signal(signal.SIGTERM)
-            late.read_until("the workers of this agent are not drained: no worker would be left")
-            training.read_until(STEP.format(r"\d+"))
-            training.interrupt_all()
-            code = training.wait()
-            assert late.wait() == 0, late.printed
+        yield training
+
+
+def test_training_continues_without_the_workers_of_its_own_host(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with two_workers(tmp_path, run) as training, Command("agent", "--run", run.path, "--workers", "2") as late:
+        training.read_until(r"workers? .* joined before step \d+")
+        with Command("drain", run.path, "--worker", "0", "--worker", "1", "--wait") as drain:
+            assert drain.wait() == 0, drain.printed
+        training.read_until("host_drained")
+        training.read_until(STEP.format(r"\d+"))
+        late.signal(signal.SIGTERM)
+        late.read_until("the workers of this agent are not drained: no worker would be left")
+        training.read_until(STEP.format(r"\d+"))
+        training.interrupt_all()
+        code = training.wait()
+        assert late.wait() == 0, late.printed
     ended = Ended(code, run)
     assert_nothing_was_lost(ended, repeated_steps=0)
     assert (ended.failures, ended.events("host_lost")) == ([], [])
@@ -210,11 +217,8 @@ def test_training_continues_without_the_workers_of_its_own_host(tmp_path: Path) 
 
 
 def test_a_host_leaves_while_its_workers_load(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(endless(tmp_path, workers=2, parallel=Parallel(dp=1, pp=2))))
     run = RunDirectory(tmp_path / "run")
-    with Command("train", path, "--output-dir", run.path) as training:
-        training.read_until(STEP.format(3))
+    with two_workers(tmp_path, run) as training:
         with Command("agent", "--run", run.path, "--workers", "2") as late:
             training.read_until("host_joined")
             late.signal(signal.SIGTERM)

@@ -14,10 +14,13 @@ from chameleon_ft.runtime.communicators import InFlight
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations, WeightHalf
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["CountedLoss", "Result", "StepState", "hop_of"]
+__all__ = ["CountedLoss", "Result", "Span", "StepState", "hop_of"]
 
 Result: TypeAlias = tuple[bool, int, int]
 """(whether it is an activation, micro-batch, layer): the output of the layer, or the gradient of its input."""
+
+Span: TypeAlias = tuple[OperationKind, float, float]
+"""(kind, start, end) of the computation of an operation, by `time.perf_counter`."""
 
 
 def hop_of(operation: Operation) -> HopKey:
@@ -45,7 +48,7 @@ class StepState:
         losses: those that this worker has counted, by micro-batch.
         results: results of operations that are still held: for this worker's own next hop, or because the worker that
             they were sent to may not have used them.
-        spans: (kind, start, end) of the operations that the program in execution has run, by `time.perf_counter`.
+        spans: of the operations that the program in execution has run, in order.
         in_flight: messages to be held until they have arrived, at the latest until the step's vote is complete.
     """
 
@@ -56,7 +59,7 @@ class StepState:
     losses: dict[int, CountedLoss] = field(default_factory=dict)
     results: dict[Result, Tensor] = field(default_factory=dict)
     in_flight: dict[Result, InFlight] = field(default_factory=dict)
-    spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def loss(self) -> float:

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from chameleon_ft.control.wire.messages import OperationTimes
 from chameleon_ft.observe import RecordedReduction, RecordedStep, StepPart, TimelineLog
 from chameleon_ft.runtime.communicators import CommunicationError
-from chameleon_ft.runtime.execution.step_state import StepState
+from chameleon_ft.runtime.execution.step_state import Span, StepState
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = ["StepRecorder", "StepStats", "TimedReduction"]
-
-_Span = tuple[OperationKind, float, float]  # start and end of the computation, by `time.perf_counter`
 
 _AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number
 
@@ -42,7 +40,7 @@ class StepStats:
     loss: float = 0.0
     terms: int = 0
     samples: int = 0
-    spans: list[_Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
     """Of each operation, in order."""
     reductions: tuple[TimedReduction, ...] = ()
     vote_s: tuple[float, float] = (0.0, 0.0)
@@ -138,9 +136,9 @@ class StepRecorder:
             print(f"the operations of step {step} cannot be written down: {error}", file=sys.stderr, flush=True)
 
 
-def _since(start_s: float, spans: Sequence[_Span]) -> tuple[tuple[float, float], ...]:
+def _since(start_s: float, spans: Sequence[Span]) -> tuple[tuple[float, float], ...]:
     return tuple((begun - start_s, ended - start_s) for _, begun, ended in spans)
 
 
-def _letters(spans: Sequence[_Span]) -> str:
+def _letters(spans: Sequence[Span]) -> str:
     return "".join(kind.value for kind, _, _ in spans)
