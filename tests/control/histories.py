@@ -44,7 +44,6 @@ from chameleon_ft.control.wire.messages import (
     Hello,
     HostHello,
     Message,
-    OperationTimes,
     Prepared,
     Quiesced,
     Ready,
@@ -52,9 +51,9 @@ from chameleon_ft.control.wire.messages import (
     Stop,
     Switch,
     Switched,
-    Vote,
     WorkerExited,
 )
+from chameleon_ft.control.wire.parts import OperationTimes, Vote
 from chameleon_ft.observe import FailureRecord, StepRecord
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.transfer import Message as Transferred

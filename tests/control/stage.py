@@ -15,7 +15,6 @@ from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.messages import (
-    BoundaryMessage,
     CheckpointSaved,
     Committed,
     Departure,
@@ -24,16 +23,15 @@ from chameleon_ft.control.wire.messages import (
     Hello,
     HostHello,
     Message,
-    OperationTimes,
     Prepare,
     Prepared,
     Quiesced,
     Spawn,
     Started,
     StartGeneration,
-    Vote,
     WorkerExited,
 )
+from chameleon_ft.control.wire.parts import BoundaryMessage, OperationTimes, Vote
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View
 from chameleon_ft.observe.files import layer_directory

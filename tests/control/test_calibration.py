@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
-from chameleon_ft.control.wire.messages import OperationTimes
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Plan, data_pipeline_plan

@@ -15,7 +15,8 @@ from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members
 from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address, websocket_url
-from chameleon_ft.control.wire.messages import BoundaryMessage, Hello, HostHello, Spawn
+from chameleon_ft.control.wire.messages import Hello, HostHello, Spawn
+from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.estimate import StallModel
 from tests.control.stage import JOB

@@ -11,7 +11,8 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
-from chameleon_ft.control.wire.messages import OperationTimes, Quiesced
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
-from chameleon_ft.control.wire.messages import Quiesced, Vote
-from chameleon_ft.control.wire.parts import Progress
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import Progress, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan, data_pipeline_plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.control.wire.messages import OperationTimes
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import RecordedReduction, TimelineLog, read_recorded_steps
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats, TimedReduction

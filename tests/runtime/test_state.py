@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
-from chameleon_ft.control.wire.messages import CheckpointSaved, Vote
+from chameleon_ft.control.wire.messages import CheckpointSaved
+from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import CheckpointError, ControlError
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog, layer_directory, mark_complete

@@ -11,7 +11,8 @@ from enum import Enum
 from typing import Any
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.control.wire.messages import Message, OperationTimes
+from chameleon_ft.control.wire.messages import Message
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
 
 __all__ = [

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.messages import BoundaryMessage
+from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.profiles import Fingerprint
 from chameleon_ft.schedule import CostModel

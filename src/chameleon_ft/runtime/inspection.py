@@ -12,7 +12,7 @@ import torch
 
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.wire.messages import BoundaryMessage
+from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.messages import CheckpointSaved, Committed, Vote
-from chameleon_ft.control.wire.parts import Rest
+from chameleon_ft.control.wire.messages import CheckpointSaved, Committed
+from chameleon_ft.control.wire.parts import Rest, Vote
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.wire.messages import OperationTimes
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Plan

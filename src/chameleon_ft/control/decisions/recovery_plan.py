@@ -11,7 +11,8 @@ from chameleon_ft import recovery
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import State
-from chameleon_ft.control.wire.messages import Quiesced, Vote
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines

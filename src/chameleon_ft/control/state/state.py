@@ -21,7 +21,8 @@ from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.next_generation import NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
-from chameleon_ft.control.wire.messages import Quiesced, Vote
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 

@@ -13,7 +13,17 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.config import FailurePhase
-from chameleon_ft.control.wire.parts import MessagePart, Migration, Progress, Rest, Transition, unpack_operations
+from chameleon_ft.control.wire.parts import (
+    BoundaryMessage,
+    MessagePart,
+    Migration,
+    OperationTimes,
+    Progress,
+    Rest,
+    Transition,
+    Vote,
+    unpack_operations,
+)
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
@@ -21,7 +31,6 @@ from chameleon_ft.sync import Segment
 
 __all__ = [
     "Begin",
-    "BoundaryMessage",
     "CheckpointSaved",
     "Committed",
     "Crashed",
@@ -36,7 +45,6 @@ __all__ = [
     "Inject",
     "Kill",
     "Message",
-    "OperationTimes",
     "PeerFailed",
     "Position",
     "Prepare",
@@ -53,7 +61,6 @@ __all__ = [
     "Stop",
     "Switch",
     "Switched",
-    "Vote",
     "Welcome",
     "WorkerExited",
     "decode",
@@ -65,32 +72,6 @@ class Message(MessagePart):
     """Base of all messages; `type` tells them apart."""
 
     type: str
-
-
-class Vote(MessagePart):
-    """The sums of a step's vote, with which any rank can apply that step."""
-
-    grad_square_sum: float  # squared L2 norm of the summed, not yet averaged, gradient of the whole model
-    loss_sum: float
-    terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
-    samples: int
-    finish: bool  # whether some rank was told to end the run after this step
-    switch: bool = False  # whether some rank was told to switch to the next generation after this step
-
-
-class OperationTimes(MessagePart):
-    """Median seconds of a worker's operations in a step; 0 for a kind that it did not run."""
-
-    forward_s: float
-    backward_s: float
-    longest_s: float
-
-
-class BoundaryMessage(MessagePart):
-    """Shape and torch dtype name of a layer's output for one micro-batch."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Hello(Message):

@@ -1,4 +1,4 @@
-"""Parts of messages: layers that move, and what a rank holds of an interrupted step and has to do of it."""
+"""Parts of messages: votes, times, layers that move, what a rank holds of an interrupted step and has to do of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ from chameleon_ft.schedule import Operation
 from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
-__all__ = ["MessagePart", "Migration", "Progress", "Rest", "Transition", "pack_operations", "unpack_operations"]
+__all__ = [
+    "BoundaryMessage",
+    "MessagePart",
+    "Migration",
+    "OperationTimes",
+    "Progress",
+    "Rest",
+    "Transition",
+    "Vote",
+    "pack_operations",
+    "unpack_operations",
+]
 
 
 class MessagePart(BaseModel):
@@ -122,3 +133,29 @@ class Rest(MessagePart):
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program for the rest."""
         return unpack_operations(self.operations)
+
+
+class Vote(MessagePart):
+    """The sums of a step's vote, with which any rank can apply that step."""
+
+    grad_square_sum: float  # squared L2 norm of the summed, not yet averaged, gradient of the whole model
+    loss_sum: float
+    terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
+    samples: int
+    finish: bool  # whether some rank was told to end the run after this step
+    switch: bool = False  # whether some rank was told to switch to the next generation after this step
+
+
+class OperationTimes(MessagePart):
+    """Median seconds of a worker's operations in a step; 0 for a kind that it did not run."""
+
+    forward_s: float
+    backward_s: float
+    longest_s: float
+
+
+class BoundaryMessage(MessagePart):
+    """Shape and torch dtype name of a layer's output for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: str

@@ -20,8 +20,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from chameleon_ft.control.wire.messages import Vote
-from chameleon_ft.control.wire.parts import Progress
+from chameleon_ft.control.wire.parts import Progress, Vote
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.activity import Activity

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from chameleon_ft.control.wire.messages import OperationTimes
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import RecordedReduction, RecordedStep, StepPart, TimelineLog
 from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.execution.step_state import Span, StepState
