@@ -3,9 +3,9 @@
 A run of a Llama 2 7B loses a worker, which is started again and joins; then a worker is drained. The runs with other
 seeds lose and drain other workers. A step lasts from the commit before it to its own. Measured:
 
-  around      the longest of the ten steps before each switch and of the ten after it, over their median; without the
-              step in which a worker was lost
-  migrating   the median step while layers move, over that of the ten steps before
+  around      the longest of the ten steps before each switch and of the ten after it, over their median; of steps with
+              the same routes, without the one in which a worker was lost
+  migrating   the median step while layers move, over that of the others with the same routes among the ten before
   migration   the time in which layers moved, over its prediction
   stall       from the last commit before a switch to the first operation after it, in seconds
 """
@@ -127,48 +127,51 @@ class _Live:
 
 
 def switches_of(run: RunDirectory) -> list[_Switch]:
-    """Return the switches of a run, in their order, without those that a loss came near to."""
+    """Return the switches of a run, in their order. Steps are compared with others of the same routes only."""
     rows, events = run.steps(), run.events()
     decisions = {event["generation"]: event for event in events if event["event"] == "decision"}
     failed = {step for event in events if event["event"] == "failure" for step in (event["step"], event["resume_step"])}
-    migrating = {event["generation"] for event in events if event["event"] == "plan" and event["policy"] == "migration"}
+    routes: dict[int, int] = {}  # generation -> the one from which its routes are
+    for plan in (event for event in events if event["event"] == "plan"):
+        routes[plan["generation"]] = plan["generation"] if plan["policy"] != "migration" else routes[max(routes)]
     times = [(row.step, row.time or 0.0) for row in rows]
-    seconds = {step: at - before for (_, before), (step, at) in pairwise(times)}
+    seconds = {step: at - before for (_, before), (step, at) in pairwise(times) if step not in failed}
+    generations = {row.step: row.generation for row in rows}
+
+    def steps_like(step: int, steps: Sequence[int]) -> list[int]:
+        own = routes[generations[step]]
+        return [each for each in steps if each in seconds and routes[generations[each]] == own]
+
     found = []
     for join in (event for event in events if event["event"] == "join" and not event["stop_s"]):
         chosen = decisions[join["generation"]]
         prediction = next(each for each in chosen["candidates"] if each["policy"] == chosen["chosen"])["migration_s"]
-        moving = [row for row in rows if row.generation in migrating and row.generation == join["generation"] - 1]
-        begin, resume = moving[0].step if moving else join["resume_step"], join["resume_step"]
-        ratios = [
-            _longest(seconds, failed, range(begin - _NEAR, begin)),
-            _longest(seconds, failed, range(begin, resume)),
-            _longest(seconds, failed, range(resume, resume + _NEAR)),
-        ]
-        before = _times(seconds, failed, range(begin - _NEAR, begin))
+        resume = join["resume_step"]
+        moved = [event["step"] for event in events if event["event"] == "migration" and event["step"] < resume]
+        begin = moved[-1] if join["migrate_s"] else resume
+        before = steps_like(resume - 1, range(begin - _NEAR, resume))
+        after = steps_like(resume, range(resume, resume + _NEAR))
+        moving = [step for step in before if step >= begin]
+        still = [step for step in before if step not in moving]
         found.append(
             _Switch(
                 trigger=chosen["trigger"],
-                around=max(ratios),
+                around=max(_longest(seconds, steps) for steps in (still, moving, after)),
                 stall_s=join["stall_s"],
-                migrating=_ratio([seconds[row.step] for row in moving], before) if moving and before else None,
+                migrating=_ratio(seconds, moving, still) if moving and still else None,
                 migration=join["migrate_s"] / prediction if join["migrate_s"] and prediction else None,
             )
         )
     return found
 
 
-def _times(seconds: dict[int, float], failed: set[int], steps: Sequence[int]) -> list[float]:
-    return [seconds[step] for step in steps if step in seconds and step not in failed]
-
-
-def _longest(seconds: dict[int, float], failed: set[int], steps: Sequence[int]) -> float:
-    times = _times(seconds, failed, steps)
+def _longest(seconds: dict[int, float], steps: Sequence[int]) -> float:
+    times = [seconds[step] for step in steps]
     return max(times) / statistics.median(times) if times else 1.0
 
 
-def _ratio(times: Sequence[float], before: Sequence[float]) -> float:
-    return statistics.median(times) / statistics.median(before)
+def _ratio(seconds: dict[int, float], steps: Sequence[int], others: Sequence[int]) -> float:
+    return statistics.median(seconds[step] for step in steps) / statistics.median(seconds[step] for step in others)
 
 
 def _report(found: Sequence[_Switch], neighbours: Neighbours) -> Report:

@@ -470,6 +470,7 @@ SURFACE = {
         "uniform_limits",
         "warm_up",
         "with_shadow_holders",
+        "without_shadow_holders",
     ],
 }
 

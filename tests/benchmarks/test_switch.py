@@ -37,6 +37,8 @@ class Records:
         return [
             {"event": "plan", "generation": 1, "policy": "start"},
             {"event": "plan", "generation": 2, "policy": "migration"},
+            {"event": "migration", "generation": 2, "step": 15},
+            {"event": "plan", "generation": 3, "policy": "repartition"},
             {
                 "event": "decision",
                 "generation": 3,

@@ -104,11 +104,11 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
     )
 
 
-def migrating(final: RecoveryPlan, now: RecoveryPlan | ActivePlan) -> RecoveryPlan:
-    """A plan with the routes of `now`, under which every layer moves to the workers that are new in `final`."""
-    source = min(now.plan.workers)
+def migrating(final: RecoveryPlan, now: RecoveryPlan | ActivePlan, *, to: int | None = None) -> RecoveryPlan:
+    """A plan with the routes of `now`, under which every layer moves to the new workers of `final`, or else `to`."""
     placement = final.plan.placement
-    new = [worker for worker in placement.workers if worker not in now.plan.workers]
+    new = [each for each in placement.workers if each not in now.plan.workers] or ([] if to is None else [to])
+    source = min(worker for worker in now.plan.workers if worker != to)
     transfer = Transfer(
         placement=placement,
         roles={},
@@ -302,10 +302,12 @@ class History:
         asked = self.considerations.pop(0)
         plans: tuple[RecoveryPlan, ...] = ()
         if workers:
-            plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
             assert asked.active is not None
-            if migrates and not set(workers) <= set(asked.active.plan.workers):
-                plans = (migrating(plans[0], asked.active), *plans)
+            if migrates and (moves_to is not None or not set(workers) <= set(asked.active.plan.workers)):
+                final = a_plan(workers, first_step=0)
+                plans = (migrating(final, asked.active, to=moves_to), final)
+            else:
+                plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
         staying = asked.members.staying()
         question = asked.scale_up.question
         self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))

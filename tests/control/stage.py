@@ -23,6 +23,7 @@ from chameleon_ft.control.wire.messages import (
     Hello,
     HostHello,
     Message,
+    Migrate,
     Prepare,
     Prepared,
     Quiesced,
@@ -208,7 +209,11 @@ class Stage:
         """Return the layers that a worker holds in the end, by its newest order."""
         order = self.order_of(worker)
         segments = () if order is None else order.unpack_segments()
-        return tuple(sorted(layer for segment in segments if worker in segment.holders for layer in segment.layers))
+        held = {layer for segment in segments if worker in segment.holders for layer in segment.layers}
+        for message in self.ranks[worker].sent:
+            if isinstance(message, Migrate) and order is not None and message.generation == order.generation:
+                held |= {layer for _, destination, layer, _ in message.moves if destination == worker}
+        return tuple(sorted(held))
 
     def quiesce(
         self,

@@ -13,11 +13,10 @@ from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
 from chameleon_ft.control.wire.messages import Quiesced
-from chameleon_ft.control.wire.parts import Progress, Vote
+from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.recovery import FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
@@ -284,15 +283,6 @@ def test_layers_of_a_shadow_holder_outside_the_plan_count_if_they_are_of_the_sam
         joined = dataclasses.replace(found, live=live, quiesced=reports, shadows=(*PLAN.workers, 6))
         assert joined.held == {**found.held, 6: held}
         assert dataclasses.replace(joined, shadows=()).held[6] == ()
-
-
-def test_sums_of_shadow_holders_do_not_count() -> None:
-    progress = Progress.of(StepProgress(totals=frozenset({(0,), (2,), (1, 3)}), counted=frozenset({1})))
-    states = all_but(3, state=quiesced(7).model_copy(update={"progress": progress}))
-    found = cluster_state(states).progress
-    assert found is not None
-    assert found[0] == StepProgress(totals=frozenset({(0,), (1, 3)}), counted=frozenset({1}))
-    assert found[1].totals == {(2,), (1, 3)}
 
 
 def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from chameleon_ft.config import Batch, Parallel, Recovery
-from chameleon_ft.control.wire.messages import PeerFailed, Quiesced
+from chameleon_ft.control.wire.messages import Migrate, PeerFailed, Quiesced
 from chameleon_ft.control.wire.parts import Progress
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import StepProgress
@@ -157,13 +157,18 @@ async def test_a_better_plan_is_found_while_the_next_steps_run(stage: Stage) -> 
     stage.commit(3)
     while stage.coordinator.state.next is None:
         await asyncio.sleep(0.05)
-    assert stage.switch_to_the_end(4) == 6, "layers move in a step of their own"
+    moved = stage.ranks[0].last(Migrate)
+    assert (moved.generation, {destination for _, destination, _, _ in moved.moves}) == (2, {0, 2, 3})
+    assert stage.switch_to_the_end(4) == 5, "layers move in the generation that completes the step"
     order = stage.order()
-    assert (order.generation, order.load, order.rest, order.transition) == (4, "keep", None, None)
+    assert (order.generation, order.load, order.rest, order.transition) == (3, "keep", None, None)
     assert stage.layers_of(0) == (0, 1, 2, 3)
     first, second = stage.events("decision")
     assert (first["trigger"], first["chosen"]) == ("loss", "reroute")
-    assert (second["trigger"], second["generation"]) == ("review", 4)
+    assert (second["trigger"], second["generation"]) == ("review", 3)
+    (migration,) = stage.events("migration")
+    assert (migration["generation"], migration["step"], migration["layers"]) == (2, 4, len(moved.moves))
+    assert [event["policy"] for event in stage.events("plan")] == ["start", "reroute", second["chosen"]]
     assert second["prepared"]
     watching.cancel()
 

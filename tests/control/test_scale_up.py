@@ -23,6 +23,7 @@ from chameleon_ft.control.wire.messages import (
     Hello,
     HostHello,
     Message,
+    Migrate,
     PeerFailed,
     Prepare,
     Quiesced,
@@ -124,9 +125,10 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         assert messages(stage, "joined") == ["worker 1 has joined as a spare"]
         first = await considered(stage)
         assert (first.generation, first.members, first.first_step, first.load) == (3, (0, 1, 2, 3), 4, "keep")
-        assert first.migration is not None
-        assert {(destination, num_bytes) for _, destination, _, num_bytes in first.migration.moves} == {(1, 772)}
-        assert {order.migration for order in orders_of(stage, 3).values()} == {first.migration}, "it is that of all"
+        order = rank.last(Migrate)
+        assert order.generation == 3
+        assert {(destination, num_bytes) for _, destination, _, num_bytes in order.moves} == {(1, 772)}
+        assert {puppet.last(Migrate) for puppet in stage.ranks.values()} == {order}, "it is that of all"
         assert orders_of(stage, 3)[1].operations == "", "it has no operations until it holds its layers"
         stage.commit(3)
         stage.switch(4)
@@ -134,7 +136,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         stage.commit(5)
         second = stage.ahead()
         assert second is not None
-        assert (second.generation, second.members, second.migration, second.transition) == (4, (0, 1, 2, 3), None, None)
+        assert (second.generation, second.members, second.transition) == (4, (0, 1, 2, 3), None)
         stage.switch(6)
         assert stage.order().generation == 4
         assert orders_of(stage, 4)[1].operations
@@ -147,7 +149,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
     assert join["candidates"][0]["policy"] == "stay"
     (record,) = stage.events("join")
     assert (record["workers"], record["spares"], record["generation"], record["resume_step"]) == ([1], [], 4, 7)
-    assert record["moved_bytes"] == 772 * len(first.migration.moves)
+    assert record["moved_bytes"] == 772 * len(order.moves)
     assert (record["stop_s"], record["decide_s"], record["transfer_s"]) == (0.0, 0.0, 0.0)
     assert record["policy"] == join["chosen"]
     plans = [(event["generation"], event["policy"]) for event in stage.events("plan")]
@@ -582,11 +584,11 @@ async def test_with_nccl_layers_move_before_the_generation_trains(stage: Stage) 
         await come_back(stage)
         first = stage.ahead()
         assert first is not None
-        assert first.migration is None
         assert first.transition is not None
         stage.prepare()
         stage.commit(3, switch=True)
         assert stage.ahead() is None, "there is one switch"
+        assert stage.ranks[0].count(Migrate) == 0
         stage.say(stage.ranks[0], Switched(generation=3, moved_bytes=700, transfer_s=0.25))
         stage.start()
     (record,) = stage.events("join")
@@ -724,10 +726,9 @@ async def test_layers_of_which_only_a_drained_worker_has_any_move_from_it(stage:
         stage.train()
         drained(stage, 1)
         order = await considered(stage)
-        assert order.migration is not None
-        assert 1 in order.members
-        own = set(stage.layers_of(1))
-        assert {layer for source, _, layer, _ in order.migration.moves if source == 1} == own
+        assert 1 not in order.members
+        moves = stage.ranks[1].last(Migrate).moves
+        assert {layer for source, _, layer, _ in moves if source == 1} == set(stage.layers_of(1))
         stage.switch_to_the_end(3)
     assert stage.events("drain_failed") == []
 
@@ -740,7 +741,7 @@ def test_layers_of_a_drained_worker_do_not_migrate_with_nccl(tmp_path: Path, pol
             drained(stage, 1)
             order = await considered(stage)
             assert 1 not in order.members
-            assert order.migration is None
+            assert stage.ranks[1].count(Migrate) == 0
             assert order.transition is not None
             assert 1 in order.transition.participants
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.estimate import estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import STAY, Candidate, DecisionContext, Proposal, decide
-from chameleon_ft.recovery.migration import migration_of, pull_s, with_migrations, with_shadow_holders
+from chameleon_ft.recovery.migration import (
+    migration_of,
+    pull_s,
+    sums_s,
+    with_migrations,
+    with_shadow_holders,
+    without_shadow_holders,
+)
 from chameleon_ft.recovery.scoring import measure
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.schedule.best import best_parts, program_of
-from chameleon_ft.transfer import Message
+from chameleon_ft.transfer import Message, transfer_to
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
@@ -50,20 +59,42 @@ def test_the_seconds_of_a_migration_by_hand() -> None:
     assert pull_s([], cluster) == 0.0
 
 
+def test_the_seconds_in_which_sums_are_sent_by_hand() -> None:
+    now = context(dp=2, pp=1, layers=(layer(10), layer(20), layer(30)))
+    workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
+    cluster = Cluster(workers, Link(0.25, 100.0), Link(0.5, 50.0))
+    near, far = Message(0, 1, LayerRange(0, 2), 900), Message(0, 2, LayerRange(2, 3), 900)
+    # Gradients of 30 bytes, at 100 bytes/s in the host and at 50 to the other; what worker 0 sends shares its links.
+    assert sums_s([near], now.costs.workload, cluster) == pytest.approx(0.3 + 2 * 0.25)
+    assert sums_s([far], now.costs.workload, cluster) == pytest.approx(0.6 + 0.5)
+    two = Message(3, 1, LayerRange(2, 3), 900)
+    assert sums_s([near, far, two], now.costs.workload, cluster) == pytest.approx(0.3 + 0.5 + 0.6 + 0.5)
+    assert sums_s([], now.costs.workload, cluster) == 0.0
+
+
+def test_without_its_shadow_holders_a_placement_is_the_one_in_force() -> None:
+    now = context(dp=2, pp=2, spares=1)
+    target = Placement(4, {0: (LayerRange(0, 1), LayerRange(3, 4)), 1: (LayerRange(1, 4),), 4: (LayerRange(0, 4),)})
+    layers = now.costs.workload.layers
+    transfer = transfer_to(now.plan.placement, target, live=now.costs.cluster.hosts, layers=layers)
+    migrating = with_shadow_holders(now.plan, target).placement
+    assert without_shadow_holders(migrating, transfer) == now.plan.placement
+
+
 def test_a_shadow_holder_needs_state_and_gradients_beside_its_own_step() -> None:
     now = context(dp=2, pp=2, spares=1)
     target = Placement(4, {0: (LayerRange(0, 3),), 1: (LayerRange(2, 4),), 4: (LayerRange(1, 2),)})
     parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
-    alone = migration_of(now.plan, now.plan.placement, now.costs, parts=parts)
+    alone = migration_of(now.plan, now.plan.placement, (), now.costs, parts=parts)
     assert alone.plan == now.plan
     # Each layer has 10 bytes of parameters and gradients, and 20 of optimizer state.
     own = dict.fromkeys(range(4), 0)
     for memory_bytes in range(1, 500):
         workers = tuple(replace(each, memory_bytes=memory_bytes) for each in now.costs.cluster.workers)
         costs = replace(now.costs, cluster=replace(now.costs.cluster, workers=workers))
-        missing = migration_of(now.plan, now.plan.placement, costs, parts=parts).missing_bytes
+        missing = migration_of(now.plan, now.plan.placement, (), costs, parts=parts).missing_bytes
         own |= {worker: memory_bytes + lacks for worker, lacks in missing.items()}
-        more = migration_of(now.plan, target, costs, parts=parts).missing_bytes
+        more = migration_of(now.plan, target, (), costs, parts=parts).missing_bytes
         for worker, received in ((0, 40), (1, 0), (2, 0), (3, 0)):
             assert max(0, more.get(worker, 0)) == max(0, own[worker] + received - memory_bytes)
         assert more.get(4, 0) == max(0, 40 - memory_bytes)
@@ -79,13 +110,13 @@ def test_a_migrating_plan_runs_the_program_of_the_plan_in_force(now: DecisionCon
         if (start := data.draw(st.integers(0, num_layers - 1))) >= 0
     }
     parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
-    found = migration_of(now.plan, Placement(num_layers, held), now.costs, parts=parts)
+    found = migration_of(now.plan, Placement(num_layers, held), (), now.costs, parts=parts)
     program = program_of(found.plan, parts)
     check_program(program, found.plan)
     alone = best_program(now.plan, now.costs, in_flight_limits=now.in_flight_limits).program
     assert {worker: own for worker, own in program.operations.items() if own} == dict(alone.operations)
-    # More holders of a layer do not make its reduction shorter.
-    assert found.step_s >= migration_of(now.plan, now.plan.placement, now.costs, parts=parts).step_s * (1 - 1e-12)
+    # Shadow holders are in no reduction.
+    assert found.step_s == estimate_parts(now.plan, parts, now.costs).step_s
 
 
 def by_name(now: DecisionContext, horizon_s: float = 1e5) -> dict[str, Candidate]:
@@ -106,8 +137,9 @@ def test_beside_training_nothing_stops_and_layers_move_at_the_old_rate() -> None
         assert each.migration_s > 0
         assert now[STAY].step_s is not None
         assert each.migration_step_s >= now[STAY].step_s
-        # No more is lost by a migration than by a stop for as long.
-        assert each.samples > before[each.policy].samples
+        # After the switch that takes newcomers in, layers move for at least a step.
+        assert each.is_join
+        assert each.migrating_s == each.migration_step_s * math.ceil(each.migration_s / each.migration_step_s) > 0
 
 
 def test_after_a_loss_rerouting_takes_over_and_layers_move_then() -> None:
@@ -121,6 +153,9 @@ def test_after_a_loss_rerouting_takes_over_and_layers_move_then() -> None:
             assert before[name].stall_s == at_once_s + (before[name].transfer_s or 0.0)
             assert now["reroute"].step_s is not None
             assert each.migration_step_s >= now["reroute"].step_s
+            assert (each.is_join, each.migrating_s) == (False, each.migration_s)
+            # No more is lost by a migration than by a stop for as long.
+            assert each.samples > before[name].samples
     assert now["repartition"].migration_s > 0
 
 
@@ -131,7 +166,7 @@ def test_the_migration_of_a_joined_worker_by_hand() -> None:
     _, moved = decide(now, "repartition", rate_of(1e6, now)).candidates
     # 120 bytes at 100 bytes/s, over links half as fast as they should be, in steps that are a fifth vote and update.
     assert moved.migration_s == pytest.approx(1.2 * 2.0 * 1.25)
-    # 8 micro-batches of 4 layers of 3 s; then a ring of two reduces gradients of 10 bytes for each layer.
+    # 8 micro-batches of 4 layers of 3 s; then the sums are sent, 10 bytes for each layer.
     assert moved.migration_step_s == pytest.approx((8 * 4 * 3.0 + 4 * 10 / 100.0) * 1.25)
 
 

@@ -137,7 +137,7 @@ class KillsDuringMigration(StoppingView):
 
     def step(self, record: StepRecord) -> None:
         super().step(record)
-        migrating = [e["generation"] for e in self.run.events() if e.get("policy") == "migration"]
+        migrating = [e["generation"] for e in self.run.events() if e["event"] == "migration"]
         if self.generation == sys.maxsize and record.generation in migrating:
             self.generation = record.generation
             kill = partial(request, self.run, Inject(worker=self.worker, kind="kill"))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,18 +15,18 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.control.wire.parts import Migration
+from chameleon_ft.control.wire.messages import Migrate
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.communicators import Channel, CommunicationError, InFlight
+from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, blank_module
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.state_transfer.migration import LayerMigration, channels_of_migration
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.schedule import Operation, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.switchboard import Line, Switchboard
@@ -68,7 +69,16 @@ class Rank:
     migrated: Future[None] = field(default_factory=Future)
     error: BaseException | None = None
 
-    def run(self, line: Line, migration: Migration, members: Sequence[int], steps: int) -> None:
+    def begin(self, layers: LayerMigration, order: Migrate, delay_s: float) -> None:
+        """Begin the migration from another thread, as a rank does."""
+        time.sleep(delay_s)
+        for _, destination, layer, _ in order.moves:
+            if destination == self.worker:
+                self.held.expect(layer, blank_module(self.job, layer, seed=SEED, device=CPU))
+        self.buffers.expect(self.held)
+        layers.begin(order, memory={}, migrated=self.migrated)
+
+    def run(self, line: Line, order: Migrate, members: Sequence[int], steps: int, *, delay_s: float) -> None:
         faults = FaultInjector(self.worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
         committer = Committer(
             worker=self.worker,
@@ -91,18 +101,18 @@ class Rank:
             faults=faults,
         )
         layers = LayerMigration(
-            migration,
             self.worker,
             held=self.held,
-            memory={},
+            buffers=self.buffers,
             communicators=line,
             device=CPU,
             faults=faults,
             committed=0,
             step_s=None,
             stand_ins=False,
-            migrated=self.migrated,
         )
+        beginning = threading.Thread(target=self.begin, args=(layers, order, delay_s))
+        beginning.start()
         try:
             with Reductions(self.buffers, self.operations, line) as reductions:
                 for _ in range(steps):
@@ -123,40 +133,46 @@ class Rank:
             self.error = error
             line.interrupt()
         finally:
+            beginning.join()
             layers.close(interrupt=not self.migrated.done())
 
 
+def move(*moves: tuple[int, int, int, int]) -> Migrate:
+    return Migrate(generation=1, moves=moves)
+
+
 def train(
-    migration: Migration, *, steps: int, tied: bool = False, message_s: float = 0.0, spoiled_tag: int | None = None
+    order: Migrate,
+    *,
+    steps: int,
+    tied: bool = False,
+    message_s: float = 0.0,
+    spoiled_tag: int | None = None,
+    delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
 ) -> list[Rank]:
     """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder."""
     job = toy_job(LAYERS, tied=tied)
     routes = [Route(m, (Hop(m % 2, WHOLE),)) for m in range(BATCH.micro_batches)]
     held = {0: set(WHOLE), 1: set(WHOLE)}
     shadows: dict[int, set[int]] = {}
-    for _, destination, layer, _ in migration.moves:
+    for _, destination, layer, _ in order.moves:
         shadows.setdefault(destination, set()).add(layer)
-    placement = Placement(
-        LAYERS,
-        {0: (WHOLE,), 1: (WHOLE,)} | {w: tuple(LayerRange(n, n + 1) for n in sorted(s)) for w, s in shadows.items()},
-    )
-    plan = Plan(Placement(LAYERS, {0: (WHOLE,), 1: (WHOLE,)}), tuple(routes))
+    placement = Placement(LAYERS, {0: (WHOLE,), 1: (WHOLE,)})
+    plan = Plan(placement, tuple(routes))
     program = best_program(plan, equal_costs(layers=LAYERS, micro_batches=BATCH.micro_batches, workers=2)).program
     ties = [tuple(layer for layer, _ in copies) for copies in job.tied]
     segments: tuple[Segment, ...] = (*gradient_rounds(placement, ties).order,)
     alone = (s for s in (*gradient_segments(placement), *tied_segments(placement, ties)) if len(s.holders) == 1)
     segments = (*segments, *alone)
-    board, members = Switchboard(), sorted(placement.workers)
+    board, members = Switchboard(), sorted({*held, *shadows})
     ranks = []
     for worker in members:
         own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU)
-        for layer in sorted(shadows.get(worker, ())):
-            own.expect(layer, blank_module(job, layer, seed=SEED, device=CPU))
         operations = program.of(worker) if worker in held else ()
         ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations))
     lines = [Slow(rank.worker, board, message_s=message_s, spoiled_tag=spoiled_tag) for rank in ranks]
     threads = [
-        threading.Thread(target=rank.run, args=(line, migration, members, steps))
+        threading.Thread(target=rank.run, args=(line, order, members, steps), kwargs={"delay_s": delays_s[rank.worker]})
         for rank, line in zip(ranks, lines, strict=True)
     ]
     for thread in threads:
@@ -180,7 +196,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_that_migrate_are_those_of_their_sources_from_the_next_update_on(tied: bool) -> None:
     moves = [(0, 2, 0, 100), (1, 2, 3, 100), (0, 2, 4, 100), (1, 3, 3, 100)]
-    ranks = train(Migration(moves=tuple(moves)), steps=8, tied=tied, message_s=0.001)
+    ranks = train(move(*moves), steps=8, tied=tied, message_s=0.001)
     assert [rank.error for rank in ranks] == [None] * 4
     plain = train_plainly(toy_job(LAYERS, tied=tied), BATCH, 8)
     for rank in ranks:
@@ -193,8 +209,21 @@ def test_layers_that_migrate_are_those_of_their_sources_from_the_next_update_on(
             assert equal(state(rank, layer), state(ranks[0], layer))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_need_not_begin_in_the_same_step(tied: bool) -> None:
+    random = Random(1 + tied)
+    for _ in range(12):
+        delays_s = [random.uniform(0.0, 0.06) for _ in range(4)]
+        order = move((0, 2, 0, 100), (1, 2, 3, 100), (0, 3, 4, 100))
+        ranks = train(order, steps=40, tied=tied, delays_s=delays_s)
+        assert [rank.error for rank in ranks] == [None] * 4
+        assert [set(rank.held.layers) for rank in ranks[2:]] == [{0, 3}, {4}], delays_s
+        for rank in ranks[2:]:
+            assert all(equal(state(rank, layer), state(ranks[0], layer)) for layer in rank.held.layers), delays_s
+
+
 def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
-    ranks = train(Migration(moves=((0, 2, 1, 100), (0, 2, 2, 100))), steps=6, message_s=0.02)
+    ranks = train(move((0, 2, 1, 100), (0, 2, 2, 100)), steps=6, message_s=0.02)
     assert [rank.error for rank in ranks] == [None] * 3
     assert ranks[2].current[0] == set(), "the first step only measures how long a step is"
     assert ranks[2].held.layers == {1, 2}
@@ -202,19 +231,8 @@ def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
 
 
 def test_a_layer_that_arrives_damaged_ends_the_generation() -> None:
-    ranks = train(Migration(moves=((0, 2, 1, 100),)), steps=6, spoiled_tag=0)
+    ranks = train(move((0, 2, 1, 100)), steps=6, spoiled_tag=0)
     assert isinstance(ranks[2].error, CommunicationError)
     assert "another checksum" in str(ranks[2].error)
     assert ranks[2].held.layers == set()
     assert not ranks[2].migrated.done()
-
-
-def test_channels_go_both_ways_between_a_source_and_its_destination() -> None:
-    migration = Migration(moves=((0, 2, 1, 100), (0, 2, 2, 100), (1, 0, 3, 100)))
-    assert channels_of_migration(0, migration) == (
-        Channel(0, 1, True),
-        Channel(0, 2, True),
-        Channel(1, 0, True),
-        Channel(2, 0, True),
-    )
-    assert channels_of_migration(3, migration) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,18 +13,19 @@ import pytest
 import torch
 from torch import nn
 
-from chameleon_ft.control.wire.messages import Discard, Message, Prepare, Prepared, StartGeneration
-from chameleon_ft.control.wire.parts import Migration
+from chameleon_ft.control.wire.messages import Discard, Message, Migrate, Prepare, Prepared, StartGeneration
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.execution.layers import GradientBuffers
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.generation import Preparations
-from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
-from tests.runtime.toy import toy_job
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
+from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator, Memory
+from tests.runtime.toy import SEED, toy_job
 
+CPU = torch.device("cpu")
 LAYERS = 4
-MIGRATION = Migration(moves=((1, 0, 2, 100), (1, 0, 3, 100)))
+MOVES = ((1, 0, 2, 100), (1, 0, 3, 100))
 """Layers 2 and 3 move from worker 1 to worker 0."""
 
 
@@ -47,7 +49,10 @@ class Client:
     def leave(self, generation: int) -> None:
         self.entered.discard(generation)
 
-    def prepare(self, generation: int, migration: Migration | None = None) -> None:
+    def migrate(self, generation: int) -> None:
+        self.preparations.put(Migrate(generation=generation, moves=MOVES))
+
+    def prepare(self, generation: int) -> None:
         order = StartGeneration(
             generation=generation,
             members=(0, 1),
@@ -55,7 +60,6 @@ class Client:
             first_step=5,
             operations="",
             segments=((0, 2, (0, 1), ()), (2, LAYERS, (0, 1), ())),
-            migration=migration,
         )
         self.preparations.put(Prepare(order=order))
 
@@ -88,15 +92,15 @@ class Unconnected:
         pass
 
 
-class Reserved:
-    """The gradients of a rank that trains: notes the layers that it reserves."""
+class Begun:
+    """Layers that migrate in a generation: notes the order, and says that all have arrived when the test does."""
 
     def __init__(self) -> None:
-        self.layers: set[int] = set()
-        self.release = self.layers.clear
+        self.begun: queue.SimpleQueue[tuple[Migrate, Future[None]]] = queue.SimpleQueue()
 
-    def reserve(self, layer: int, module: nn.Module) -> None:
-        self.layers.add(layer)
+    def begin(self, order: Migrate, *, memory: dict[int, Memory | None], migrated: Future[None]) -> None:
+        assert memory.keys() == {2, 3}
+        self.begun.put((order, migrated))
 
 
 @pytest.fixture
@@ -104,53 +108,103 @@ def client() -> Client:
     return Client()
 
 
-def preparations(
-    client: Client, *, failing: set[int] | None = None, buffers: Reserved | None = None, **job: Any
-) -> Preparations:
+def preparations(client: Client, *, failing: set[int] | None = None, **job: Any) -> Preparations:
     return Preparations(
         0,
         client=cast("ControlClient", client),
         store_host="localhost",
         new_communicators=lambda: cast("Communicators", Unconnected(failing or set())),
         faults=cast("FaultInjector", SimpleNamespace(at=lambda phase, step: None)),
-        allocator=LayerAllocator(
-            dataclasses.replace(toy_job(LAYERS), **job), seed=1, device=torch.device("cpu"), ahead=True
-        ),
-        buffers=lambda: cast("GradientBuffers | None", buffers),
+        allocator=LayerAllocator(dataclasses.replace(toy_job(LAYERS), **job), seed=SEED, device=CPU, ahead=True),
+        is_training=lambda: True,
     )
 
 
+def train(prepared: Preparations, generation: int) -> tuple[Begun, HeldLayers]:
+    """Begin to train two of four layers in a generation."""
+    held, migration = HeldLayers(toy_job(LAYERS), (0, 1), seed=SEED, device=CPU), Begun()
+    prepared.training(generation, held, GradientBuffers(held, ()), cast("LayerMigration", migration))
+    return migration, held
+
+
+@pytest.mark.parametrize("ordered_first", [True, False])
 def test_what_follows_a_migration_is_prepared_once_the_layers_have_arrived_however_often_it_is_tried(
-    client: Client,
+    client: Client, ordered_first: bool
 ) -> None:
     prepared = preparations(client)
-    client.prepare(2, MIGRATION)
-    assert client.answer() == Prepared(generation=2)
-    migrating = prepared.take(2)
-    assert migrating is not None
-    for generation in (3, 4):
-        client.prepare(generation)
+    if not ordered_first:
+        migration, held = train(prepared, 2)
+    client.migrate(2)
+    client.prepare(3)
+    if ordered_first:
         client.assert_no_answer()
-        if generation == 3:
-            client.discard(3)
-    migrating.migrated.set_result(None)
+        migration, held = train(prepared, 2)
+    order, migrated = migration.begun.get(timeout=10.0)
+    assert order.moves == MOVES
+    assert [set(held.layers), set(held.arriving)] == [{0, 1}, {2, 3}]
+    client.assert_no_answer()
+    client.discard(3)
+    client.prepare(4)
+    client.assert_no_answer()
+    migrated.set_result(None)
     assert Prepared(generation=4) in (client.answer(), client.answer())  # late answers about 3 are ignored
     client.prepare(5)
     assert client.answer() == Prepared(generation=5)
 
 
-def test_a_generation_that_cannot_be_prepared_is_reported_and_the_next_one_is_prepared(client: Client) -> None:
-    def missing() -> nn.Module:
-        raise ValueError("the factory needs a file that is gone")
+def test_a_migration_of_a_generation_that_is_over_does_not_begin(client: Client) -> None:
+    prepared = preparations(client)
+    client.migrate(2)
+    client.over.add(2)
+    migration, held = train(prepared, 2)
+    client.prepare(4)
+    assert client.answer() == Prepared(generation=4)
+    assert migration.begun.empty()
+    assert not held.arriving
 
-    preparations(client, failing={3}, layers=[*toy_job(LAYERS).layers[:2], missing, missing])
-    client.prepare(2, MIGRATION)
-    assert client.answer() == Prepared(generation=2, error="ValueError: the factory needs a file that is gone")
+
+def test_a_generation_that_cannot_be_prepared_is_reported_and_the_next_one_is_prepared(client: Client) -> None:
+    preparations(client, failing={3})
     client.prepare(3)
     assert client.answer() == Prepared(generation=3, error="OSError: too many open files")
     client.prepare(4)
     assert client.answer() == Prepared(generation=4)
     assert client.entered == {4}
+
+
+def test_layers_that_cannot_be_built_are_reported_by_what_follows_their_migration(client: Client) -> None:
+    def missing() -> nn.Module:
+        raise ValueError("the factory needs a file that is gone")
+
+    prepared = preparations(client, layers=[*toy_job(LAYERS).layers[:2], missing, missing])
+    migration, _ = train(prepared, 2)
+    client.migrate(2)
+    client.prepare(3)
+    error = "layers cannot be received: ValueError: the factory needs a file that is gone"
+    assert client.answer() == Prepared(generation=3, error=error)
+    assert migration.begun.empty()
+
+
+def test_a_generation_in_which_layers_are_to_move_is_not_prepared_without_memory_for_them(client: Client) -> None:
+    def missing() -> nn.Module:
+        raise MemoryError("no memory")
+
+    preparations(client, layers=[*toy_job(LAYERS).layers[:3], missing])
+    client.migrate(2)
+    client.prepare(2)
+    assert client.answer() == Prepared(generation=2, error="layers cannot be received: MemoryError: no memory")
+
+
+def test_layers_move_in_a_generation_from_its_beginning(client: Client) -> None:
+    prepared = preparations(client)
+    client.migrate(3)
+    client.prepare(3)
+    assert client.answer() == Prepared(generation=3)
+    client.prepare(4)
+    client.assert_no_answer()
+    migration, _ = train(prepared, 3)
+    migration.begun.get(timeout=10.0)[1].set_result(None)
+    assert client.answer() == Prepared(generation=4)
 
 
 def test_a_generation_is_taken_by_its_number_while_a_later_one_is_prepared(client: Client) -> None:
@@ -164,14 +218,11 @@ def test_a_generation_is_taken_by_its_number_while_a_later_one_is_prepared(clien
     assert prepared.take(3) is None
 
 
-def test_the_memory_of_a_discarded_generation_is_released(client: Client) -> None:
-    buffers = Reserved()
-    prepared = preparations(client, buffers=buffers)
-    client.prepare(2, MIGRATION)
+def test_a_discarded_generation_is_left(client: Client) -> None:
+    prepared = preparations(client)
+    client.prepare(2)
     client.answer()
-    assert buffers.layers == {2, 3}
     client.over.add(2)
     prepared.drop_over()
-    assert not buffers.layers
     assert prepared.take(2) is None
     assert not client.entered

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
@@ -25,6 +26,7 @@ __all__ = [
     "MeasureOperations",
     "MeasureStep",
     "MeasureTransfer",
+    "Migrate",
     "OtherRecord",
     "Record",
     "Send",
@@ -56,6 +58,14 @@ class Task(Command, Enum):
     """Prepare decisions on the next loss beside training, unless the prepared ones still fit."""
     FORGET_DECISIONS = "forget decisions"
     """Discard the prepared decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate(Command):
+    """Send the order to move the layers of a plan's migration while a generation trains."""
+
+    generation: int
+    plan: ActivePlan
 
 
 @dataclass(frozen=True, slots=True)

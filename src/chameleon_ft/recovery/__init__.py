@@ -8,7 +8,7 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
 from chameleon_ft.recovery.loss_risk import HolderSets, LossRisk, risk_of
-from chameleon_ft.recovery.migration import with_shadow_holders
+from chameleon_ft.recovery.migration import with_shadow_holders, without_shadow_holders
 from chameleon_ft.recovery.policies import POLICIES, Policy
 from chameleon_ft.recovery.proposals.paper import prefers_rerouting
 from chameleon_ft.recovery.proposals.proposal import Proposal
@@ -50,4 +50,5 @@ __all__ = [
     "uniform_limits",
     "warm_up",
     "with_shadow_holders",
+    "without_shadow_holders",
 ]

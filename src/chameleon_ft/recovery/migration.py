@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import estimate_parts
+from chameleon_ft.estimate import estimate_parts, peak_bytes_of
 from chameleon_ft.plan import LayerRange, Placement, Plan
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.scoring import Candidate, CourseDraft
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.best import ScheduledPart
-from chameleon_ft.transfer import Message
+from chameleon_ft.transfer import Message, Transfer
+from chameleon_ft.workload import Workload
 
-__all__ = ["MigratingPlan", "migration_of", "pull_s", "with_migrations", "with_shadow_holders"]
+__all__ = [
+    "MigratingPlan",
+    "migration_of",
+    "pull_s",
+    "sums_s",
+    "with_migrations",
+    "with_shadow_holders",
+    "without_shadow_holders",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +34,7 @@ class MigratingPlan:
 
     Attributes:
         plan: the routes of the plan in force. Workers that receive layers are among their holders: as shadow holders,
-            they take part in the reduction of gradients and apply updates, but run no operation of these layers.
+            they receive the sum of the gradients and apply updates, but run no operation of these layers.
         step_s: predicted seconds of a step.
         missing_bytes: worker -> bytes that it lacks at its worst moment; empty if the plan fits the memory.
     """
@@ -35,18 +44,26 @@ class MigratingPlan:
     missing_bytes: Mapping[int, int]
 
 
-def migration_of(plan: Plan, target: Placement, costs: CostModel, *, parts: Sequence[ScheduledPart]) -> MigratingPlan:
+def migration_of(
+    plan: Plan, target: Placement, messages: Sequence[Message], costs: CostModel, *, parts: Sequence[ScheduledPart]
+) -> MigratingPlan:
     """Return the plan under which layers move from the placement in force to another one.
 
     Args:
         plan: the plan in force, without lost workers.
         target: the placement after the migration.
+        messages: what moves.
         costs: with the workers of both.
         parts: the schedules of `plan`, by `best_parts`; also those of the result, whose program is `program_of` them.
     """
     migrating = with_shadow_holders(plan, target)
-    estimate = estimate_parts(migrating, parts, costs)
-    return MigratingPlan(plan=migrating, step_s=estimate.step_s, missing_bytes=estimate.over_capacity(costs))
+    estimate = estimate_parts(plan, parts, costs)
+    more = replace(estimate, peak_bytes=peak_bytes_of(migrating, parts, costs))
+    return MigratingPlan(
+        plan=migrating,
+        step_s=estimate.step_s + sums_s(messages, costs.workload, costs.cluster),
+        missing_bytes=more.over_capacity(costs),
+    )
 
 
 def with_shadow_holders(plan: Plan, target: Placement) -> Plan:
@@ -57,6 +74,18 @@ def with_shadow_holders(plan: Plan, target: Placement) -> Plan:
             held[worker].update(layer for layers in ranges for layer in layers)
     by_worker = {worker: tuple(_runs(sorted(layers))) for worker, layers in held.items()}
     return replace(plan, placement=Placement(target.num_layers, by_worker))
+
+
+def without_shadow_holders(placement: Placement, transfer: Transfer) -> Placement:
+    """Return the placement of the plan in force, from that of the plan under which the layers of `transfer` move."""
+    arriving: dict[int, set[int]] = defaultdict(set)
+    for message in transfer.messages:
+        arriving[message.destination].update(message.layers)
+    held = {
+        worker: tuple(_runs([layer for each in ranges for layer in each if layer not in arriving[worker]]))
+        for worker, ranges in placement.ranges.items()
+    }
+    return Placement(placement.num_layers, {worker: ranges for worker, ranges in held.items() if ranges})
 
 
 def _runs(layers: Sequence[int]) -> list[LayerRange]:
@@ -78,13 +107,31 @@ def pull_s(messages: Sequence[Message], cluster: Cluster) -> float:
 
     Messages of training, which layers give way to, are left out, and so are layers that wait for the next step.
     """
+    return _busiest_s(messages, cluster, num_bytes=lambda message: message.num_bytes, latencies=2)
+
+
+def sums_s(messages: Sequence[Message], workload: Workload, cluster: Cluster) -> float:
+    """Return the seconds by which a step takes longer, because sources send the sums of gradients to shadow holders.
+
+    They do so once all reductions are complete. The time is that of the busiest end, as in `pull_s`, without requests.
+    """
+
+    def gradient_bytes(message: Message) -> int:
+        return sum(workload.layers[layer].gradient_bytes for layer in message.layers)
+
+    return _busiest_s(messages, cluster, num_bytes=gradient_bytes, latencies=1)
+
+
+def _busiest_s(
+    messages: Sequence[Message], cluster: Cluster, *, num_bytes: Callable[[Message], int], latencies: int
+) -> float:
     received_s: dict[int, float] = defaultdict(float)
     sent_s: dict[int, float] = defaultdict(float)
     for message in messages:
         link = cluster.link(message.source, message.destination)
-        carry_s = message.num_bytes / link.bytes_per_s
+        carry_s = num_bytes(message) / link.bytes_per_s
         sent_s[message.source] += carry_s
-        received_s[message.destination] += carry_s + 2 * link.latency_s * len(message.layers)
+        received_s[message.destination] += carry_s + latencies * link.latency_s * len(message.layers)
     return max((*received_s.values(), *sent_s.values()), default=0.0)
 
 
@@ -95,9 +142,10 @@ def with_migrations(
 
     The first feasible candidate that moves nothing takes over at once: after a loss it is rerouting, with the stall and
     the rest of the interrupted step; without a loss it is the plan in force, and nothing stops. All others that move
-    nothing are reached as soon as it is. Of those that move layers, each has this stall, then trains for `migration_s`
-    seconds with the first candidate's routes, and then as its own plan. The transfer stops training as before if some
-    worker lacks memory for the layers beside training, or if no candidate moves nothing.
+    nothing are reached as soon as it is. Of those that move layers, each has this stall, then trains with the first
+    candidate's routes to the end of the step in which the last layer arrives, and then as its own plan. The transfer
+    stops training as before if some worker lacks memory for the layers beside training, or if no candidate moves
+    nothing.
     """
     first = next(((own, draft) for own, draft in measured if draft is not None and _stays_in_place(draft)), None)
     if first is None:
@@ -121,13 +169,15 @@ def _migrating(
     if _stays_in_place(draft):
         return replace(candidate, stall_s=first.stall_s)
     costs = CostModel(context.costs.workload, context.senders)
-    migration = migration_of(first_draft.plan, draft.plan.placement, costs, parts=first_draft.parts)
+    messages = draft.transfer.messages
+    migration = migration_of(first_draft.plan, draft.plan.placement, messages, costs, parts=first_draft.parts)
     if migration.missing_bytes:
         return candidate
     return replace(
         candidate,
         stall_s=first.stall_s,
         transfer_s=0.0,
-        migration_s=pull_s(draft.transfer.messages, context.senders) * context.migration_factor,
+        migration_s=pull_s(messages, context.senders) * context.migration_factor,
         migration_step_s=migration.step_s * context.step_factor,
+        is_join=any(message.destination not in context.placement.ranges for message in messages),
     )

@@ -86,6 +86,7 @@ class Candidate:
         transfer_s: seconds of these in which state moves.
         migration_s: seconds after the stall in which state moves while another plan trains; zero for none.
         migration_step_s: seconds of a step of that plan, times `step_factor`.
+        is_join: whether workers receive layers that have none yet, so that a switch that takes them in comes first.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
@@ -103,6 +104,7 @@ class Candidate:
     transfer_s: float | None = None
     migration_s: float = 0.0
     migration_step_s: float = math.inf
+    is_join: bool = False
     moved_bytes: int | None = None
     risk: LossRisk | None = None
     from_checkpoint: bool = False
@@ -115,6 +117,17 @@ class Candidate:
     def feasible(self) -> bool:
         """Whether it can be chosen."""
         return self.reason is None
+
+    @property
+    def migrating_s(self) -> float:
+        """Expected seconds after the stall until the candidate's own plan trains, beyond the end of the present step.
+
+        A switch comes at the end of a step. A migration that begins in the present step and takes a fraction of a step
+        makes one step more necessary with that probability; one that begins with a step takes whole steps.
+        """
+        if not self.is_join or not self.migration_s:
+            return self.migration_s
+        return math.ceil(self.migration_s / self.migration_step_s) * self.migration_step_s
 
     @property
     def worker_single_points_of_failure(self) -> int:
@@ -223,7 +236,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),
-            migration_s=candidate.migration_s,
+            migration_s=candidate.migrating_s,
             migration_step_s=candidate.migration_step_s,
         )
         return replace(

@@ -22,6 +22,7 @@ from chameleon_ft.control.wire.messages import (
     Hello,
     Inject,
     Message,
+    Migrate,
     Position,
     Prepare,
     Probe,
@@ -54,7 +55,7 @@ class ControlClient:
     Attributes:
         activity: of the training thread.
         orders: orders in the sequence they arrived.
-        preparations: orders to prepare a generation beside training, or to discard it; likewise.
+        preparations: orders to prepare a generation beside training, to discard it, or to move layers; likewise.
         finishing: whether the run shall end after the current step.
         switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
     """
@@ -75,7 +76,7 @@ class ControlClient:
         self._is_draining = False
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.preparations: queue.SimpleQueue[Prepare | Discard] = queue.SimpleQueue()
+        self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
         self.finishing = False
         self.switch_to = 0
 
@@ -173,7 +174,7 @@ class ControlClient:
                 print(f"this worker stays: {reason}; another SIGTERM ends it at once", file=sys.stderr)
             case StartGeneration() | Begin() | Welcome() | Refused():
                 self.orders.put(message)
-            case Prepare():
+            case Prepare() | Migrate():
                 self.preparations.put(message)
             case Discard(generation=generation):
                 self._discarded.add(generation)

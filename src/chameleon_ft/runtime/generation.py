@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from chameleon_ft.control.wire.address import join_address
-from chameleon_ft.control.wire.messages import Discard, Prepare, Prepared, StartGeneration
+from chameleon_ft.control.wire.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.executor import channels_of
-from chameleon_ft.runtime.execution.layers import GradientBuffers
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.state_transfer.migration import channels_of_migration
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator
 from chameleon_ft.runtime.state_transfer.transfer import channels_of_transition
 from chameleon_ft.schedule import Operation
@@ -32,9 +32,7 @@ class Generation:
         order: what the rank has to do in it; see `begin_at` for its first step.
         segments: of the gradients of the whole model.
         operations: the rank's program.
-        allocations: layer that migrates to this rank -> memory for it.
         is_open: whether its communicators are connected.
-        migrated: is done once all layers that migrate to this rank in the generation have arrived.
     """
 
     worker: int
@@ -42,9 +40,7 @@ class Generation:
     communicators: Communicators
     segments: tuple[Segment, ...] = field(init=False)
     operations: tuple[Operation, ...] = field(init=False)
-    allocations: dict[int, Allocation] = field(default_factory=dict)
     is_open: bool = False
-    migrated: Future[None] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.segments = self.order.unpack_segments()
@@ -56,10 +52,9 @@ class Generation:
 
     @property
     def arriving(self) -> dict[int, int]:
-        """The layers that move to this rank, while the generation trains or before: layer -> bytes, by arrival."""
-        order = self.order
-        moves = [move[-3:] for each in (order.migration, order.transition) if each is not None for move in each.moves]
-        return {layer: num_bytes for destination, layer, num_bytes in moves if destination == self.worker}
+        """The layers that move to this rank before the generation trains: layer -> bytes, by arrival."""
+        moves = () if self.order.transition is None else self.order.transition.moves
+        return {layer: num_bytes for _, _, destination, layer, num_bytes in moves if destination == self.worker}
 
     @property
     def layers(self) -> set[int]:
@@ -68,19 +63,13 @@ class Generation:
         return {layer for segment in own for layer in segment.layers}
 
     def written_layers(self) -> list[int]:
-        """Return the layers that this rank writes into a checkpoint: each layer is written by one of its holders.
-
-        Shadow holders write none, because they may not have received it yet.
-        """
-        migration = self.order.migration
-        shadows = {(move[1], move[2]) for move in migration.moves} if migration else set()
-        written = []
-        for segment in self.segments:
-            for layer in () if segment.tied else segment.layers:
-                holders = [worker for worker in segment.holders if (worker, layer) not in shadows]
-                if holders[layer % len(holders)] == self.worker:
-                    written.append(layer)
-        return written
+        """Return the layers that this rank writes into a checkpoint: each layer is written by one of its holders."""
+        return [
+            layer
+            for segment in self.segments
+            for layer in (() if segment.tied else segment.layers)
+            if segment.holders[layer % len(segment.holders)] == self.worker
+        ]
 
     def begin_at(self, first_step: int) -> None:
         """Note the first step, which is not known before the switch."""
@@ -104,8 +93,6 @@ class Generation:
             channels.update(channels_of(worker, rest.unpack_operations(), rest.resends))
         if order.transition is not None:
             channels.update(channels_of_transition(order.transition))
-        if order.migration is not None:
-            channels.update(channels_of_migration(worker, order.migration))
         return Membership(
             generation=order.generation,
             worker=worker,
@@ -116,13 +103,37 @@ class Generation:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A generation that trains."""
+
+    generation: int
+    held: HeldLayers
+    buffers: GradientBuffers
+    migration: LayerMigration
+
+
+@dataclass(slots=True)
+class _Ordered:
+    """Layers that are to move in a generation, which may not have begun yet.
+
+    Attributes:
+        allocations: layer that will arrive at this rank -> memory for it; None until all are allocated.
+        migrated: is done once all have arrived, or with the error if they cannot.
+    """
+
+    order: Migrate
+    allocations: dict[int, Allocation] | None = None
+    migrated: Future[None] = field(default_factory=Future)
+
+
 class Preparations:
-    """Prepares the next generation in a thread of its own while the present one trains.
+    """Prepares the next generation, and begins migrations, in a thread of its own while the present one trains.
 
     Args:
         store_host: host of the rendezvous store.
         new_communicators: makes communicators that are not open yet.
-        buffers: returns the rank's gradients; None if it does not train.
+        is_training: returns whether the rank has layers, with their gradients.
     """
 
     def __init__(
@@ -134,7 +145,7 @@ class Preparations:
         new_communicators: Callable[[], Communicators],
         faults: FaultInjector,
         allocator: LayerAllocator,
-        buffers: Callable[[], GradientBuffers | None],
+        is_training: Callable[[], bool],
     ) -> None:
         self._worker = worker
         self._client = client
@@ -142,10 +153,12 @@ class Preparations:
         self._new_communicators = new_communicators
         self._faults = faults
         self._allocator = allocator
-        self._buffers = buffers
+        self._is_training = is_training
         self._working = threading.Lock()
         self._prepared: dict[int, Generation] = {}
-        self._migrating: Generation | None = None  # the newest generation with a migration
+        self._training: _Training | None = None  # the newest generation that trains
+        self._ordered: _Ordered | None = None  # the newest migration
+        self._beginning = threading.Lock()  # of it
         threading.Thread(target=self._work, name="preparation", daemon=True).start()
 
     def take(self, number: int) -> Generation | None:
@@ -162,9 +175,18 @@ class Preparations:
                 if (generation := self._prepared.pop(number, None)) is not None:
                     self._close(generation)
 
+    def training(self, generation: int, held: HeldLayers, buffers: GradientBuffers, migration: LayerMigration) -> None:
+        """Note that a generation trains: layers can move in it, and do so from now on if they are allocated."""
+        with self._beginning:
+            self._training = _Training(generation, held, buffers, migration)
+            self._begin_migration()
+
     def _work(self) -> None:
         while True:
-            match self._client.preparations.get():
+            match message := self._client.preparations.get():
+                case Migrate():
+                    with self._working:
+                        self._prepare_migration(message)
                 case Prepare(order=order):
                     with self._working:
                         error = self._prepare(order)
@@ -188,39 +210,61 @@ class Preparations:
                 self._close(generation)
             return None if self._client.is_over(order.generation) else f"{type(error).__name__}: {error}"
         self._prepared[order.generation] = generation
-        before = self._migrating
-        if order.migration is not None:
-            self._migrating = generation
-        if before is None or self._client.is_over(before.number):
+        ordered = self._ordered
+        if ordered is None or self._client.is_over(ordered.order.generation):
             self._client.send(Prepared(generation=order.generation))
+        elif ordered.order.generation < order.generation:
+            ordered.migrated.add_done_callback(lambda done: self._migrated(order.generation, done.exception()))
         else:
-            before.migrated.add_done_callback(lambda _: self._client.send(Prepared(generation=order.generation)))
+            self._migrated(order.generation, ordered.migrated.exception() if ordered.migrated.done() else None)
         return None
 
+    def _migrated(self, generation: int, error: BaseException | None) -> None:
+        """Answer that a generation is prepared, unless layers cannot move in it or in the one before."""
+        why = None if error is None else f"layers cannot be received: {type(error).__name__}: {error}"
+        self._client.send(Prepared(generation=generation, error=why))
+
     def _allocate(self, generation: Generation) -> None:
-        """Allocate the layers that will arrive, and what they need beside."""
-        arriving, buffers = generation.arriving, self._buffers()
-        if generation.order.migration is not None:
-            self._allocator.preallocate(arriving)
-            for layer in arriving:
-                if self._client.is_over(generation.number):
-                    return
-                allocation = generation.allocations[layer] = self._allocator.take(layer)
-                if buffers is not None:
-                    buffers.reserve(layer, allocation.module)
-        elif buffers is None:
+        """Allocate the layers that will arrive before the generation trains."""
+        if not self._is_training():
             # A rank that trains has no memory for more layers beside its gradients.
             is_done = threading.Event()
-            self._allocator.preallocate(arriving, then=is_done.set)
+            self._allocator.preallocate(generation.arriving, then=is_done.set)
             is_done.wait()
+
+    def _prepare_migration(self, order: Migrate) -> None:
+        """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
+        ordered = self._ordered = _Ordered(order)
+        allocations = {}
+        try:
+            arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
+            self._allocator.preallocate(arriving)
+            for layer in arriving:
+                if self._client.is_over(order.generation):
+                    return
+                allocations[layer] = self._allocator.take(layer)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            ordered.migrated.set_exception(error)
+            return
+        with self._beginning:
+            ordered.allocations = allocations
+            self._begin_migration()
+
+    def _begin_migration(self) -> None:
+        ordered, training = self._ordered, self._training
+        if training is None or ordered is None or ordered.allocations is None:
+            return
+        if training.generation != ordered.order.generation or self._client.is_over(training.generation):
+            return
+        for layer, allocation in ordered.allocations.items():
+            training.held.expect(layer, allocation.module)
+        training.buffers.expect(training.held)
+        memory = {layer: allocation.memory for layer, allocation in ordered.allocations.items()}
+        training.migration.begin(ordered.order, memory=memory, migrated=ordered.migrated)
+        self._training = None  # it does so once
 
     def _close(self, generation: Generation) -> None:
         """Close a generation that does not begin, and release the memory for what would have arrived in it."""
         generation.communicators.close()
         self._client.leave(generation.number)
         self._allocator.drop()
-        generation.allocations.clear()
-        if generation is self._migrating:
-            self._migrating = None
-        if (buffers := self._buffers()) is not None:
-            buffers.release()

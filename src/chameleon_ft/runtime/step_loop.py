@@ -40,7 +40,7 @@ class StepLoop:
     """Runs in the training thread.
 
     Attributes:
-        migration: of layers that move during the generation.
+        migration: of layers that may move during the generation.
         first_committed: called after the first commit, when every rank has left the generation before.
     """
 
@@ -50,7 +50,7 @@ class StepLoop:
     generation: Generation
     committer: Committer
     executor: Executor
-    migration: LayerMigration | None
+    migration: LayerMigration
     recorder: StepRecorder
     writer: CheckpointWriter
     activity: Activity

@@ -94,7 +94,7 @@ class Trainer:
             new_communicators=self.new_communicators,
             faults=self.faults,
             allocator=self._allocator,
-            buffers=lambda: None if self._committer is None else self._committer.buffers,
+            is_training=lambda: self._committer is not None,
         )
         log = TimelineLog(self.run.timeline_file(self.worker))
         self._recorder = StepRecorder(log=log, worker=self.worker, every=self.config.timelines.every)
@@ -236,7 +236,7 @@ class Trainer:
             self._committer.state = None  # before anything else takes memory
         if transition is None and not generation.is_open:
             self._allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
-        begins_anew = not (generation.layers - generation.allocations.keys() if transition is None else transition.keep)
+        begins_anew = not (generation.layers if transition is None else transition.keep)
         if order.load != "keep":
             self._load(order, generation.layers)
         elif begins_anew:
@@ -291,21 +291,18 @@ class Trainer:
         self._switch(generation)
 
     def _switch(self, generation: Generation) -> None:
-        """Switch to the placement of a generation: hold its layers and no others, but for those that are arriving."""
+        """Switch to the placement of a generation: hold its layers and no others."""
         order, worker = generation.order, self.worker
         self._placed = order.generation
         if worker not in order.members:
             self._held = self._committer = None
             return
-        held, allocations = self._held, generation.allocations
-        needed = generation.layers - allocations.keys()
+        held, needed = self._held, generation.layers
         if held is None and not needed:
             held = self._held = self._new_layers(())
         if held is None or not held.layers >= needed:
             raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
         held.keep_only(needed)
-        for layer, allocation in allocations.items():
-            held.expect(layer, allocation.module)
         if self._committer is None or order.load != "keep" or order.transition is not None:
             self._committer = self._new_committer(held, order)
         self._committer.reduced = False
@@ -341,20 +338,19 @@ class Trainer:
         """Train in a generation until it is over, or the run has come to its end."""
         order, communicators = generation.order, generation.communicators
         assert self._held is not None
-        if order.migration is not None:
-            self._migration = LayerMigration(
-                order.migration,
-                self.worker,
-                held=self._held,
-                memory={layer: each.memory for layer, each in generation.allocations.items()},
-                communicators=communicators,
-                device=self.device,
-                faults=self.faults,
-                committed=committer.committed,
-                step_s=committer.step_s or order.migration.step_s,
-                stand_ins=self.pace is not None,
-                migrated=generation.migrated,
-            )
+        migration = self._migration = LayerMigration(
+            self.worker,
+            held=self._held,
+            buffers=committer.buffers,
+            communicators=communicators,
+            device=self.device,
+            faults=self.faults,
+            committed=committer.committed,
+            step_s=committer.step_s,
+            rest_s=None if order.rest is None else order.rest.rest_s,
+            stand_ins=self.pace is not None,
+        )
+        self._preparations.training(generation.number, self._held, committer.buffers, migration)
         executor = Executor(
             job=self.job,
             held=self._held,
@@ -373,7 +369,7 @@ class Trainer:
             generation=generation,
             committer=committer,
             executor=executor,
-            migration=self._migration,
+            migration=migration,
             recorder=self._recorder,
             writer=self._writer,
             activity=self._activity,

@@ -19,8 +19,8 @@ from chameleon_ft.control.decisions.recovery_plan import (
 from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.wire.messages import StartGeneration
-from chameleon_ft.control.wire.parts import Migration, Rest, Transition, pack_operations
+from chameleon_ft.control.wire.messages import Migrate, StartGeneration
+from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -238,25 +238,24 @@ class Planner:
         )
         if not recovery_plan.prepared:
             check_program(program, plan)
+        reduced = plan.placement
+        if recovery_plan.migration is not None:
+            reduced = recovery.without_shadow_holders(plan.placement, recovery_plan.migration)
         planned = GenerationPlan(
             generation=generation,
             first_step=recovery_plan.first_step,
-            plan=plan,
+            plan=replace(plan, placement=reduced),
             program=program,
             costs=costs,
             costs_from=self._costs_from,
         )
         tied = costs.workload.tied_layers
-        every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
+        every = (*gradient_segments(reduced), *tied_segments(reduced, tied))
         alone = (segment for segment in every if len(segment.holders) == 1)
         segments = tuple(
             (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
-            for segment in (*gradient_rounds(plan.placement, tied).order, *alone)
+            for segment in (*gradient_rounds(reduced, tied).order, *alone)
         )
-        migration = None
-        if recovery_plan.migration is not None:
-            moves = moves_of(recovery_plan.migration, costs.workload.layers)
-            migration = Migration(moves=tuple(move for _, *move in moves), step_s=recovery_plan.predicted_step_s)
         return planned, {
             worker: StartGeneration(
                 generation=generation,
@@ -273,11 +272,17 @@ class Planner:
                     keep=transition.keep[worker],
                     moves=transition.moves_of(worker, costs.workload.layers),
                 ),
-                migration=migration,
                 rest=recovery_plan.salvaged and _rest_of(recovery_plan.salvaged, worker),
             )
             for worker in recovery_plan.participants
         }
+
+    def migrate(self, plan: ActivePlan, hosts: Mapping[int, str], *, generation: int) -> Migrate:
+        """Return the order, the same for all workers of a generation, to move the layers of its migration."""
+        assert plan.migration is not None
+        moves = moves_of(plan.migration, self._costs(hosts).workload.layers)
+        step_s = plan.predicted_step_s
+        return Migrate(generation=generation, moves=tuple(move for _, *move in moves), step_s=step_s)
 
     def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""
@@ -333,6 +338,7 @@ def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:
     scheduled, rest = salvaged.scheduled, salvaged.rest
     return Rest(
         operations=pack_operations(scheduled.program.records_of(worker)),
+        rest_s=salvaged.rest_s,
         resends=scheduled.resends.get(worker, ()),
         counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
         sources=rest.sources,

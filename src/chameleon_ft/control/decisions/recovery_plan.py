@@ -90,14 +90,9 @@ class ClusterState:
         if all(state.progress is None for state in states.values()):
             return None
         return {
-            worker: StepProgress() if state.progress is None else self._own(worker, state.progress.unpack())
+            worker: StepProgress() if state.progress is None else state.progress.unpack()
             for worker, state in states.items()
         }
-
-    def _own(self, worker: int, progress: StepProgress) -> StepProgress:
-        """Return the progress without sums of layers that a worker holds only as a shadow holder."""
-        own = {layer for layers in self.plan.placement.ranges_of(worker) for layer in layers}
-        return replace(progress, totals=frozenset(key for key in progress.totals if not own.isdisjoint(key)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

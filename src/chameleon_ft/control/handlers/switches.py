@@ -1,7 +1,7 @@
 """From one generation to the next without a stop: it is prepared beside training, and all switch at the end of a step.
 
-If layers move, there are two switches: to a generation that goes on with the same routes while they move, and from it
-to the plan that they are for.
+If layers move, they do so while a generation with the routes of the present plan trains: the present one, or one that
+newcomers have been taken into by a switch. When they have arrived, all switch to the plan that the layers are for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,36 @@ __all__ = ["adopt", "advance", "discard", "participant_lost", "prepare", "prepar
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
     """Have the first of one or two plans prepared; the second follows when the layers that move in it have arrived."""
-    plan, *following = plans
-    _prepare(draft, plan, following=following[0] if following else None, is_limited=True)
+    plan, *rest = plans
+    following, active = rest[0] if rest else None, draft.state.active
+    assert active is not None
+    if plan.migration is None or not active.plan.placement.ranges.keys() >= set(plan.participants):
+        _prepare(draft, plan, following=following, is_limited=True)
+        return
+    # Nothing changes but the layers that its workers hold.
+    active = replace(active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
+    draft.set(in_force=draft.state.placed, active=active, following=following)
+    draft.do(commands.Migrate(draft.state.generation, active))
+    _migrating(draft)
+    resume(draft)
+
+
+def _migrating(draft: Draft) -> None:
+    """Note that layers move while the active generation trains."""
+    active, now = draft.state.active, draft.at.unix_s
+    assert active is not None
+    assert active.migration is not None
+    # Meanwhile steps are longer than those of the decision in force.
+    outcomes, outcome = draft.state.outcomes.ended()
+    draft.set(migrating_at=now, outcomes=outcomes)
+    draft.record_outcome(outcome)
+    draft.record(
+        "migration",
+        generation=draft.state.generation,
+        step=draft.state.committed,
+        layers=sum(len(message.layers) for message in active.migration.messages),
+        bytes=active.migration.total_bytes,
+    )
 
 
 def resume(draft: Draft) -> bool:
@@ -46,6 +74,8 @@ def _prepare(draft: Draft, plan: ActivePlan, *, following: ActivePlan | None, is
         following=following,
     )
     draft.set(next=generation)
+    if plan.migration is not None:
+        draft.do(commands.Migrate(generation.number, plan))
     draft.do(commands.Task.PREPARE_GENERATION)
 
 
@@ -137,7 +167,6 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         # Reports say later whether a worker holds the new placement.
         in_force=state.placed,
         switched_from=state.generation,
-        switched_at=now,
         next=None,
         following=upcoming.following,
         finished=frozenset(),
@@ -146,33 +175,32 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            migrate_s=max(0.0, upcoming.prepared_at - state.switched_at) if migrated is not None else 0.0,
+            migrate_s=max(0.0, upcoming.prepared_at - state.migrating_at) if migrated is not None else 0.0,
             migrated_bytes=0 if migrated is None else migrated.total_bytes,
         ),
     )
-    _follow_outcome(draft, active)
+    if active.migration is None:
+        _follow_outcome(draft, active)
     draft.do(commands.Task.BEGIN_GENERATION)
     for worker in active.participants:
         if worker not in before.plan.workers:
             draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
+    if active.migration is not None:
+        _migrating(draft)
     if resume(draft):
         draft.set(scale_up=replace(draft.state.scale_up, retries=0))
 
 
 def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
-    """Follow the outcome of the decision once its plan is in force; layers that move make the steps before longer."""
-    outcomes = draft.state.outcomes
-    if active.migration is not None:
-        outcomes, outcome = outcomes.ended()
-    else:
-        outcomes, outcome = outcomes.decided(
-            generation=draft.state.generation,
-            policy=active.policy,
-            predicted_step_s=active.predicted_step_s,
-            predicted_stall_s=active.predicted_stall_s,
-            repeated_steps=0,
-            now=draft.at.unix_s,
-        )
-        draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
+    """Follow the outcome of the decision once its plan is in force."""
+    outcomes, outcome = draft.state.outcomes.decided(
+        generation=draft.state.generation,
+        policy=active.policy,
+        predicted_step_s=active.predicted_step_s,
+        predicted_stall_s=active.predicted_stall_s,
+        repeated_steps=0,
+        now=draft.at.unix_s,
+    )
+    draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)

@@ -44,11 +44,12 @@ class ScaleUp:
         return replace(self, loaded=loaded, newcomers=self.newcomers - {worker})
 
     def is_complete(self, now: float, *, is_loading: bool) -> bool:
-        """Return whether to consider a plan now, with all newcomers, instead of waiting for more that are loading."""
+        """Return whether to consider a plan now, with all newcomers, instead of waiting for more that are loading.
+
+        A plan that was chosen without a search may be a bad one: its successor waits for none.
+        """
         if not self.newcomers:
-            if self.hurried_at_s is None:
-                return False
-            return not is_loading or now >= self.hurried_at_s + _GATHERING_S
+            return self.hurried_at_s is not None
         if now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S

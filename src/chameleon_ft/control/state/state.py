@@ -84,7 +84,7 @@ class State:
     active: ActivePlan | None = None  # the plan of the newest generation that was begun; None before the first
     active_generation: int = 0  # the number of that generation
     switched_from: int | None = None  # the generation before it, if the run has switched from one to the other
-    switched_at: float = 0.0  # when it did, in Unix seconds
+    migrating_at: float = 0.0  # when layers began to move in the active generation, if they do, in Unix seconds
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
     next: NextGeneration | None = None  # the generation that is being prepared, if there is one
     following: ActivePlan | None = None  # the plan to switch to once the layers that move in this one have arrived

@@ -16,7 +16,6 @@ from chameleon_ft.config import FailurePhase
 from chameleon_ft.control.wire.parts import (
     BoundaryMessage,
     MessagePart,
-    Migration,
     OperationTimes,
     Progress,
     Rest,
@@ -45,6 +44,7 @@ __all__ = [
     "Inject",
     "Kill",
     "Message",
+    "Migrate",
     "PeerFailed",
     "Position",
     "Prepare",
@@ -255,7 +255,6 @@ class StartGeneration(Message):
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
     load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
     transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
-    migration: Migration | None = None  # with "keep", if layers move while it trains
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
 
     @property
@@ -293,6 +292,21 @@ class Prepare(Message):
 
     type: Literal["prepare"] = "prepare"
     order: StartGeneration
+
+
+class Migrate(Message):
+    """Begin to move layers while `generation` trains; see docs/transition.md.
+
+    Each destination is a shadow holder. Once it has received a layer, it also receives the sum of the layer's gradients
+    before each vote, and applies the same updates as its holders.
+    """
+
+    type: Literal["migrate"] = "migrate"
+    generation: int
+    moves: tuple[tuple[int, int, int, int], ...]
+    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    step_s: float | None = None
+    """Predicted seconds of a step, for workers that have not run one."""
 
 
 class Switch(Message):

@@ -18,7 +18,6 @@ from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 __all__ = [
     "BoundaryMessage",
     "MessagePart",
-    "Migration",
     "OperationTimes",
     "Progress",
     "Rest",
@@ -42,19 +41,6 @@ class Transition(MessagePart):
     keep: tuple[int, ...]  # layers that this worker does not give up before the switch; if none, it begins anew
     moves: tuple[tuple[int, int, int, int, int], ...]
     """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
-
-
-class Migration(MessagePart):
-    """The layers that move while a generation trains; see docs/transition.md.
-
-    Each destination is a shadow holder: it takes part in the gradient reduction of the layer from the beginning, and is
-    a holder like any other from the first update before which it has received the layer.
-    """
-
-    moves: tuple[tuple[int, int, int, int], ...]
-    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
-    step_s: float | None = None
-    """Predicted seconds of a step, for workers that have not run one."""
 
 
 def pack_operations(records: Records) -> str:
@@ -124,6 +110,7 @@ class Rest(MessagePart):
     """A worker's part in the rest of an interrupted step; see `plan.rest`."""
 
     operations: str  # its program for the rest, as in `StartGeneration`
+    rest_s: float  # predicted seconds of the rest
     resends: tuple[tuple[int, int, bool, int], ...]
     """(micro-batch, layer, forward, receiver) of what it sends again before its first operation, in this order: the
     output of the layer, or the gradient of its input. The receiver may be the worker itself."""

@@ -58,9 +58,9 @@ class HeldLayers:
         return frozenset(self._modules) - self.arriving
 
     def expect(self, layer: int, module: nn.Module) -> None:
-        """Note that the state of a layer will arrive; `module` is a blank one."""
+        """Note that the state of a layer will arrive; `module` is a blank one. Called from any thread."""
+        self.arriving |= {layer}  # first: it must not seem to be held
         self._modules = dict(sorted({**self._modules, layer: module}.items()))
-        self.arriving |= {layer}
 
     def take_in(self, layer: int, state: Mapping[str, Any], module: nn.Module | None = None) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
@@ -184,7 +184,7 @@ class GradientBuffers:
     """The gradients of the held layers as views into flat buffers: one for each `GradientKey` and element type.
 
     Autograd accumulates into the views in place. The copies of a tied parameter share one view, which sums their
-    gradients. Layers that are arriving have gradients too: zeros, and the sum once they are reduced.
+    gradients. Layers that are arriving have gradients too, once they are expected: their sums are received.
 
     Attributes:
         segments: those of the given segments in which the held layers take part.
@@ -196,36 +196,42 @@ class GradientBuffers:
         # The copies of each parameter; all but tied ones have a single copy.
         self._parameters: dict[GradientKey, _Parameters] = {}
         self._buffers: dict[GradientKey, tuple[Tensor, ...]] = {}
-        self._reserved: dict[GradientKey, tuple[_Parameters, tuple[Tensor, ...]]] = {}
+        self._tied: tuple[GradientKey, ...] = ()  # of all segments
         self.regroup(held, segments)
 
     def regroup(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
         """Take the segments of another generation; the gradients of modules that are still there stay as they are."""
-        layers = held.layers | held.arriving
-        made = {**self._reserved, **{key: (own, self._buffers[key]) for key, own in self._parameters.items()}}
-        self._reserved = {}
-        self.segments = tuple(segment for segment in segments if _has_part(layers, segment))
-        tied = {segment.tied: held.tied(segment.tied) for segment in self.segments if segment.tied}
-        elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
-        self._parameters = {
-            key: tied[key] if key in tied else [[p] for p in held.parameters(key) if id(p) not in elsewhere]
-            for segment in self.segments
-            for key in segment.keys
-        }
+        before, buffers = self._parameters, self._buffers
+        self.segments = tuple(segment for segment in segments if _has_part(held.layers, segment))
+        self._tied = tuple(segment.tied for segment in segments if segment.tied)
+        self._parameters = self._parameters_of(held, [key for segment in self.segments for key in segment.keys])
         self._buffers = {
-            key: made[key][1] if key in made and _are_left(parameters, made[key][0]) else _flat_gradients(parameters)
+            key: buffers[key] if key in before and _are_left(parameters, before[key]) else _flat_gradients(parameters)
             for key, parameters in self._parameters.items()
         }
         self.totals &= self._buffers.keys()
 
-    def reserve(self, layer: int, module: nn.Module) -> None:
-        """Allocate the gradients of a layer that will arrive, ahead of `regroup`. Called from any thread."""
-        parameters = [[p] for p in module.parameters() if p.requires_grad]
-        self._reserved[layer,] = parameters, _flat_gradients(parameters)
+    def expect(self, held: HeldLayers) -> None:
+        """Allocate the gradients of the layers that are arriving. Called from any thread, while others are in use."""
+        tied = [key for key in self._tied if not held.arriving.isdisjoint(key)]
+        parameters = self._parameters_of(held, [*((layer,) for layer in sorted(held.arriving)), *tied])
+        found = {}
+        for key, own in parameters.items():
+            if key in self._buffers:
+                _give_views(own, self._buffers[key], but={id(copy) for each in self._parameters[key] for copy in each})
+            else:
+                found[key] = _flat_gradients(own)
+        # Another thread may be going through them.
+        self._parameters = {**self._parameters, **parameters}
+        self._buffers = {**self._buffers, **found}
 
-    def release(self) -> None:
-        """Release what is reserved, because those layers do not arrive. Called from any thread."""
-        self._reserved = {}
+    def _parameters_of(self, held: HeldLayers, keys: Iterable[GradientKey]) -> dict[GradientKey, _Parameters]:
+        tied = {key: held.tied(key) for key in self._tied}
+        elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
+        return {
+            key: tied[key] if key in tied else [[p] for p in held.parameters(key) if id(p) not in elsewhere]
+            for key in keys
+        }
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
         """The flat buffers of a segment, by its keys."""
@@ -234,6 +240,10 @@ class GradientBuffers:
     def of_key(self, key: GradientKey) -> tuple[Tensor, ...]:
         """The flat buffers of a key, one for each element type of its parameters."""
         return self._buffers[key]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, ...]:
+        """The flat buffers of all keys that a layer is in, in the same order on all its holders."""
+        return tuple(buffer for key in sorted(self._buffers) if layer in key for buffer in self._buffers[key])
 
     @contextmanager
     def protecting(self, keys: Iterable[GradientKey]) -> Iterator[None]:
@@ -284,18 +294,27 @@ def _are_left(parameters: _Parameters, before: _Parameters) -> bool:
 
 def _flat_gradients(parameters: _Parameters) -> tuple[Tensor, ...]:
     """Make flat buffers, one for each element type, and give all copies of each parameter its view as gradient."""
-    buffers: list[Tensor] = []
-    by_type = sorted(parameters, key=lambda copies: str(copies[0].dtype))
-    for dtype, group in groupby(by_type, key=lambda copies: copies[0].dtype):
-        alike = list(group)
-        offset, size = 0, sum(copies[0].numel() for copies in alike)
-        buffer = torch.zeros(size, dtype=dtype, device=alike[0][0].device)
-        for copies in alike:
+    buffers = tuple(
+        torch.zeros(sum(copies[0].numel() for copies in alike), dtype=dtype, device=alike[0][0].device)
+        for dtype, alike in _by_type(parameters)
+    )
+    _give_views(parameters, buffers)
+    return buffers
+
+
+def _give_views(parameters: _Parameters, buffers: Sequence[Tensor], *, but: Collection[int] = ()) -> None:
+    """Give copies of parameters, but for some ids, their views of the flat buffers as gradients."""
+    for buffer, (_, alike) in zip(buffers, _by_type(parameters), strict=True):
+        views = buffer.split([copies[0].numel() for copies in alike])
+        for copies, view in zip(alike, views, strict=True):
             for copy in copies:
-                copy.grad = buffer[offset : offset + copy.numel()].view_as(copy)
-            offset += copies[0].numel()
-        buffers.append(buffer)
-    return tuple(buffers)
+                if id(copy) not in but:
+                    copy.grad = view.view_as(copy)
+
+
+def _by_type(parameters: _Parameters) -> list[tuple[torch.dtype, _Parameters]]:
+    ordered = sorted(parameters, key=lambda copies: str(copies[0].dtype))
+    return [(dtype, list(group)) for dtype, group in groupby(ordered, key=lambda copies: copies[0].dtype)]
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:

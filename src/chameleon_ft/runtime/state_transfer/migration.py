@@ -7,13 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Final
 
 import torch
+from torch import Tensor
 
-from chameleon_ft.control.wire.parts import Migration
-from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
-from chameleon_ft.runtime.execution.layers import HeldLayers, LayerState
+from chameleon_ft.control.wire.messages import Migrate
+from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, LayerState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
     IncomingLayers,
@@ -24,81 +26,118 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
 )
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
 
-__all__ = ["LayerMigration", "channels_of_migration"]
+__all__ = ["LayerMigration"]
 
 _REQUEST_TAG: Final = 1 << 30  # far from those of micro-batches
 _LAYER_TAG: Final = _REQUEST_TAG + 2
+_SUM_TAG: Final = _REQUEST_TAG + 4
 _POLL_S: Final = 0.01
 _DONE: Final = -1  # instead of a layer: there is no further request
 
 
 class LayerMigration:
-    """Pulls layers from their sources while the rank trains, and serves those that other ranks pull.
+    """Pulls layers from their sources while the rank trains a generation, and serves those that other ranks pull.
 
     Between two updates the state of a layer is constant. A destination requests one layer after another, each in its
     state after a number of updates, and does not vote while one is on its way. Without its vote no rank can apply the
-    next update, so a source sends exactly the state that was requested, and the destination takes part in the next
-    update of the layer. A layer is requested only if it will probably arrive before the rank would have to vote.
+    next update, so a source sends exactly the state that was requested. From then on, it also sends the sum of the
+    layer's gradients before each vote, and the destination applies the same update as the source. A layer is requested
+    only if it will probably arrive before the sources have their sums, which they announce in each step.
 
-    Call `settle` before each vote and `resume` after each update. Threads of its own send and receive, until all layers
-    have arrived or the communicators are interrupted; then call `close`.
+    In each step call `settle` before the vote, with all sums complete, and `resume` after the update. `begin` may be
+    called at any time of a step, and ranks need not do so in the same step: destinations wait for their sources. From
+    then on threads of its own send and receive, until the communicators are interrupted or `close` is called.
 
     Args:
-        held: expects the layers that are to arrive.
-        memory: layer -> memory for its optimizer's state.
+        held, buffers: the rank's layers and their gradients.
         committed: updates applied so far.
-        step_s: seconds of a step, measured or predicted; None: the first one only measures it.
+        step_s: seconds of a step, as measured; None if none has been.
+        rest_s: predicted seconds of the first step, if it is the rest of one that was interrupted.
         stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
-        migrated: is given a result once all layers of this rank have arrived.
     """
 
     def __init__(
         self,
-        migration: Migration,
         worker: int,
         *,
         held: HeldLayers,
-        memory: Mapping[int, Memory | None],
+        buffers: GradientBuffers,
         communicators: Communicators,
         device: torch.device,
         faults: FaultInjector,
         committed: int,
         step_s: float | None,
+        rest_s: float | None = None,
         stand_ins: bool,
-        migrated: Future[None],
     ) -> None:
+        self._worker = worker
         self._held = held
-        self._memory = memory
+        self._buffers = buffers
         self._communicators = communicators
         self._device = device
         self._faults = faults
         self._stand_ins = stand_ins
         self._condition = threading.Condition()
         self._committed = committed
-        self._settling = False  # between `settle` and `resume`
+        self._summed = False  # whether this rank's sums are complete
+        self._announced = False  # whether its destinations know
+        self._settling = False  # whether no further layer is requested in this step
         self._pulling = False
-        self._arrived: deque[tuple[int, LayerState]] = deque()
+        self._arrived: deque[tuple[int, int, LayerState]] = deque()  # source, layer
+        self._current: list[tuple[int, int]] = []  # (source, layer) of those that have been taken in
+        self._served: list[tuple[int, int]] = []  # (destination, layer)
+        self._given = 0  # of these, those whose sums have been sent in this step
         self._error: BaseException | None = None
-        self._migrated = migrated
         self._begun_at_s = time.monotonic()  # of the step
-        self._open_s = step_s  # from the beginning of the last step until it settled
-        self._moves = [move for move in migration.moves if move[1] == worker]
-        self._bytes = {layer: num_bytes for _, _, layer, num_bytes in migration.moves}
-        destinations = sorted({destination for source, destination, _, _ in migration.moves if source == worker})
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(self._serve, each), name=f"serve {each}", daemon=True)
-            for each in destinations
-        ]
-        self._threads.append(threading.Thread(target=self._guarded, args=(self._pull_all,), name="pull", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._step_s, self._rest_s = step_s, rest_s
+        self._open_s = rest_s or step_s  # from the beginning of a step until no further layer is requested
+        self._moves: tuple[tuple[int, int, int, int], ...] = ()
+        self._bytes: dict[int, int] = {}
+        self._memory: Mapping[int, Memory | None] = {}
+        self._migrated: Future[None] = Future()
+        self._sources: list[int] = []
+        self._destinations: list[int] = []
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, order: Migrate, *, memory: Mapping[int, Memory | None], migrated: Future[None]) -> None:
+        """Begin to pull and to serve. Called from any thread, once; the layers that are to arrive are expected.
+
+        Args:
+            order: the layers that move between all ranks.
+            memory: layer -> memory for its optimizer's state.
+            migrated: is given a result once all layers of this rank have arrived.
+        """
+        with self._condition:
+            if self._error is not None:
+                return  # the generation is over
+            self._moves = tuple(move for move in order.moves if move[1] == self._worker)
+            self._bytes = {layer: num_bytes for _, _, layer, num_bytes in order.moves}
+            self._memory, self._migrated = memory, migrated
+            self._sources = sorted({source for source, _, _, _ in self._moves})
+            self._destinations = sorted({move[1] for move in order.moves if move[0] == self._worker})
+            self._step_s = self._step_s or order.step_s
+            self._open_s = self._open_s or self._step_s
+            works = [partial(self._serve, each) for each in self._destinations]
+            for work in (*works, self._pull_all, self._give_sums):
+                thread = threading.Thread(target=self._guarded, args=(work,), name="migration", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def settle(self) -> None:
-        """Wait for the layer on its way, and hold all that have arrived from the next update on.
+        """Wait for the layer on its way, and hold all that have arrived from the next update on, with their gradients.
 
         Raises:
             CommunicationError: a source is gone, or a layer has arrived damaged.
         """
+        with self._condition:
+            self._summed = True
+            self._condition.notify_all()
+            sources = self._sources
+            self._settling = (
+                not sources
+            )  # if layers begin to move later in this step, the first is requested in the next
+        for source in sources:
+            self._await_sums_of(source)
         with self._condition:
             self._settling = True
             self._open_s = time.monotonic() - self._begun_at_s
@@ -106,13 +145,22 @@ class LayerMigration:
             if self._error is not None:
                 raise self._error
             while self._arrived:
-                self._held.take_in(*self._arrived.popleft())
+                source, layer, state = self._arrived.popleft()
+                self._held.take_in(layer, state)
+                self._current.append((source, layer))
+        current = [(source, buffer) for source, layer in self._current for buffer in self._buffers.of_layer(layer)]
+        sums = [self._receive(buffer, source) for source, buffer in current]
+        for receive in sums:
+            receive.wait()
 
     def resume(self) -> None:
         """Note that the update has been applied."""
         with self._condition:
             self._committed += 1
-            self._settling = False
+            self._summed = self._announced = self._settling = False
+            self._given = 0
+            if self._rest_s is not None:
+                self._open_s, self._rest_s = self._step_s, None
             self._begun_at_s = time.monotonic()
             self._condition.notify_all()
 
@@ -127,9 +175,9 @@ class LayerMigration:
                     self._communicators.interrupt()
                 thread.join(_POLL_S)
 
-    def _guarded(self, work: Callable[..., None], *arguments: int) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            work(*arguments)
+            work()
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
             with self._condition:
                 self._error = self._error or error.with_traceback(None)
@@ -152,9 +200,9 @@ class LayerMigration:
             s_per_byte = (time.monotonic() - start) / max(1, moved)
             with self._condition:
                 self._pulling = False
-                self._arrived.append((layer, state))
+                self._arrived.append((source, layer, state))
                 self._condition.notify_all()
-        for source in sorted({move[0] for move in self._moves}):
+        for source in self._sources:
             self._request(source, _DONE, 0)
         self._migrated.set_result(None)
 
@@ -185,6 +233,15 @@ class LayerMigration:
         request = torch.tensor([layer, version], dtype=torch.int64, device=self._device)
         self._communicators.send(request, peer=source, tag=_REQUEST_TAG).wait()
 
+    def _await_sums_of(self, source: int) -> None:
+        """Wait until a source has the sums of this step; it may have begun to announce them in an earlier one."""
+        announced = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        while int(announced) < self._committed:
+            self._receive(announced, source).wait()
+
+    def _receive(self, tensor: Tensor, source: int) -> InFlight:
+        return self._communicators.receive(tensor, peer=source, tag=_SUM_TAG)
+
     # --- the source --------------------------------------------------------------------------------------------------
 
     def _serve(self, destination: int) -> None:
@@ -213,12 +270,38 @@ class LayerMigration:
             )
             outgoing.start_next()
             outgoing.finish_next()
+            with self._condition:
+                self._served.append((destination, layer))
+                self._condition.notify_all()
 
+    def _give_sums(self) -> None:
+        """Announce in each step that the sums are complete, and send those of the layers that have been served."""
+        announcing: list[InFlight] = []  # a destination that has not begun receives none
+        sending: list[InFlight] = []
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._error is not None or self._has_to_give)
+                if self._error is not None:
+                    return
+                told, self._announced = () if self._announced else self._destinations, True
+                due, self._given = self._served[self._given :], len(self._served)
+                step = torch.tensor([self._committed], dtype=torch.int64, device=self._device)
+            if told:
+                sending.clear()  # after the vote of the step before, all have arrived
+            announcing += [self._communicators.send(step, peer=peer, tag=_SUM_TAG) for peer in told]
+            for peer, layer in due:
+                for buffer in self._buffers.of_layer(layer):
+                    num_bytes = self._stood_for(layer, buffer)
+                    sending.append(
+                        self._communicators.send(buffer, peer=peer, tag=_SUM_TAG, stands_for_bytes=num_bytes)
+                    )
 
-def channels_of_migration(worker: int, migration: Migration) -> tuple[Channel, ...]:
-    """Return the channels of a worker's part in a migration, each once, in order."""
-    pairs = {(source, destination) for source, destination, _, _ in migration.moves}
-    both_ways = pairs | {(destination, source) for source, destination in pairs}
-    return tuple(
-        Channel(sender, receiver, True) for sender, receiver in sorted(both_ways) if worker in (sender, receiver)
-    )
+    @property
+    def _has_to_give(self) -> bool:
+        return self._summed and (not self._announced or self._given < len(self._served))
+
+    def _stood_for(self, layer: int, gradients: Tensor) -> int:
+        """Return the bytes of the gradients that these stand for; their share of the layer is the same."""
+        if not self._stand_ins:
+            return gradients.nbytes
+        return round(gradients.nbytes * self._bytes[layer] / max(1, tensor_bytes(self._held.state_of(layer))))
