@@ -435,6 +435,8 @@ SURFACE = {
         "remap_placement",
         "remap_plan",
         "plan_transfer",
+        "pull_s",
+        "sums_s",
         "transfer_s",
         "transfer_to",
         "worker_kinds",
@@ -469,7 +471,6 @@ SURFACE = {
         "score",
         "uniform_limits",
         "warm_up",
-        "with_shadow_holders",
         "without_shadow_holders",
     ],
 }

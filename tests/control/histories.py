@@ -482,12 +482,12 @@ def _check_progress(state: State) -> None:
         case Phase.REGROUPING | Phase.TRAINING:
             assert state.active is not None
             assert state.active_generation == state.generation
-            assert (state.following is None) or state.active.migration is not None
+            assert state.following or state.active.migration is None, "a migration leads to a plan"
             if state.next is not None:
                 assert state.next.number > state.generation
                 assert set(state.next.plan.participants) <= live, "a generation that lacks a worker is given up"
-                final = state.next.following or state.next.plan
-                is_open = not state.next.is_switching and state.following is None
+                final = state.following[-1]
+                is_open = not state.next.is_switching and state.active.migration is None
                 assert not (is_open and state.members.draining() & set(final.plan.workers)), "they are to leave"
             needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"

@@ -393,7 +393,7 @@ def test_a_loss_cancels_a_migration(placed: int) -> None:
     assert history.sent(Stop)[-1].generation == 5, "the next one had a number, too"
     history.quiesce(placed=placed)
     assert history.state.in_force == before, "shadow holders are not in it"
-    assert (history.state.next, history.state.following) == (None, None)
+    assert (history.state.next, history.state.following) == (None, ())
 
 
 @pytest.mark.parametrize("placed", [2, 3])

@@ -13,18 +13,12 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import STAY, Candidate, DecisionContext, Proposal, decide
-from chameleon_ft.recovery.migration import (
-    migration_of,
-    pull_s,
-    sums_s,
-    with_migrations,
-    with_shadow_holders,
-    without_shadow_holders,
-)
-from chameleon_ft.recovery.scoring import measure
+from chameleon_ft.recovery.migration import with_migrations
+from chameleon_ft.recovery.scoring import CourseDraft, measure
+from chameleon_ft.recovery.waves import migration_of, present_draft, with_shadow_holders, without_shadow_holders
 from chameleon_ft.schedule import best_program, check_program
-from chameleon_ft.schedule.best import best_parts, program_of
-from chameleon_ft.transfer import Message, transfer_to
+from chameleon_ft.schedule.best import program_of
+from chameleon_ft.transfer import Message, pull_s, sums_s, transfer_to
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
@@ -81,20 +75,24 @@ def test_without_its_shadow_holders_a_placement_is_the_one_in_force() -> None:
     assert without_shadow_holders(migrating, transfer) == now.plan.placement
 
 
+def migrating_to(target: Placement, now: DecisionContext) -> CourseDraft:
+    """The plan under which layers move from the plan in force to a placement."""
+    layers = now.costs.workload.layers
+    return migration_of(present_draft(now), transfer_to(now.placement, target, live=now.live, layers=layers), now.costs)
+
+
 def test_a_shadow_holder_needs_state_and_gradients_beside_its_own_step() -> None:
     now = context(dp=2, pp=2, spares=1)
     target = Placement(4, {0: (LayerRange(0, 3),), 1: (LayerRange(2, 4),), 4: (LayerRange(1, 2),)})
-    parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
-    alone = migration_of(now.plan, now.plan.placement, (), now.costs, parts=parts)
-    assert alone.plan == now.plan
+    assert migrating_to(now.plan.placement, now).plan == now.plan
     # Each layer has 10 bytes of parameters and gradients, and 20 of optimizer state.
     own = dict.fromkeys(range(4), 0)
     for memory_bytes in range(1, 500):
         workers = tuple(replace(each, memory_bytes=memory_bytes) for each in now.costs.cluster.workers)
         costs = replace(now.costs, cluster=replace(now.costs.cluster, workers=workers))
-        missing = migration_of(now.plan, now.plan.placement, (), costs, parts=parts).missing_bytes
+        missing = migrating_to(now.plan.placement, now).estimate.over_capacity(costs)
         own |= {worker: memory_bytes + lacks for worker, lacks in missing.items()}
-        more = migration_of(now.plan, target, (), costs, parts=parts).missing_bytes
+        more = migrating_to(target, now).estimate.over_capacity(costs)
         for worker, received in ((0, 40), (1, 0), (2, 0), (3, 0)):
             assert max(0, more.get(worker, 0)) == max(0, own[worker] + received - memory_bytes)
         assert more.get(4, 0) == max(0, 40 - memory_bytes)
@@ -109,14 +107,15 @@ def test_a_migrating_plan_runs_the_program_of_the_plan_in_force(now: DecisionCon
         for worker in now.live
         if (start := data.draw(st.integers(0, num_layers - 1))) >= 0
     }
-    parts = best_parts(now.plan, now.costs, in_flight_limits=now.in_flight_limits)
-    found = migration_of(now.plan, Placement(num_layers, held), (), now.costs, parts=parts)
-    program = program_of(found.plan, parts)
+    found = migrating_to(Placement(num_layers, held), now)
+    program = program_of(found.plan, found.parts)
     check_program(program, found.plan)
     alone = best_program(now.plan, now.costs, in_flight_limits=now.in_flight_limits).program
     assert {worker: own for worker, own in program.operations.items() if own} == dict(alone.operations)
-    # Shadow holders are in no reduction.
-    assert found.step_s == estimate_parts(now.plan, parts, now.costs).step_s
+    # Shadow holders are in no reduction; the sums are sent to them after it.
+    assert found.transfer is not None
+    sent_s = sums_s(found.transfer.messages, now.costs.workload, now.costs.cluster)
+    assert found.estimate.step_s == estimate_parts(now.plan, found.parts, now.costs).step_s + sent_s
 
 
 def by_name(now: DecisionContext, horizon_s: float = 1e5) -> dict[str, Candidate]:
@@ -170,7 +169,7 @@ def test_the_migration_of_a_joined_worker_by_hand() -> None:
     assert moved.migration_step_s == pytest.approx((8 * 4 * 3.0 + 4 * 10 / 100.0) * 1.25)
 
 
-def test_layers_that_do_not_fit_beside_training_stop_it() -> None:
+def test_layers_that_do_not_fit_beside_training_move_in_waves_or_stop_it() -> None:
     # Two stages of a layer change places; with gradients, each worker needs 400 bytes for what it receives.
     now = context(dp=2, pp=2, layers=(layer(100), layer(100)))
     exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
@@ -183,9 +182,10 @@ def test_layers_that_do_not_fit_beside_training_stop_it() -> None:
         limited = replace(now, costs=replace(now.costs, cluster=replace(now.costs.cluster, workers=workers)))
         (first, _), (moved, _) = with_migrations([measure(each, limited) for each in proposals], limited)
         assert (first.stall_s, first.migration_s) == (0.0, 0.0)
-        found.append((moved.stall_s, moved.transfer_s, moved.migration_s))
+        found.append((moved.stall_s, moved.transfer_s, moved.waves))
+        assert (moved.migration_s == 3.0) == (moved.waves == 1)
     stops_s = 3.0 + now.phases.total_s + now.repeat_s
-    assert found == [(stops_s, 3.0, 0.0), (stops_s, 3.0, 0.0), (0.0, 0.0, 3.0), (0.0, 0.0, 3.0)]
+    assert found == [(stops_s, 3.0, 0), (0.0, 0.0, 2), (0.0, 0.0, 1), (0.0, 0.0, 1)]
 
 
 def test_with_nothing_that_stays_in_place_layers_move_as_before() -> None:

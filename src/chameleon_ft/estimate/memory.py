@@ -41,7 +41,7 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.schedule.records import Integers, Records
@@ -173,7 +173,7 @@ class WorkloadMemory:
         self._state_bytes = cache(lambda ranges: self.state_of(ranges).total_bytes)
         self._figures = cache(self._new_figures)
 
-    def state_of(self, ranges: Iterable[LayerRange]) -> MemoryUse:
+    def state_of(self, ranges: Iterable[Iterable[int]]) -> MemoryUse:
         """Return the bytes that a worker with these layers holds throughout a step."""
         held = [self._layers[layer] for layers in ranges for layer in layers]
         return MemoryUse(

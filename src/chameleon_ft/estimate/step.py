@@ -119,7 +119,7 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
     for part in parts:
         schedule, workers = part.schedule, part.component.workers
         recompute = tuple(map(plan.recompute.get, workers))
-        layers = [hop.layers for hop in part.component.paths[0]]
+        layers = [hop.layers for hops in part.component.paths for hop in hops]
         # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
         key = id(schedule), recompute, *layers
         if key not in moving_bytes:

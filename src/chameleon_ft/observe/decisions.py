@@ -50,6 +50,7 @@ class ScoredCandidate(_Part):
     stall_s: float | None
     transfer_s: float | None = None
     migration_s: float = 0.0
+    waves: int = 0
     moved_bytes: int | None = Field(alias="bytes")
     worker_single_points_of_failure: int = 0
     host_single_points_of_failure: int = 0

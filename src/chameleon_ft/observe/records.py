@@ -187,8 +187,8 @@ class JoinRecord(_Record):
 
     The run switches to it at the end of a step, or takes it after a failure. `stop_s` begins with the order to stop; it
     is zero at a switch, for which no worker stops, and `stall_s` is the time from the last step before it to the first
-    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds beside training.
-    Other fields are those of a `FailureRecord`.
+    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds beside training,
+    in so many `waves`. Other fields are those of a `FailureRecord`.
     """
 
     workers: tuple[int, ...]
@@ -199,6 +199,7 @@ class JoinRecord(_Record):
     regroup_s: float
     transfer_s: float
     migrate_s: float = 0.0
+    waves: int = 0
     stall_s: float
     policy: str
     action: str

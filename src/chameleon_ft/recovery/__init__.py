@@ -8,7 +8,6 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
 from chameleon_ft.recovery.loss_risk import HolderSets, LossRisk, risk_of
-from chameleon_ft.recovery.migration import with_shadow_holders, without_shadow_holders
 from chameleon_ft.recovery.policies import POLICIES, Policy
 from chameleon_ft.recovery.proposals.paper import prefers_rerouting
 from chameleon_ft.recovery.proposals.proposal import Proposal
@@ -17,6 +16,7 @@ from chameleon_ft.recovery.salvage import SalvagedStep, complete_step
 from chameleon_ft.recovery.scoring import Candidate, Course, best_of, score
 from chameleon_ft.recovery.symmetry import LossClass, classes_to_prepare, decide_for_class, remap_decision
 from chameleon_ft.recovery.warm_up import warm_up
+from chameleon_ft.recovery.waves import without_shadow_holders
 from chameleon_ft.search import reroute
 
 __all__ = [
@@ -49,6 +49,5 @@ __all__ = [
     "score",
     "uniform_limits",
     "warm_up",
-    "with_shadow_holders",
     "without_shadow_holders",
 ]

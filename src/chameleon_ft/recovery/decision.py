@@ -53,6 +53,7 @@ class Decision:
                     "stall_s": each.stall_s,
                     "transfer_s": each.transfer_s,
                     "migration_s": each.migration_s,
+                    "waves": each.waves,
                     "bytes": each.moved_bytes,
                     "worker_single_points_of_failure": each.worker_single_points_of_failure,
                     "host_single_points_of_failure": each.host_single_points_of_failure,

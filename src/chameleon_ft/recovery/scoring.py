@@ -18,7 +18,7 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
+from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 from chameleon_ft.workload import Workload
@@ -28,7 +28,9 @@ __all__ = [
     "Course",
     "CourseDraft",
     "best_of",
+    "drafted",
     "is_noop",
+    "lean_draft",
     "measure",
     "missing_in_transfer",
     "remeasure",
@@ -85,7 +87,9 @@ class Candidate:
             step.
         transfer_s: seconds of these in which state moves.
         migration_s: seconds after the stall in which state moves while another plan trains; zero for none.
-        migration_step_s: seconds of a step of that plan, times `step_factor`.
+        migration_step_s: seconds of a step of that plan, times `step_factor`; if there are several, the mean over the
+            steps.
+        waves: in how many waves; zero for none. See `waves_to`.
         is_join: whether workers receive layers that have none yet, so that a switch that takes them in comes first.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
@@ -104,6 +108,7 @@ class Candidate:
     transfer_s: float | None = None
     migration_s: float = 0.0
     migration_step_s: float = math.inf
+    waves: int = 0
     is_join: bool = False
     moved_bytes: int | None = None
     risk: LossRisk | None = None
@@ -141,7 +146,10 @@ class Candidate:
 
 
 def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, CourseDraft | None]:
-    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible."""
+    """Return the predictions for a proposal except for its samples, and a draft of its course if it fits the memory.
+
+    There is a draft too if only a transfer that stops training does not fit, because layers may move in waves.
+    """
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -155,7 +163,9 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = is_noop(proposal, context)
-    draft = _draft(plan, proposal.in_flight_limits, context) if stays else _fitting_draft(plan, proposal, context)
+    draft = drafted(plan, proposal.in_flight_limits, context.costs, proposal.schedules)
+    if not stays and draft.estimate.over_capacity(context.costs):
+        draft = lean_draft(plan, context.costs)
     plan, estimate = draft.plan, draft.estimate
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, context.senders) * context.transfer_factor
     if stays:
@@ -165,7 +175,7 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
     else:
         stall_s = TransitionEstimate(phases=context.phases, transfer_s=moves_s, repeat_s=context.repeat_s).lost_s
     # The running plan fits, whatever the estimate.
-    missing = None if stays else _missing_bytes(estimate, transfer, context)
+    missing = None if stays else _describe_missing(estimate.over_capacity(context.costs), "in a step")
     candidate = Candidate(
         policy=proposal.name,
         step_s=estimate.step_s * context.step_factor,
@@ -175,7 +185,7 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         moved_bytes=_state_bytes(plan, context) if transfer is None else transfer.total_bytes,
         risk=risk_of(plan.placement, cluster.hosts),
         from_checkpoint=proposal.from_checkpoint,
-        reason=missing,
+        reason=missing or _describe_missing(missing_in_transfer(transfer, context), "while layers move"),
     )
     return candidate, None if missing else replace(draft, transfer=transfer)
 
@@ -270,40 +280,38 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 
-def _fitting_draft(plan: Plan, proposal: Proposal, context: DecisionContext) -> CourseDraft:
-    """Draft a course under the limits of the proposal.
+def drafted(
+    plan: Plan,
+    in_flight_limits: Mapping[int, InFlightLimit],
+    costs: CostModel,
+    schedules: Sequence[PipelineSchedule] = (),
+) -> CourseDraft:
+    """Draft a course under these limits; pipelines of `schedules` need not be scheduled again."""
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, reuse=schedules)
+    return CourseDraft(plan, in_flight_limits, parts, estimate_parts(plan, parts, costs))
 
-    If that does not fit, with as few micro-batches in flight as 1F1B has. If that does not fit either, the workers that
-    lack memory recompute as many layers as they need to. So the memory of an infeasible plan is the least it needs.
+
+def lean_draft(plan: Plan, costs: CostModel) -> CourseDraft:
+    """Draft a course with as few micro-batches in flight as 1F1B has.
+
+    If that does not fit, the workers that lack memory recompute as many layers as they need to. So the memory of an
+    infeasible plan is the least it needs.
     """
-    draft = _draft(plan, proposal.in_flight_limits, context, proposal.schedules)
-    if not draft.estimate.over_capacity(context.costs):
-        return draft
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
-    draft = _draft(plan, few, context)
-    while (recompute := _more_recomputed(draft, context)) is not None:
-        draft = _draft(replace(plan, recompute=recompute), few, context)
+    draft = drafted(plan, few, costs)
+    while (recompute := _more_recomputed(draft, costs)) is not None:
+        draft = drafted(replace(plan, recompute=recompute), few, costs)
     return draft
 
 
-def _draft(
-    plan: Plan,
-    in_flight_limits: Mapping[int, InFlightLimit],
-    context: DecisionContext,
-    schedules: Sequence[PipelineSchedule] = (),
-) -> CourseDraft:
-    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, reuse=schedules)
-    return CourseDraft(plan, in_flight_limits, parts, estimate_parts(plan, parts, context.costs))
-
-
-def _more_recomputed(draft: CourseDraft, context: DecisionContext) -> dict[int, RecomputedLayers] | None:
+def _more_recomputed(draft: CourseDraft, costs: CostModel) -> dict[int, RecomputedLayers] | None:
     """Return recomputation under which the workers that lack memory have enough, or recompute all their layers.
 
     Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it
     reaches them the activations of the layers above are freed. The present order of operations is assumed. None if
     nothing can change: no worker lacks memory, or all that do recompute everything already.
     """
-    costs, parts = context.costs, draft.parts
+    parts = draft.parts
     recompute = dict(draft.plan.recompute)
     options = {worker: _wider(draft.plan, worker, costs.workload) for worker in draft.estimate.over_capacity(costs)}
     while options := {worker: ranges for worker, ranges in options.items() if ranges}:
@@ -342,17 +350,13 @@ def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
     )
 
 
-def _missing_bytes(estimate: PartsEstimate, transfer: Transfer | None, context: DecisionContext) -> str | None:
-    """Return why a plan does not fit the memory in a step, or while layers move; None if it does."""
-    for missing, when in (
-        (estimate.over_capacity(context.costs), "in a step"),
-        (missing_in_transfer(transfer, context), "while layers move"),
-    ):
-        if missing:
-            worker = max(missing, key=lambda each: (missing[each], -each))
-            others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
-            return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
-    return None
+def _describe_missing(missing: Mapping[int, float], when: str) -> str | None:
+    """Return why a plan does not fit the memory, from the bytes that workers lack; None if it does."""
+    if not missing:
+        return None
+    worker = max(missing, key=lambda each: (missing[each], -each))
+    others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
+    return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
 
 
 def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chameleon_ft.transfer.migration import pull_s, sums_s
 from chameleon_ft.transfer.roles import (
     Holding,
     assign_roles,
@@ -28,8 +29,10 @@ __all__ = [
     "missing_between",
     "moved_bytes",
     "plan_transfer",
+    "pull_s",
     "remap_placement",
     "remap_plan",
+    "sums_s",
     "transfer_s",
     "transfer_to",
     "worker_kinds",

@@ -1,19 +1,18 @@
-"""The plans that a run switches to while it trains: a better one, and before it, one in which its layers move."""
+"""The plans that a run switches to while it trains: a better one, and before it, those in which its layers move."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, describe_pipelines, describe_transfer
 from chameleon_ft.control.decisions.transition import plan_transition
-from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Placement
-from chameleon_ft.recovery import STAY, FailureModel, with_shadow_holders
-from chameleon_ft.recovery.scoring import missing_in_transfer
-from chameleon_ft.schedule import CostModel, best_program, check_program
-from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
+from chameleon_ft.recovery import STAY, FailureModel
+from chameleon_ft.recovery.scoring import Course, missing_in_transfer
+from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
+from chameleon_ft.schedule import CostModel, check_program
+from chameleon_ft.transfer import transfer_s, transfer_to
 
 __all__ = ["decide_on_switch", "plans_to"]
 
@@ -31,9 +30,9 @@ def plans_to(
 ) -> tuple[RecoveryPlan, ...]:
     """Return the plans that lead to the decision's course, with the step at which they begin left open.
 
-    None if the run is to continue as before. If layers move, two: one with the routes of the present plan, during which
-    they move, and the course itself. If their receivers lack memory for that, or not `migrates`, the course alone, with
-    a transition before it trains.
+    None if the run is to continue as before. If layers move, two for each wave of `waves_to`: one during which they
+    move, with the routes of the plan before, and one that uses them; the last is the course itself. If there is no
+    wave, or not `migrates`, the course alone, with a transition before it trains.
     """
     course, chosen = decision.course, decision.chosen
     if course is None or chosen is None or chosen.policy == STAY:
@@ -42,29 +41,20 @@ def plans_to(
     # No layer is lost, so there is nothing to read from a checkpoint.
     senders = context.senders.hosts
     transfer = course.transfer or transfer_to(context.held, course.plan.placement, live=senders, layers=layers)
-    check_program(course.program, course.plan)
-    moved = describe_transfer(transfer)
-    final = RecoveryPlan(
-        plan=course.plan,
-        in_flight_limits=course.in_flight_limits,
-        first_step=0,
-        load="keep",
-        roll_forward=None,
-        policy=chosen.policy,
-        action=f"{describe_pipelines(course.plan)}; {moved}",
+    final = replace(
+        _plan(course, chosen.policy, f"{describe_pipelines(course.plan)}; {describe_transfer(transfer)}"),
         predicted_step_s=chosen.step_s,
         predicted_stall_s=0.0,
-        program=course.program,
-        prepared=True,
     )
     if not transfer.messages:
         return (final,)
-    migration = _migration(context, course.plan.placement, transfer) if migrates else None
-    if migration is not None:
-        step_s = chosen.migration_step_s if math.isfinite(chosen.migration_step_s) else None
-        return replace(migration, predicted_step_s=step_s), final
-    # A policy that would read the layers from a checkpoint has no transfer of its own, whose memory was checked.
-    if course.transfer is None and missing_in_transfer(transfer, context):
+    costs = CostModel(context.costs.workload, context.senders)
+    waves = waves_to(present_draft(context), transfer, costs) if migrates else ()
+    if waves:
+        every = (each for number, wave in enumerate(waves, 1) for each in _plans_of(wave, number, len(waves), context))
+        return (*every, final)
+    # Of other policies than those that migrate, and of those that would read the layers from a checkpoint.
+    if missing_in_transfer(transfer, context):
         return ()
     held = {worker: _layers(context.held, worker) for worker in senders}
     transition = plan_transition(
@@ -74,26 +64,34 @@ def plans_to(
     return (replace(final, transition=transition, predicted_stall_s=stall_s),)
 
 
-def _migration(context: recovery.DecisionContext, target: Placement, transfer: Transfer) -> RecoveryPlan | None:
-    """Return the plan under which layers move beside training; None if a receiver lacks the memory."""
-    plan, costs = with_shadow_holders(context.plan, target), CostModel(context.costs.workload, context.senders)
-    program = best_program(plan, costs, in_flight_limits=context.in_flight_limits).program
-    memory = program_memory(program, plan.placement, costs.workload)
-    for worker in {message.destination for message in transfer.messages}:
-        capacity = costs.cluster.worker(worker).memory_bytes
-        if capacity is not None and memory[worker].peak_bytes > capacity:
-            return None
-    check_program(program, plan)
+def _plans_of(wave: Wave, number: int, waves: int, context: recovery.DecisionContext) -> list[RecoveryPlan]:
+    """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course."""
+    course = wave.migrating.course()
+    assert course.transfer is not None
+    which = f", wave {number} of {waves}" if waves > 1 else ""
+    migrating = replace(
+        _plan(course, "migration", f"{describe_transfer(course.transfer)} beside training{which}"),
+        migration=course.transfer,
+        predicted_step_s=wave.migrating.estimate.step_s * context.step_factor,
+    )
+    if wave.reached is None:
+        return [migrating]
+    reached = wave.reached.course()
+    return [migrating, _plan(reached, "migration", f"{describe_pipelines(reached.plan)}{which} has arrived")]
+
+
+def _plan(course: Course, policy: str, action: str) -> RecoveryPlan:
+    """Return a plan to switch to. Raises ProgramError if its program breaks a rule."""
+    check_program(course.program, course.plan)
     return RecoveryPlan(
-        plan=plan,
-        in_flight_limits=context.in_flight_limits,
+        plan=course.plan,
+        in_flight_limits=course.in_flight_limits,
         first_step=0,
         load="keep",
         roll_forward=None,
-        policy="migration",
-        action=f"{describe_transfer(transfer)} beside training",
-        migration=transfer,
-        program=program,
+        policy=policy,
+        action=action,
+        program=course.program,
         prepared=True,
     )
 

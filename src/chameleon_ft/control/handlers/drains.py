@@ -45,7 +45,8 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     state = draft.state
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration goes on: where its layers are is known only when they have arrived.
-    if is_new and state.next is not None and not state.next.is_switching and state.following is None:
+    is_migrating = state.active is not None and state.active.migration is not None
+    if is_new and state.phase is Phase.TRAINING and state.switching_to is None and not is_migrating:
         switches.discard(draft)
 
 

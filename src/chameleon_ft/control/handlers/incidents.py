@@ -11,6 +11,7 @@ from chameleon_ft.control.handlers import switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident, Loss
+from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
@@ -144,7 +145,8 @@ def _stop(draft: Draft) -> None:
         quiesced={},
         finished=frozenset(),
         next=draft.state.switching_to,  # of any other, all is known: no worker has switched to it
-        following=None,
+        following=(),
+        migrated=Migrated(),
     )
     draft.tell_live(messages.Stop(generation=draft.state.generation))
     detect(draft, signals.StopRequested(draft.at.monotonic_s))
@@ -302,7 +304,7 @@ def started(draft: Draft) -> None:
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
     hurried, scale_up = incident.is_hasty, state.scale_up
-    is_final = not hurried and state.active.migration is None
+    is_final = not hurried and not state.following
     if hurried:
         scale_up = scale_up.hurried(draft.at.monotonic_s)
     elif is_final:

@@ -1,7 +1,8 @@
 """From one generation to the next without a stop: it is prepared beside training, and all switch at the end of a step.
 
 If layers move, they do so while a generation with the routes of the present plan trains: the present one, or one that
-newcomers have been taken into by a switch. When they have arrived, all switch to the plan that the layers are for.
+newcomers have been taken into by a switch. When they have arrived, all switch to the plan that the layers are for. If
+memory does not hold all of them, they move in waves: then all switch to another plan in between, and drop layers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from chameleon_ft.control import commands, events
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident
-from chameleon_ft.control.state.next_generation import NextGeneration
+from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 
@@ -21,30 +22,41 @@ __all__ = ["adopt", "advance", "discard", "participant_lost", "prepare", "prepar
 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
-    """Have the first of one or two plans prepared; the second follows when the layers that move in it have arrived."""
-    plan, *rest = plans
-    following, active = rest[0] if rest else None, draft.state.active
-    assert active is not None
-    if plan.migration is None or not active.plan.placement.ranges.keys() >= set(plan.participants):
-        _prepare(draft, plan, following=following, is_limited=True)
+    """Have the first of these plans prepared, or its layers move; the others follow one after the other."""
+    draft.set(following=tuple(plans))
+    _proceed(draft)
+
+
+def _proceed(draft: Draft) -> None:
+    state = draft.state
+    plan, *following = state.following
+    assert state.active is not None
+    if plan.migration is None or not _goes_on(plan, state.active):
+        _prepare(draft, is_limited=True)
         return
-    # Nothing changes but the layers that its workers hold.
-    active = replace(active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
-    draft.set(in_force=draft.state.placed, active=active, following=following)
-    draft.do(commands.Migrate(draft.state.generation, active))
+    active = replace(state.active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
+    draft.set(in_force=state.placed, active=active, following=tuple(following))
+    draft.do(commands.Migrate(state.generation, active))
+    _end_outcome(draft)
     _migrating(draft)
     resume(draft)
 
 
+def _goes_on(plan: ActivePlan, active: ActivePlan) -> bool:
+    """Return whether a plan changes nothing but the layers that workers hold, so that the generation can go on."""
+    return (
+        active.plan.placement.ranges.keys() >= set(plan.participants)
+        and active.plan == replace(plan.plan, placement=active.plan.placement)
+        and active.in_flight_limits == plan.in_flight_limits
+    )
+
+
 def _migrating(draft: Draft) -> None:
     """Note that layers move while the active generation trains."""
-    active, now = draft.state.active, draft.at.unix_s
+    active = draft.state.active
     assert active is not None
     assert active.migration is not None
-    # Meanwhile steps are longer than those of the decision in force.
-    outcomes, outcome = draft.state.outcomes.ended()
-    draft.set(migrating_at=now, outcomes=outcomes)
-    draft.record_outcome(outcome)
+    draft.set(migrating_at=draft.at.unix_s)
     draft.record(
         "migration",
         generation=draft.state.generation,
@@ -55,23 +67,29 @@ def _migrating(draft: Draft) -> None:
 
 
 def resume(draft: Draft) -> bool:
-    """Have the plan prepared that follows the migration in progress; return whether there is one."""
-    if draft.state.following is None:
+    """Have the plan prepared that follows the one in force, as soon as that can be; return whether there is one."""
+    state = draft.state
+    if not state.following:
         return False
-    # Its workers answer when all layers have arrived, which takes as long as it takes: there is no limit. A worker that
-    # is lost meanwhile, or hangs, is noticed as in any step.
-    _prepare(draft, draft.state.following, following=None, is_limited=False)
-    return True
+    assert state.active is not None
+    if state.active.migration is not None:
+        # Its workers answer when all layers have arrived, which takes as long as it takes: there is no limit. A worker
+        # that is lost meanwhile, or hangs, is noticed as in any step.
+        _prepare(draft, is_limited=False)
+    elif state.committed > state.active.first_step:  # by then all workers have dropped layers for the next wave
+        is_live = all(set(plan.participants).issubset(state.members.live()) for plan in state.following)
+        _proceed(draft) if is_live else _cancel(draft)
+    return bool(draft.state.following)
 
 
-def _prepare(draft: Draft, plan: ActivePlan, *, following: ActivePlan | None, is_limited: bool) -> None:
+def _prepare(draft: Draft, *, is_limited: bool) -> None:
     deadline_s = draft.at.monotonic_s + draft.state.settings.timeouts.rendezvous_s
+    plan = replace(draft.state.following[0], first_step=draft.state.committed + 1)
     generation = NextGeneration(
         number=draft.new_generation(),
-        plan=replace(plan, first_step=draft.state.committed + 1),
+        plan=plan,
         unprepared=frozenset(plan.participants),
         deadline_s=deadline_s if is_limited else None,
-        following=following,
     )
     draft.set(next=generation)
     if plan.migration is not None:
@@ -118,13 +136,26 @@ def participant_lost(draft: Draft, worker: int) -> None:
 
 
 def discard(draft: Draft) -> None:
-    """Give up the next generation, which no worker has been told to switch to."""
-    upcoming = draft.state.next
-    assert upcoming is not None
-    assert not upcoming.is_switching
-    draft.set(next=None)
-    for worker in upcoming.plan.participants:
-        draft.send(worker, messages.Discard(generation=upcoming.number))
+    """Give up the next generation, which no worker has been told to switch to, and those to follow it.
+
+    While layers move, the run needs them: they are prepared again.
+    """
+    upcoming, active = draft.state.next, draft.state.active
+    assert active is not None
+    if upcoming is not None:
+        assert not upcoming.is_switching
+        draft.set(next=None)
+        for worker in upcoming.plan.participants:
+            draft.send(worker, messages.Discard(generation=upcoming.number))
+    if active.migration is None:
+        _cancel(draft)
+
+
+def _cancel(draft: Draft) -> None:
+    """Give up the plans that follow; between two waves, another course is looked for."""
+    if draft.state.migrated.waves:
+        draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
+    draft.set(following=(), migrated=Migrated())
 
 
 def _give_up(draft: Draft, error: str) -> None:
@@ -157,8 +188,8 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     if state.phase is not Phase.TRAINING or message.generation != state.generation:
         return
     assert before is not None
-    active = replace(upcoming.plan, first_step=message.step + 1)
-    migrated = before.migration
+    active, following = replace(upcoming.plan, first_step=message.step + 1), state.following[1:]
+    migrated = state.migrated.after(before.migration, max(0.0, upcoming.prepared_at - state.migrating_at))
     draft.set(
         generation=upcoming.number,
         phase=Phase.REGROUPING,
@@ -168,18 +199,20 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         in_force=state.placed,
         switched_from=state.generation,
         next=None,
-        following=upcoming.following,
+        following=following,
+        migrated=migrated if following else Migrated(),
         finished=frozenset(),
         incident=Incident(
             ended_at=now,
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            migrate_s=max(0.0, upcoming.prepared_at - state.migrating_at) if migrated is not None else 0.0,
-            migrated_bytes=0 if migrated is None else migrated.total_bytes,
+            migrated=migrated,
         ),
     )
-    if active.migration is None:
+    if following:
+        _end_outcome(draft)
+    else:
         _follow_outcome(draft, active)
     draft.do(commands.Task.BEGIN_GENERATION)
     for worker in active.participants:
@@ -202,5 +235,12 @@ def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
         now=draft.at.unix_s,
     )
     draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
+    draft.set(outcomes=outcomes)
+    draft.record_outcome(outcome)
+
+
+def _end_outcome(draft: Draft) -> None:
+    """End the outcome of the decision in force: until the next plan, steps are no measure of it."""
+    outcomes, outcome = draft.state.outcomes.ended()
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)

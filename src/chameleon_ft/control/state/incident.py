@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.wire.messages import Switched
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
@@ -59,8 +60,7 @@ class Incident:
     losses: tuple[Loss, ...] = ()
     ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
     is_switch: bool = False  # whether all switch to another generation, and no worker was told to quiesce
-    migrate_s: float = 0.0  # seconds in which layers moved beside training, for that switch
-    migrated_bytes: int = 0  # bytes of these layers
+    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. What moved beside training before that switch
     stopped_at: float = 0.0  # when the last survivor had quiesced
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared
@@ -137,7 +137,8 @@ class Incident:
             spares=tuple(worker for worker in newcomers if worker not in active.plan.workers),
             drained=tuple(drained),
             stop_s=max(0.0, self.stopped_at - self.ended_at),
-            migrate_s=self.migrate_s,
+            migrate_s=self.migrated.seconds,
+            waves=self.migrated.waves,
             stall_s=max(0.0, resumed_at - self.ended_at),
             policy=active.policy,
             action=active.action,
@@ -152,6 +153,6 @@ class Incident:
             "regroup_s": max(0.0, resumed_at - self.decided_at - transfer_s),
             "transfer_s": transfer_s,
             "generation": generation,
-            "moved_bytes": self.migrated_bytes if self.switched is None else self.switched.moved_bytes,
+            "moved_bytes": self.migrated.num_bytes if self.switched is None else self.switched.moved_bytes,
             "rounds": 0 if active is None or active.transfer is None else len(active.transfer.rounds),
         }

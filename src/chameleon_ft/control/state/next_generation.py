@@ -1,12 +1,14 @@
-"""A generation that is prepared while an earlier one trains."""
+"""A generation that is prepared while an earlier one trains, and what moves in those before it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.transfer import Transfer
 
-__all__ = ["NextGeneration"]
+__all__ = ["Migrated", "NextGeneration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,4 +21,23 @@ class NextGeneration:
     prepared_at: float = 0.0  # when the last one did, in Unix seconds; 0 before
     deadline_s: float | None = None  # end of the wait for the answers, in monotonic seconds; None: no limit
     is_switching: bool = False  # whether the workers were told to switch to it
-    following: ActivePlan | None = None  # the plan to switch to once all layers have arrived, if they move in this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrated:
+    """What has moved beside training on the way to a plan."""
+
+    waves: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    def after(self, wave: Transfer | None, seconds: float) -> Self:
+        """Return the sum with one more wave; None if no layer moved before this switch."""
+        if wave is None:
+            return self
+        return replace(
+            self,
+            waves=self.waves + 1,
+            seconds=self.seconds + seconds,
+            num_bytes=self.num_bytes + wave.total_bytes,
+        )

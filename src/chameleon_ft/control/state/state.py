@@ -18,7 +18,7 @@ from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members, Respawns, Worker
-from chameleon_ft.control.state.next_generation import NextGeneration
+from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.wire.messages import Quiesced
@@ -87,7 +87,8 @@ class State:
     migrating_at: float = 0.0  # when layers began to move in the active generation, if they do, in Unix seconds
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
     next: NextGeneration | None = None  # the generation that is being prepared, if there is one
-    following: ActivePlan | None = None  # the plan to switch to once the layers that move in this one have arrived
+    following: tuple[ActivePlan, ...] = ()  # the plans to switch to, one after the other; the first is that of `next`
+    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. On the way to the last of these plans
     last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
     quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
     finished: frozenset[int] = frozenset()  # workers that have finished training in this generation
