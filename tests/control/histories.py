@@ -104,19 +104,29 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
     )
 
 
-def migrating(final: RecoveryPlan, now: RecoveryPlan | ActivePlan, *, to: int | None = None) -> RecoveryPlan:
-    """A plan with the routes of `now`, under which every layer moves to the new workers of `final`, or else `to`."""
-    placement = final.plan.placement
-    new = [each for each in placement.workers if each not in now.plan.workers] or ([] if to is None else [to])
+def in_waves(
+    final: RecoveryPlan, now: RecoveryPlan | ActivePlan, waves: int, *, to: int | None = None
+) -> tuple[RecoveryPlan, ...]:
+    """The plans that lead to `final`, with the routes of `now`: layers move to new workers, the same share each time.
+
+    If there are none, they move to worker `to`.
+
+    Plans under which they move take turns with plans of the same workers under which none moves.
+    """
     source = min(worker for worker in now.plan.workers if worker != to)
-    transfer = Transfer(
-        placement=placement,
-        roles={},
-        rounds=tuple((Transferred(source, worker, LayerRange(0, LAYERS), 64),) for worker in new),
-    )
-    ranges = {**now.plan.placement.ranges, **{worker: placement.ranges_of(worker) for worker in new}}
-    plan = replace(now.plan, placement=Placement(LAYERS, ranges))
-    return replace(final, plan=plan, migration=transfer, policy="migration")
+    new = [worker for worker in final.plan.workers if worker not in now.plan.workers]
+    plans: list[RecoveryPlan] = []
+    for wave in range(waves):
+        stop = LAYERS * (wave + 1) // waves
+        ranges = {**now.plan.placement.ranges, **{worker: (LayerRange(0, stop),) for worker in new}}
+        plan = replace(now.plan, placement=Placement(LAYERS, ranges))
+        arriving = LayerRange(LAYERS * wave // waves, stop)
+        receivers = new or ([] if to is None else [to])
+        rounds = tuple((Transferred(source, worker, arriving, 64),) for worker in receivers)
+        transfer = Transfer(placement=plan.placement, roles={}, rounds=rounds)
+        reached = replace(final, plan=plan, policy="migration")
+        plans += [replace(reached, migration=transfer), reached]
+    return (*plans[:-1], final)
 
 
 def vote(step: int, *, switch: bool = False, finish: bool = False) -> Vote:
@@ -297,15 +307,14 @@ class History:
         self.join(worker)
         self.tell(worker, Ready())
 
-    def consider(self, *workers: int, migrates: bool = False, moves_to: int | None = None) -> None:
+    def consider(self, *workers: int, waves: int = 0, moves_to: int | None = None) -> None:
         """Answer a question beside training: by a plan of some workers, and what leads to it, or by none."""
         asked = self.considerations.pop(0)
         plans: tuple[RecoveryPlan, ...] = ()
         if workers:
             assert asked.active is not None
-            if migrates and (moves_to is not None or not set(workers) <= set(asked.active.plan.workers)):
-                final = a_plan(workers, first_step=0)
-                plans = (migrating(final, asked.active, to=moves_to), final)
+            if waves and (moves_to is not None or not set(workers) <= set(asked.active.plan.workers)):
+                plans = in_waves(a_plan(workers, first_step=0), asked.active, waves, to=moves_to)
             else:
                 plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
         staying = asked.members.staying()

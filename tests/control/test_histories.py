@@ -355,7 +355,7 @@ def test_a_worker_comes_back_and_gets_a_place() -> None:
 def test_layers_move_in_a_generation_of_their_own() -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
-    history.consider(0, 1, 2, 3, migrates=True)
+    history.consider(0, 1, 2, 3, waves=1)
     before = history.state.active
     history.prepare()
     history.commit(switch=True)
@@ -383,7 +383,7 @@ def test_layers_move_in_a_generation_of_their_own() -> None:
 def test_a_loss_cancels_a_migration(placed: int) -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
-    history.consider(0, 1, 2, 3, migrates=True)
+    history.consider(0, 1, 2, 3, waves=1)
     history.prepare()
     before = history.state.active
     history.commit(switch=True)
@@ -455,7 +455,7 @@ def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_l
 def test_what_follows_a_migration_is_prepared_again_if_it_fails() -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
-    history.consider(0, 1, 2, 3, migrates=True)
+    history.consider(0, 1, 2, 3, waves=1)
     history.switch()
     history.prepare(0, error="OSError: no port")
     assert history.sent(Discard, to=1) == [Discard(generation=4)]
@@ -465,6 +465,84 @@ def test_what_follows_a_migration_is_prepared_again_if_it_fails() -> None:
     assert history.state.next.number == 5
     history.switch()
     assert history.members() == (0, 1, 2, 3)
+
+
+def between_waves() -> History:
+    """A run that has switched to the plan after the first of two waves, by which layers move to a worker."""
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, waves=2)
+    history.switch()
+    history.wait(1000.0)
+    history.switch()
+    assert history.state.active is not None
+    assert (history.state.phase, history.state.generation, history.state.active.migration) == (Phase.TRAINING, 4, None)
+    return history
+
+
+def test_the_plans_of_all_waves_follow_one_after_the_other() -> None:
+    history = between_waves()
+    assert (history.state.next, len(history.state.following)) == (None, 2)
+    assert history.records(JoinRecord) == []
+    assert history.considerations == []
+    history.wait(1.0)
+    assert history.state.next is None, "some worker may still hold more"
+    history.commit()
+    history.wait(0.1)
+    state = history.state
+    assert state.active is not None
+    assert state.next is not None
+    assert state.active.migration is not None, "all workers have dropped layers: there is memory for others"
+    assert (state.generation, state.next.number, state.next.deadline_s) == (4, 5, None)
+    assert state.in_force == state.placed != state.active
+    history.wait(499.9)
+    history.switch()
+    (record,) = history.records(JoinRecord)
+    assert (record.workers, record.generation, record.waves, record.moved_bytes) == ((1,), 5, 2, 128)
+    assert record.migrate_s == pytest.approx(1499.95), "the second wave begins with the tick that notes the commit"
+    assert (history.state.next, history.state.following, history.state.migrated.waves) == (None, (), 0)
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_loss_cancels_all_waves(after: int) -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, waves=2)
+    placed = [history.state.in_force]
+    for _ in range(after):
+        history.switch()
+        placed.append(history.state.placed)
+        history.commit()
+        history.wait(0.1)
+    history.holds = True
+    history.reap(2)
+    history.quiesce(placed=history.state.active_generation)
+    assert (history.state.next, history.state.following, history.state.migrated.waves) == (None, (), 0)
+    assert history.state.in_force == placed[-1], "of the last plan under which no layer moves"
+
+
+@pytest.mark.parametrize(("how", "is_prepared"), [("lost", False), ("lost", True), ("drained", False)])
+def test_between_waves_another_course_is_looked_for_if_the_next_wave_cannot_come(how: str, is_prepared: bool) -> None:
+    history = between_waves()
+    active = history.state.active
+    assert active is not None
+    if how == "lost":  # it has dropped all that it held, and is a spare until the next wave
+        plan = replace(active.plan, placement=active.plan.placement.without([1]))
+        history.state = replace(history.state, active=replace(active, plan=plan))
+        if is_prepared:
+            history.commit()
+            history.wait(0.1)
+        history.reap(1)
+    else:
+        drain(history, 2)
+    if how == "lost" and not is_prepared:
+        assert history.state.following, "it is noticed when the next wave is to be prepared"
+        history.commit()
+        history.wait(0.1)
+    assert (history.state.next, history.state.following) == (None, ())
+    history.wait(12.0)
+    staying = {"lost": (0, 2, 3), "drained": (0, 1, 3)}[how]
+    assert history.considerations[-1].members.staying() == staying
 
 
 def test_the_last_step_and_the_end_take_precedence_over_a_switch() -> None:
@@ -833,7 +911,7 @@ def test_a_drain_gives_up_a_generation_with_that_worker_which_no_worker_was_told
 def test_a_drain_waits_for_a_migration() -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
-    history.consider(0, 1, 2, 3, migrates=True)
+    history.consider(0, 1, 2, 3, waves=1)
     history.switch()
     drain(history, 2)
     assert history.state.next is not None

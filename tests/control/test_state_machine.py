@@ -39,7 +39,7 @@ OFTEN = st.sampled_from([True, True, True, False])
 class Runs(RuleBasedStateMachine):
     """A run of four workers, to which anything happens at any time."""
 
-    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN, ahead=st.integers(0, 5), drains=st.booleans())
+    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN, ahead=st.integers(0, 9), drains=st.booleans())
     def begin(self, respawn: bool, gathering: bool, holds: bool, ahead: int, drains: bool) -> None:
         recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
         self.history = History(new_state(steps=30, recovery=recovery))
@@ -51,23 +51,26 @@ class Runs(RuleBasedStateMachine):
         self.history.holds = holds
 
     def be_ahead(self, progress: int, *, drains: bool) -> None:
-        """Go so far in a switch, by a migration, for a worker that joins and perhaps for another one that leaves."""
+        """Go so far on the way to a plan, by layers that move in two waves.
+
+        It is for a worker that joins and perhaps for another one that leaves.
+        """
         history = self.history
         if progress > 0:
             history.say(AGENT + 1, HostHello(host="late", slots=1))
             history.come_back(4)
             self.drain({3} if drains else set(), None)
             history.wait(0.7)
-            history.consider(*history.state.members.staying(), migrates=True)
-        if progress > 1:
-            history.prepare()
-        if progress > 2:
-            history.commit(switch=True)
-            history.start()
-        if progress > 3:
-            history.prepare()
-        if progress > 4:
-            history.commit(switch=True)
+            history.consider(*history.state.members.staying(), waves=2)
+        for switch in range(3):
+            if progress > 3 * switch + 1:
+                history.prepare()
+            if progress > 3 * switch + 2:
+                history.commit(switch=True)
+            if progress > 3 * switch + 3:
+                history.start()
+                history.commit()
+                history.wait(0.1)
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Do what a peer may not be allowed to do; the state stays as it is then."""
@@ -254,7 +257,7 @@ class Runs(RuleBasedStateMachine):
         self.drain({worker}, None)
         self.history.wait(0.1)
         if self.history.considerations:
-            self.consider(answer="plan", migrates=True, moves=False)
+            self.consider(answer="plan", waves=2, moves=False)
         for _ in range(2):
             if self.history.state.next is not None and self.history.state.phase is Phase.TRAINING:
                 self.all_prepare_and_switch(starts=True)
@@ -292,8 +295,10 @@ class Runs(RuleBasedStateMachine):
         self.history.happen(DecisionFailed(at=self.history.at, question=question, reason="a reason"))
 
     @precondition(lambda self: self.history.considerations)
-    @rule(answer=st.sampled_from(["plan", "plan", "plan", "none", "error"]), migrates=OFTEN, moves=st.booleans())
-    def consider(self, answer: str, migrates: bool, moves: bool) -> None:
+    @rule(
+        answer=st.sampled_from(["plan", "plan", "plan", "none", "error"]), waves=st.integers(0, 3), moves=st.booleans()
+    )
+    def consider(self, answer: str, waves: int, moves: bool) -> None:
         asked = self.history.considerations[0]
         if answer == "error":
             question = self.history.considerations.pop(0).scale_up.question
@@ -303,7 +308,7 @@ class Runs(RuleBasedStateMachine):
         else:
             staying = asked.members.staying()
             moves_to = staying[-1] if moves and len(staying) > 1 else None
-            self.history.consider(*staying, migrates=migrates, moves_to=moves_to)
+            self.history.consider(*staying, waves=waves, moves_to=moves_to)
 
     # --- time, probes, disks, the user ---
 

@@ -67,7 +67,7 @@ def advance(draft: Draft) -> None:
         for number in state.scale_up.loaded:
             draft.change_worker(draft.state.members[number], takes_part=True)
             draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
-        scale_up = state.scale_up.admitted(now)
+        scale_up = draft.state.scale_up.admitted(now)
         is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading())
         if is_complete or drains.is_waited_for(draft.state):
             scale_up = replace(scale_up, considering=state.generation, question=scale_up.question + 1)
