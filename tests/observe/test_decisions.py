@@ -33,6 +33,7 @@ def weighed(
         "stall_s": stall_s,
         "transfer_s": None if stall_s is None else max(0.0, stall_s - 0.5),
         "migration_s": 0.0,
+        "waves": 0,
         "bytes": num_bytes,
         "samples": samples,
         "feasible": reason is None,

@@ -51,8 +51,8 @@ def waves_to(present: CourseDraft, transfer: Transfer, costs: CostModel) -> tupl
     memory for. Then the run switches to a plan in which workers drop layers that they hold for the last time, so that
     there is memory for the next wave: a worker that still lacks layers drops what others hold, and any other worker
     drops a layer once as many others hold it as in the end. Other holders run what is dropped, see `reroute`. In these
-    plans, as few micro-batches are in flight as in 1F1B. If possible, every layer keeps two holders, or as many as it
-    has.
+    plans, as few micro-batches are in flight as in 1F1B, and if that is not enough, workers that still lack layers
+    recompute all of theirs. If possible, every layer keeps two holders, or as many as it has.
 
     Greedy, so there may be fewer waves, or some where none is found. Deterministic. The program of each plan fits the
     memory of every worker, and every wave brings a layer that is wanted in the end and dropped by no later plan.
@@ -65,11 +65,24 @@ def waves_to(present: CourseDraft, transfer: Transfer, costs: CostModel) -> tupl
     whole = migration_of(present, transfer, costs)
     if not whole.estimate.over_capacity(costs):
         return (Wave(whole, None),)
-    lean = lean_draft(present.plan, costs)
-    for copies in (2, 1):
-        if waves := _waves(lean, transfer.placement, costs, copies=copies):
-            return waves
+    for recomputes in (False, True):
+        lean = _lean(present.plan, transfer.placement, costs, recomputes=recomputes)
+        for copies in (2, 1):
+            if waves := _waves(lean, transfer.placement, costs, copies=copies, recomputes=recomputes):
+                return waves
     return ()
+
+
+def _lean(plan: Plan, target: Placement, costs: CostModel, *, recomputes: bool) -> CourseDraft:
+    """Draft a plan with little memory; with `recomputes`, workers that lack layers recompute all that they have."""
+    if recomputes:
+        held, wanted = _layers_of(plan.placement), _layers_of(target)
+        lacking = [worker for worker, own in held.items() if wanted.get(worker, set()) - own]
+        spans = {worker: plan.placement.span(worker) for worker in lacking}
+        plan = replace(
+            plan, recompute={**plan.recompute, **{w: RecomputedLayers(s.start, s.stop) for w, s in spans.items()}}
+        )
+    return lean_draft(plan, costs)
 
 
 def migration_of(draft: CourseDraft, transfer: Transfer, costs: CostModel) -> CourseDraft:
@@ -98,7 +111,9 @@ def without_shadow_holders(placement: Placement, transfer: Transfer) -> Placemen
     return _placement(held, placement.num_layers)
 
 
-def _waves(draft: CourseDraft, target: Placement, costs: CostModel, *, copies: int) -> tuple[Wave, ...]:
+def _waves(
+    draft: CourseDraft, target: Placement, costs: CostModel, *, copies: int, recomputes: bool
+) -> tuple[Wave, ...]:
     """Return the waves from a plan to a placement; while layers are on their way, each has so many copies if it had."""
     waves: list[Wave] = []
     wanted = _layers_of(target)
@@ -123,7 +138,7 @@ def _waves(draft: CourseDraft, target: Placement, costs: CostModel, *, copies: i
         kept = _kept(holding, wanted, costs, copies=copies)
         if kept == holding:
             return ()
-        draft = lean_draft(_with_dropped(migrating.plan, kept, costs), costs)
+        draft = _lean(_with_dropped(migrating.plan, kept, costs), target, costs, recomputes=recomputes)
         if draft.estimate.over_capacity(costs):
             return ()
         waves.append(Wave(migrating, draft))
