@@ -153,6 +153,15 @@ def test_a_derived_profile_is_the_derived_workload() -> None:
     assert (found.source, found.times) == ("derived", ())
 
 
+def test_a_derived_profile_knows_what_layers_share(tmp_path: Path) -> None:
+    shape = dataclasses.replace(model_shape("qwen2.5-7b"), tied_embeddings=True)
+    found = derived_profile(shape, device("h100-80g"), micro_batch_size=1)
+    (tied,) = derive_workload(shape, device("h100-80g"), micro_batch_size=1, micro_batches=4).tied
+    assert found.workload(4).tied == (tied,)
+    write_profile(found, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == found
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

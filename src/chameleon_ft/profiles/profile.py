@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.presets import STATE_POLICIES, Device, Execution, ModelShape, StatePolicy, derive_workload
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 __all__ = ["AllReduceTime", "Fingerprint", "LayerTimes", "Profile", "Spread", "derived_profile"]
 
@@ -99,6 +99,7 @@ class Profile:
         layers: cost of each layer for one micro-batch, in order.
         times: the measurements behind them; empty if they are derived.
         operation_overhead_s: fixed seconds of an operation.
+        tied: parameters that layers share; a run's job knows its own.
         intra_host: link between two workers of one host.
         inter_host: link between workers of two hosts; None if it was not measured.
         all_reduces: measured all-reduces, for a comparison with the ring formula.
@@ -115,6 +116,7 @@ class Profile:
     layers: tuple[LayerCost, ...]
     times: tuple[LayerTimes, ...] = ()
     operation_overhead_s: float = 0.0
+    tied: tuple[TiedParameters, ...] = ()
     intra_host: Link
     inter_host: Link | None = None
     all_reduces: tuple[AllReduceTime, ...] = ()
@@ -140,6 +142,7 @@ class Profile:
             micro_batches,
             self.fingerprint.micro_batch_size,
             operation_overhead_s=self.operation_overhead_s,
+            tied=self.tied,
         )
 
     def cluster(self, hosts: Mapping[int, str], *, speeds: Mapping[int, float] | None = None) -> Cluster:
@@ -243,6 +246,7 @@ def derived_profile(
         ),
         layers=workload.layers,
         operation_overhead_s=workload.operation_overhead_s,
+        tied=workload.tied,
         intra_host=device.intra_host,
         inter_host=device.inter_host,
         memory_bytes=device.memory_bytes,

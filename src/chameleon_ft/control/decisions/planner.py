@@ -316,8 +316,10 @@ class Planner:
         """Return the costs that observations are divided by: the profile's, or one second for the whole model."""
         if self._profile is not None:
             costs = costs_of_run(self._config, self._profile, hosts)
-            # The layers of emulated devices stand for those of the profile, and so do their bytes.
-            return costs if self._config.device == "emulated" else self._job.completed(costs)
+            if self._config.device != "emulated":
+                return self._job.completed(costs)
+            # The layers of emulated devices stand for those of the profile, and so do their bytes. They share nothing.
+            return replace(costs, workload=replace(costs.workload, tied=()))
         return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
 
     @property
