@@ -133,9 +133,8 @@ class LayerMigration:
             self._summed = True
             self._condition.notify_all()
             sources = self._sources
-            self._settling = (
-                not sources
-            )  # if layers begin to move later in this step, the first is requested in the next
+            # If layers begin to move later in this step, no source is waited for, and none is requested.
+            self._settling = not sources
         for source in sources:
             self._await_sums_of(source)
         with self._condition:
