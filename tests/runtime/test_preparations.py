@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import queue
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.generation import Preparations
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
-from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator, Memory
+from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator, Memory
 from tests.runtime.toy import SEED, toy_job
 
 CPU = torch.device("cpu")
@@ -96,10 +98,10 @@ class Begun:
     """Layers that migrate in a generation: notes the order, and says that all have arrived when the test does."""
 
     def __init__(self) -> None:
-        self.begun: queue.SimpleQueue[tuple[Migrate, Future[None]]] = queue.SimpleQueue()
+        self.begun: queue.SimpleQueue[tuple[Migrate, Future[None] | None]] = queue.SimpleQueue()
 
-    def begin(self, order: Migrate, *, memory: dict[int, Memory | None], migrated: Future[None]) -> None:
-        assert memory.keys() == {2, 3}
+    def begin(self, order: Migrate, *, memory: dict[int, Memory | None], migrated: Future[None] | None) -> None:
+        assert memory.keys() == (set() if migrated is None else {2, 3})
         self.begun.put((order, migrated))
 
 
@@ -140,6 +142,7 @@ def test_what_follows_a_migration_is_prepared_once_the_layers_have_arrived_howev
         client.assert_no_answer()
         migration, held = train(prepared, 2)
     order, migrated = migration.begun.get(timeout=10.0)
+    assert migrated is not None
     assert order.moves == MOVES
     assert [set(held.layers), set(held.arriving)] == [{0, 1}, {2, 3}]
     client.assert_no_answer()
@@ -182,7 +185,7 @@ def test_layers_that_cannot_be_built_are_reported_by_what_follows_their_migratio
     client.prepare(3)
     error = "layers cannot be received: ValueError: the factory needs a file that is gone"
     assert client.answer() == Prepared(generation=3, error=error)
-    assert migration.begun.empty()
+    assert migration.begun.get(timeout=10.0)[1] is None, "it serves others"
 
 
 def test_a_generation_in_which_layers_are_to_move_is_not_prepared_without_memory_for_them(client: Client) -> None:
@@ -203,8 +206,35 @@ def test_layers_move_in_a_generation_from_its_beginning(client: Client) -> None:
     client.prepare(4)
     client.assert_no_answer()
     migration, _ = train(prepared, 3)
-    migration.begun.get(timeout=10.0)[1].set_result(None)
+    _, migrated = migration.begun.get(timeout=10.0)
+    assert migrated is not None
+    migrated.set_result(None)
     assert client.answer() == Prepared(generation=4)
+
+
+def allocations() -> list[Allocation]:
+    return [each for each in gc.get_objects() if type(each) is Allocation]
+
+
+def test_nothing_is_kept_of_a_generation_that_is_over(client: Client) -> None:
+    before = len(allocations())  # of other tests, whose threads do not end
+    prepared = preparations(client)
+    migration, held = train(prepared, 2)
+    client.migrate(2)
+    migration.begun.get(timeout=10.0)
+    client.migrate(3)
+    client.prepare(3)
+    assert client.answer() == Prepared(generation=3), "its layers are allocated"
+    module = weakref.ref(held._modules[2])
+    kept = weakref.ref(held)
+    prepared.trained()
+    client.over |= {2, 3}
+    prepared.drop_over()
+    del held, migration
+    gc.collect()
+    assert kept() is None
+    assert module() is None
+    assert len(allocations()) == before
 
 
 def test_a_generation_is_taken_by_its_number_while_a_later_one_is_prepared(client: Client) -> None:

@@ -62,10 +62,11 @@ class Task(Command, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Migrate(Command):
-    """Send the order to move the layers of a plan's migration while a generation trains."""
+    """Send some workers of a plan the order to move its layers while a generation trains."""
 
     generation: int
     plan: ActivePlan
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
@@ -215,8 +214,8 @@ class Coordinator:
                 return self._prepare(state)
             case commands.Task.BEGIN_GENERATION:
                 self._begin(state)
-            case commands.Migrate(generation=generation, plan=plan):
-                self._migrate(state, plan, generation)
+            case commands.Migrate():
+                self._migrate(state, command)
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.CompleteCheckpoint(step=checkpoint):
@@ -317,9 +316,9 @@ class Coordinator:
             self._send(connection, messages.Prepare(order=order))
         return None
 
-    def _migrate(self, state: State, plan: ActivePlan, generation: int) -> None:
-        order = self._planner.migrate(plan, state.members.hosts(), generation=generation)
-        for worker in plan.plan.workers:
+    def _migrate(self, state: State, command: commands.Migrate) -> None:
+        order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
+        for worker in command.workers:
             if (connection := state.members[worker].connection) is not None:
                 self._send(connection, order)
 

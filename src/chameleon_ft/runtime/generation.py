@@ -118,7 +118,8 @@ class _Ordered:
     """Layers that are to move in a generation, which may not have begun yet.
 
     Attributes:
-        allocations: layer that will arrive at this rank -> memory for it; None until all are allocated.
+        allocations: layer that will arrive at this rank -> memory for it; None unless all are allocated and the layers
+            do not move yet.
         migrated: is done once all have arrived, or with the error if they cannot.
     """
 
@@ -174,12 +175,19 @@ class Preparations:
             for number in [number for number in tuple(self._prepared) if self._client.is_over(number)]:
                 if (generation := self._prepared.pop(number, None)) is not None:
                     self._close(generation)
+            if self._ordered is not None and self._client.is_over(self._ordered.order.generation):
+                self._ordered.allocations = None
 
     def training(self, generation: int, held: HeldLayers, buffers: GradientBuffers, migration: LayerMigration) -> None:
         """Note that a generation trains: layers can move in it, and do so from now on if they are allocated."""
         with self._beginning:
             self._training = _Training(generation, held, buffers, migration)
             self._begin_migration()
+
+    def trained(self) -> None:
+        """Note that no generation trains any more, and let go of what the last one held."""
+        with self._beginning:
+            self._training = None
 
     def _work(self) -> None:
         while True:
@@ -245,7 +253,8 @@ class Preparations:
                 allocations[layer] = self._allocator.take(layer)
         except Exception as error:  # noqa: BLE001 - training does not depend on it
             ordered.migrated.set_exception(error)
-            return
+            self._allocator.drop()
+            allocations = {}
         with self._beginning:
             ordered.allocations = allocations
             self._begin_migration()
@@ -256,12 +265,17 @@ class Preparations:
             return
         if training.generation != ordered.order.generation or self._client.is_over(training.generation):
             return
-        for layer, allocation in ordered.allocations.items():
-            training.held.expect(layer, allocation.module)
-        training.buffers.expect(training.held)
-        memory = {layer: allocation.memory for layer, allocation in ordered.allocations.items()}
-        training.migration.begin(ordered.order, memory=memory, migrated=ordered.migrated)
-        self._training = None  # it does so once
+        allocations, ordered.allocations = ordered.allocations, None
+        try:
+            for layer, allocation in allocations.items():
+                training.held.expect(layer, allocation.module)
+            training.buffers.expect(training.held)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            ordered.migrated.set_exception(error)
+        memory = {layer: allocation.memory for layer, allocation in allocations.items()}
+        # Even a rank that can receive no layer serves others.
+        receives = not ordered.migrated.done()
+        training.migration.begin(ordered.order, memory=memory, migrated=ordered.migrated if receives else None)
 
     def _close(self, generation: Generation) -> None:
         """Close a generation that does not begin, and release the memory for what would have arrived in it."""

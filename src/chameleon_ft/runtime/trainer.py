@@ -194,6 +194,7 @@ class Trainer:
             self._activity.idle("between generations")
             if self._committer is not None and self._committer.state is not None:
                 self._committer.state.in_flight.clear()
+            self._preparations.trained()
             if self._migration is not None:
                 self._migration.close(interrupt=outcome is not Outcome.SWITCH)
                 self._migration = None

@@ -36,7 +36,7 @@ def _proceed(draft: Draft) -> None:
         return
     active = replace(state.active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
     draft.set(in_force=state.placed, active=active, following=tuple(following))
-    draft.do(commands.Migrate(state.generation, active))
+    draft.do(commands.Migrate(state.generation, active, active.plan.workers))
     _end_outcome(draft)
     _migrating(draft)
     resume(draft)
@@ -92,8 +92,10 @@ def _prepare(draft: Draft, *, is_limited: bool) -> None:
         deadline_s=deadline_s if is_limited else None,
     )
     draft.set(next=generation)
-    if plan.migration is not None:
-        draft.do(commands.Migrate(generation.number, plan))
+    if plan.migration is not None and draft.state.active is not None:
+        # Those that train have no memory for more layers before they train that generation.
+        newcomers = tuple(worker for worker in plan.participants if worker not in draft.state.active.plan.workers)
+        draft.do(commands.Migrate(generation.number, plan, newcomers))
     draft.do(commands.Task.PREPARE_GENERATION)
 
 
@@ -219,6 +221,8 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         if worker not in before.plan.workers:
             draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
     if active.migration is not None:
+        trained = tuple(worker for worker in active.plan.workers if worker in before.plan.workers)
+        draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
     if resume(draft):
         draft.set(scale_up=replace(draft.state.scale_up, retries=0))

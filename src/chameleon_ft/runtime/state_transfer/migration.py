@@ -99,20 +99,20 @@ class LayerMigration:
         self._destinations: list[int] = []
         self._threads: list[threading.Thread] = []
 
-    def begin(self, order: Migrate, *, memory: Mapping[int, Memory | None], migrated: Future[None]) -> None:
+    def begin(self, order: Migrate, *, memory: Mapping[int, Memory | None], migrated: Future[None] | None) -> None:
         """Begin to pull and to serve. Called from any thread, once; the layers that are to arrive are expected.
 
         Args:
             order: the layers that move between all ranks.
             memory: layer -> memory for its optimizer's state.
-            migrated: is given a result once all layers of this rank have arrived.
+            migrated: is given a result once all layers of this rank have arrived; None if it cannot receive any.
         """
         with self._condition:
             if self._error is not None:
                 return  # the generation is over
-            self._moves = tuple(move for move in order.moves if move[1] == self._worker)
+            self._moves = tuple(move for move in order.moves if move[1] == self._worker and migrated is not None)
             self._bytes = {layer: num_bytes for _, _, layer, num_bytes in order.moves}
-            self._memory, self._migrated = memory, migrated
+            self._memory, self._migrated = memory, migrated or Future()
             self._sources = sorted({source for source, _, _, _ in self._moves})
             self._destinations = sorted({move[1] for move in order.moves if move[0] == self._worker})
             self._step_s = self._step_s or order.step_s
@@ -182,6 +182,8 @@ class LayerMigration:
                 self._error = self._error or error.with_traceback(None)
                 self._pulling = False
                 self._condition.notify_all()
+            if not isinstance(error, CommunicationError):
+                self._communicators.interrupt()  # others wait for what this thread was to send
 
     # --- the destination ---------------------------------------------------------------------------------------------
 
