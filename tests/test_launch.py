@@ -18,7 +18,8 @@ from websockets.sync.server import ServerConnection, serve
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
-from chameleon_ft.control.wire.messages import Drain, Exit, Hello, HostHello, Message, Refused, Spawn, decode, encode
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.messages import Drain, Exit, Hello, HostHello, Message, Refused, Spawn
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile

@@ -13,6 +13,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from chameleon_ft.control.agent import Agent
+from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import (
     Drain,
     Exit,
@@ -23,8 +24,6 @@ from chameleon_ft.control.wire.messages import (
     Refused,
     Spawn,
     WorkerExited,
-    decode,
-    encode,
 )
 from chameleon_ft.errors import ControlError
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control.wire.messages import Message, StartGeneration, decode, encode
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.messages import Message, StartGeneration
 from chameleon_ft.control.wire.parts import MessagePart, pack_operations
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule

@@ -14,7 +14,8 @@ from websockets.sync.server import ServerConnection, serve
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.control.requests import drain, wait_until_out
-from chameleon_ft.control.wire.messages import Drain, Inject, Message, Refused, decode, encode
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.messages import Drain, Inject, Message, Refused
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 

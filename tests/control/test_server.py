@@ -14,8 +14,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
+from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
-from chameleon_ft.control.wire.messages import Departure, Exit, Finish, Message, Refused, decode, encode
+from chameleon_ft.control.wire.messages import Departure, Exit, Finish, Message, Refused
 from chameleon_ft.control.wire.server import Peer, control_server, listening_address
 from chameleon_ft.errors import ControlError
 

@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.control.wire.address import local_address_towards
+from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import (
     Drain,
@@ -30,8 +31,6 @@ from chameleon_ft.control.wire.messages import (
     Refused,
     Spawn,
     WorkerExited,
-    decode,
-    encode,
 )
 from chameleon_ft.errors import ControlError
 

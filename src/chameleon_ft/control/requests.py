@@ -11,7 +11,8 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
-from chameleon_ft.control.wire.messages import Drain, Message, Refused, decode, encode
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.messages import Drain, Message, Refused
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 

@@ -79,9 +79,8 @@ def _lean(plan: Plan, target: Placement, costs: CostModel, *, recomputes: bool) 
         held, wanted = _layers_of(plan.placement), _layers_of(target)
         lacking = [worker for worker, own in held.items() if wanted.get(worker, set()) - own]
         spans = {worker: plan.placement.span(worker) for worker in lacking}
-        plan = replace(
-            plan, recompute={**plan.recompute, **{w: RecomputedLayers(s.start, s.stop) for w, s in spans.items()}}
-        )
+        full = {worker: RecomputedLayers(span.start, span.stop) for worker, span in spans.items()}
+        plan = replace(plan, recompute={**plan.recompute, **full})
     return lean_draft(plan, costs)
 
 
@@ -147,17 +146,17 @@ def _waves(
 def _arriving(draft: CourseDraft, held: _Layers, missing: _Layers, costs: CostModel) -> _Layers:
     """Return the missing layers that fit the memory of their receivers beside a step.
 
-    Layers come first that workers hold in vain that lack others: these can drop them then.
+    Layers of workers that lack others come first, because with another holder these workers can drop them.
     """
     memory = workload_memory(costs.workload)
-    in_vain = Counter(layer for worker, own in missing.items() if own for layer in held.get(worker, ()))
+    droppable = Counter(layer for worker, own in missing.items() if own for layer in held.get(worker, ()))
     arriving: _Layers = {}
     for worker, lacking in missing.items():
         own, arriving[worker] = held.get(worker, set()), set()
         capacity = costs.cluster.worker(worker).memory_bytes
         room = math.inf if capacity is None else capacity
         room -= draft.estimate.peak_bytes.get(worker, 0) - memory.state_of([own]).total_bytes
-        for layer in sorted(lacking, key=lambda layer: (-in_vain[layer], layer)):
+        for layer in sorted(lacking, key=lambda layer: (-droppable[layer], layer)):
             if memory.state_of([own | arriving[worker] | {layer}]).total_bytes <= room:
                 arriving[worker].add(layer)
     return arriving

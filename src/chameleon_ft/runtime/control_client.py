@@ -12,6 +12,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from chameleon_ft.config import Failure
+from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import (
     Begin,
@@ -31,8 +32,6 @@ from chameleon_ft.control.wire.messages import (
     Stop,
     Switch,
     Welcome,
-    decode,
-    encode,
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity

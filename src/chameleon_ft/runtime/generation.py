@@ -104,7 +104,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Training:
+class _TrainingGeneration:
     """A generation that trains."""
 
     generation: int
@@ -114,7 +114,7 @@ class _Training:
 
 
 @dataclass(slots=True)
-class _Ordered:
+class _OrderedMigration:
     """Layers that are to move in a generation, which may not have begun yet.
 
     Attributes:
@@ -157,8 +157,8 @@ class Preparations:
         self._is_training = is_training
         self._working = threading.Lock()
         self._prepared: dict[int, Generation] = {}
-        self._training: _Training | None = None  # the newest generation that trains
-        self._ordered: _Ordered | None = None  # the newest migration
+        self._training: _TrainingGeneration | None = None  # the newest generation that trains
+        self._ordered: _OrderedMigration | None = None  # the newest migration
         self._beginning = threading.Lock()  # of it
         threading.Thread(target=self._work, name="preparation", daemon=True).start()
 
@@ -181,7 +181,7 @@ class Preparations:
     def training(self, generation: int, held: HeldLayers, buffers: GradientBuffers, migration: LayerMigration) -> None:
         """Note that a generation trains: layers can move in it, and do so from now on if they are allocated."""
         with self._beginning:
-            self._training = _Training(generation, held, buffers, migration)
+            self._training = _TrainingGeneration(generation, held, buffers, migration)
             self._begin_migration()
 
     def trained(self) -> None:
@@ -242,7 +242,7 @@ class Preparations:
 
     def _prepare_migration(self, order: Migrate) -> None:
         """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
-        ordered = self._ordered = _Ordered(order)
+        ordered = self._ordered = _OrderedMigration(order)
         allocations = {}
         try:
             arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}

@@ -31,7 +31,7 @@ def _proceed(draft: Draft) -> None:
     state = draft.state
     plan, *following = state.following
     assert state.active is not None
-    if plan.migration is None or not _goes_on(plan, state.active):
+    if plan.migration is None or not _only_moves_layers(plan, state.active):
         _prepare(draft, is_limited=True)
         return
     active = replace(state.active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
@@ -42,8 +42,8 @@ def _proceed(draft: Draft) -> None:
     resume(draft)
 
 
-def _goes_on(plan: ActivePlan, active: ActivePlan) -> bool:
-    """Return whether a plan changes nothing but the layers that workers hold, so that the generation can go on."""
+def _only_moves_layers(plan: ActivePlan, active: ActivePlan) -> bool:
+    """Return whether a plan differs from the active one in its placement alone, so that no generation is needed."""
     return (
         active.plan.placement.ranges.keys() >= set(plan.participants)
         and active.plan == replace(plan.plan, placement=active.plan.placement)
@@ -77,8 +77,10 @@ def resume(draft: Draft) -> bool:
         # that is lost meanwhile, or hangs, is noticed as in any step.
         _prepare(draft, is_limited=False)
     elif state.committed > state.active.first_step:  # by then all workers have dropped layers for the next wave
-        is_live = all(set(plan.participants).issubset(state.members.live()) for plan in state.following)
-        _proceed(draft) if is_live else _cancel(draft)
+        if all(set(plan.participants).issubset(state.members.live()) for plan in state.following):
+            _proceed(draft)
+        else:
+            _cancel(draft)
     return bool(draft.state.following)
 
 

@@ -1,4 +1,4 @@
-"""The messages between coordinator, agents and ranks: one JSON object each.
+"""The messages between coordinator, agents and ranks; `codec` writes each as one JSON object.
 
 A rank is one process of the run. `generation` is the number of a membership with its plan; receivers drop messages of a
 generation that is over.
@@ -6,11 +6,7 @@ generation that is over.
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
-from typing import Annotated, Literal, TypeAlias
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Literal, TypeAlias
 
 from chameleon_ft.config import FailurePhase
 from chameleon_ft.control.wire.parts import (
@@ -23,7 +19,6 @@ from chameleon_ft.control.wire.parts import (
     Vote,
     unpack_operations,
 )
-from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
@@ -63,8 +58,6 @@ __all__ = [
     "Switched",
     "Welcome",
     "WorkerExited",
-    "decode",
-    "encode",
 ]
 
 
@@ -381,27 +374,3 @@ class Refused(Message):
 
 Departure: TypeAlias = Literal["connection", "heartbeat"]
 """How a peer was lost: its connection closed, or it stopped answering pings."""
-
-_LONGEST_REASON = 200  # characters
-
-_ADAPTER: TypeAdapter[Message] = TypeAdapter(
-    Annotated[reduce(or_, Message.__subclasses__()), Field(discriminator="type")]  # type: ignore[arg-type]
-)
-
-
-def encode(message: Message) -> str:
-    """Write a message as one JSON object."""
-    return message.model_dump_json()
-
-
-def decode(text: str | bytes) -> Message:
-    """Read a message. Raises ControlError if it is not one."""
-    try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        reason = f"{place}: {first['msg']}" if place else first["msg"]
-        if len(reason) > _LONGEST_REASON:
-            reason = f"{reason[:_LONGEST_REASON]}..."  # it may quote what was sent, which may be anything
-        raise ControlError(f"not a message of this protocol: {reason}") from None

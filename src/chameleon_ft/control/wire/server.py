@@ -16,7 +16,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
-from chameleon_ft.control.wire.messages import Departure, Message, Refused, decode, encode
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.messages import Departure, Message, Refused
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Handler", "Peer", "control_server", "listening_address"]

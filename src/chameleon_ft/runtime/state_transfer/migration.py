@@ -284,7 +284,8 @@ class LayerMigration:
                 self._condition.wait_for(lambda: self._error is not None or self._has_to_give)
                 if self._error is not None:
                     return
-                told, self._announced = () if self._announced else self._destinations, True
+                told = () if self._announced else self._destinations
+                self._announced = True
                 due, self._given = self._served[self._given :], len(self._served)
                 step = torch.tensor([self._committed], dtype=torch.int64, device=self._device)
             if told:
