@@ -67,6 +67,7 @@ class Rank:
     losses: list[float] = field(default_factory=list)
     current: list[frozenset[int]] = field(default_factory=list)
     migrated: Future[None] = field(default_factory=Future)
+    is_ending: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     def begin(self, layers: LayerMigration, order: Migrate, delay_s: float) -> None:
@@ -110,6 +111,7 @@ class Rank:
             committed=0,
             step_s=None,
             stand_ins=False,
+            is_ending=self.is_ending.is_set,
         )
         beginning = threading.Thread(target=self.begin, args=(layers, order, delay_s))
         beginning.start()
@@ -137,8 +139,8 @@ class Rank:
             layers.close(interrupt=not self.migrated.done())
 
 
-def move(*moves: tuple[int, int, int, int]) -> Migrate:
-    return Migrate(generation=1, moves=moves)
+def move(*moves: tuple[int, int, int, int], hold_s: float = 0.0) -> Migrate:
+    return Migrate(generation=1, moves=moves, hold_s=hold_s)
 
 
 def train(
@@ -228,6 +230,24 @@ def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
     assert ranks[2].current[0] == set(), "the first step only measures how long a step is"
     assert ranks[2].held.layers == {1, 2}
     assert all(equal(state(ranks[2], layer), state(ranks[0], layer)) for layer in (1, 2))
+
+
+def test_a_vote_waits_for_all_layers_if_that_is_worth_the_time() -> None:
+    moves = [(source, 2 + source, layer, 100) for source in (0, 1) for layer in (0, 2, 3)]
+    ranks = train(move(*moves, hold_s=1.0), steps=4, message_s=0.02)
+    assert [rank.error for rank in ranks] == [None] * 4
+    for rank in ranks[2:]:
+        assert {len(layers) for layers in rank.current} <= {0, 3}, "no step moves a part of them"
+        assert rank.held.layers == {0, 2, 3}
+        assert all(equal(state(rank, layer), state(ranks[0], layer)) for layer in (0, 2, 3))
+    parts = train(move(*moves), steps=40, message_s=0.02)
+    assert any(0 < len(layers) < 3 for rank in parts[2:] for layers in rank.current)
+
+
+def test_a_vote_waits_for_the_switch_but_not_for_long() -> None:
+    ranks = train(move((0, 2, 1, 100), hold_s=0.2), steps=6)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert ranks[2].held.layers == {1}
 
 
 def test_a_layer_that_arrives_damaged_ends_the_generation() -> None:

@@ -21,7 +21,7 @@ from tests.search.instances import instance, with_gradients
 def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, two_holders: bool) -> None:
     rng = random.Random(seed)
     costs = with_gradients(instance(rng, workers=7, layers=5, micro_batches=6, kinds=1, memory=False), rng)
-    options = SearchOptions(two_holders=two_holders)
+    options = SearchOptions(least_holders=2 if two_holders else 1)
     pool = WorkerPool.of(costs.cluster)
     searches = [
         PipelineSearch(PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options), options)

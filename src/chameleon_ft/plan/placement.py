@@ -155,6 +155,11 @@ class Placement:
         """The layers that no worker holds, ascending."""
         return tuple(layer for layer, holders in enumerate(self._holders) if not holders)
 
+    @property
+    def fewest_holders(self) -> int:
+        """The number of holders of the layer that has the fewest."""
+        return min(map(len, self._holders))
+
     def ranges_of(self, worker: int) -> tuple[LayerRange, ...]:
         """Return the ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
         return self.ranges.get(worker, ())

@@ -160,4 +160,5 @@ def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:
         checkpoints=context.checkpoints,
         reference_step_s=total_work_bound_s(context.costs) * context.step_factor,
         has_checkpoints=context.has_checkpoints,
+        salvages=context.salvages,
     )

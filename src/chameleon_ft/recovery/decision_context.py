@@ -38,6 +38,8 @@ class DecisionContext:
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
         migrates: whether layers move while training continues, under the first plan that needs none of them.
+        salvages: whether a step that a loss interrupts is completed, so that a loss costs the time in which peers do
+            the work of the lost worker.
         leaving: workers that are to leave: no plan may need them, but until then they hold and send their layers. They
             are not in the cluster of `costs`, and count as lost.
         home: the plan whose empty places idle workers may take; None if they stay idle.
@@ -60,6 +62,7 @@ class DecisionContext:
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
     migrates: bool = False
+    salvages: bool = False
     leaving: tuple[Worker, ...] = ()
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))

@@ -49,6 +49,16 @@ class HolderSets:
         """Return the number of groups that are the only holder of some layer."""
         return self.counts.get(1, 0)
 
+    @property
+    def peers_share(self) -> float:
+        """Return the share of a worker's load that each of its peers takes over if it is lost; the mean over workers.
+
+        Of groups that are workers. Those that are the only holder of some layer have no peers, and are left out.
+        """
+        shared = {size: count * size for size, count in self.counts.items() if size > 1}
+        workers = sum(shared.values())
+        return sum(each / (size - 1) for size, each in shared.items()) / workers if workers else 0.0
+
     def hit(self, lost: int) -> float:
         """Return an upper bound of the probability that `lost` groups, drawn at random, include one of the sets.
 

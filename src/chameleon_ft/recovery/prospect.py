@@ -40,6 +40,7 @@ class Prospect:
         exposed: probability that the incident takes all holders of some layer if it comes during the stall, while the
             present placement is in force.
         has_checkpoints: whether there is a checkpoint to return to; if not, the run ends.
+        salvages: whether a step that a loss interrupts is completed.
     """
 
     failures: FailureModel
@@ -49,6 +50,7 @@ class Prospect:
     reference_step_s: float
     exposed: float
     has_checkpoints: bool
+    salvages: bool = False
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class Prospect:
         checkpoints: Checkpoints,
         reference_step_s: float,
         has_checkpoints: bool,
+        salvages: bool = False,
     ) -> Prospect:
         """Return the prospect of a number of live workers.
 
@@ -75,6 +78,7 @@ class Prospect:
             checkpoints: how often they are written, if at all.
             reference_step_s: seconds of a step of workers that are never idle.
             has_checkpoints: whether there is one. If not, a return loses all that the run has trained so far.
+            salvages: whether a step that a loss interrupts is completed.
         """
         return cls(
             failures=failures,
@@ -84,6 +88,7 @@ class Prospect:
             reference_step_s=reference_step_s,
             exposed=0.0 if held is None else failures.fatal_probability(held),
             has_checkpoints=has_checkpoints,
+            salvages=salvages,
         )
 
     def of_plan(
@@ -94,20 +99,22 @@ class Prospect:
         fatal: float,
         from_checkpoint: bool,
         total_loss: float = 0.0,
+        peers_share: float = 0.0,
         migration_s: float = 0.0,
         migration_step_s: float = math.inf,
     ) -> Expected:
         """Return the expected outcome of a plan, with the expected number of steps
 
-            E[integral from 0 to G of dt / (step time)] / (1 + w / I) - (seconds of a return) / (reference step time),
+            E[integral from 0 to G of dt / (step time)] / (1 + w / I) - (lost seconds) / (reference step time),
 
         where no step is trained in the stall, and those of the migration take `migration_step_s` each. With L(t) =
         E[max(0, G - t)], the integral is (L(stall) - L(reached)) / migration step + L(reached) / step. Without a
         migration this is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
         value over G in place of its value at the mean: an incident before the plan is reached wastes the transition,
         and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of
-        steps. A return is charged at the same step time for all plans, because otherwise a slow plan would make it
-        cheap.
+        steps. Lost seconds are charged at the same step time for all plans, because otherwise a slow plan would make
+        them cheap. They are those of a return and, if interrupted steps are completed, those by which such a step takes
+        longer because peers do the work of the lost worker: the step time times `peers_share`, if the plan was reached.
 
         A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
@@ -119,6 +126,7 @@ class Prospect:
             from_checkpoint: whether its state is read from a checkpoint.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
+            peers_share: see `HolderSets.peers_share`.
             migration_s: seconds after the stall in which layers move while another plan trains.
             migration_step_s: seconds of a step of that plan.
         """
@@ -134,6 +142,7 @@ class Prospect:
         repeat_s = (before + during * total_loss) * unsaved_s
         repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
         return_s = (before + after) * self.restart_cost_s + repeat_s
+        shared_s = (1 - during) * peers_share * step_s if self.salvages else 0.0
         left_s = self.gap.left_after(reached_s)
         steps = left_s / step_s
         if migration_s:
@@ -141,5 +150,6 @@ class Prospect:
         return Expected(
             fatal_share=before + after,
             return_s=return_s,
-            steps=steps / (1 + (self.checkpoints.write_s or 0.0) / interval_s) - return_s / self.reference_step_s,
+            steps=steps / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
+            - (return_s + shared_s) / self.reference_step_s,
         )

@@ -318,7 +318,7 @@ class _Work:
         load_s = self._load_s.copy()
         peers: dict[tuple[int, LayerRange], list[Hop]] = defaultdict(list)
         for layers, numbers in sorted(lost.items()):
-            for part, holders in _parts(layers, survivors):
+            for part, holders in _parts(layers, survivors, cut=cut):
                 for number, hop in shared_hops(numbers, part, holders, load_s, self._hop_s, cut=cut):
                     peers[number, layers].append(hop)
         return {
@@ -367,10 +367,11 @@ class _Work:
         return max(self._load_s[worker] + own_s for worker, own_s in seconds.items())
 
 
-def _parts(layers: LayerRange, survivors: Placement) -> Iterator[tuple[LayerRange, tuple[int, ...]]]:
-    """Yield the ranges into which a lost hop is cut, each with its holders: at each layer those that hold most of it.
+def _parts(layers: LayerRange, survivors: Placement, *, cut: bool) -> Iterator[tuple[LayerRange, tuple[int, ...]]]:
+    """Yield the ranges into which a lost hop is cut, each with its holders.
 
-    A hop that some worker holds as a whole is not cut.
+    With `cut`, a range ends where that of any holder does; otherwise where that of the last one does, so a hop that
+    some worker holds as a whole is not cut.
     """
     start = layers.start
     while start < layers.stop:
@@ -380,7 +381,7 @@ def _parts(layers: LayerRange, survivors: Placement) -> Iterator[tuple[LayerRang
             for own in survivors.ranges_of(worker)
             if start in own
         }
-        stop = max(stops.values())
+        stop = min(stops.values()) if cut else max(stops.values())
         yield LayerRange(start, stop), tuple(worker for worker, own_stop in stops.items() if own_stop == stop)
         start = stop
 

@@ -148,7 +148,7 @@ class StepLoop:
             order.members,
             contributions=contributions,
             finish=self.client.finishing,
-            switch=self.client.switch_to > order.generation,
+            switch=lambda: self.client.switch_to > order.generation,
             migration=self.migration,
         )
         self.client.send(

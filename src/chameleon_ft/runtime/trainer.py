@@ -350,6 +350,7 @@ class Trainer:
             step_s=committer.step_s,
             rest_s=None if order.rest is None else order.rest.rest_s,
             stand_ins=self.pace is not None,
+            is_ending=lambda: self.client.switch_to > generation.number or self.client.is_over(generation.number),
         )
         self._preparations.training(generation.number, self._held, committer.buffers, migration)
         executor = Executor(

@@ -37,26 +37,27 @@ def check_program(program: Program, plan: Plan) -> None:
     # There is no W of a backward that is not split.
     is_asked[2:] = ~np.isin(worker, list(plan.fused_workers))
     _check_operations(program, records, worker, is_asked.ravel())
-    _check_messages(program, _messages(program, sent=True))
+    _check_messages(program, _messages(program, sent=False))
 
 
 def check_rest(program: Program, resends: Mapping[int, Sequence[Resend]], rest: RestOfStep) -> None:
     """Raise ProgramError unless `program` runs `rest` to its end, whatever the timing.
 
-    The conditions are those of `check_program`, for the operations that remain. In each channel the messages that the
-    sender sends again, in the order of `resends`, come before all others. They block no sender. They are exactly those
-    that the rest asks for.
+    The conditions are those of `check_program`, for the operations that remain. `resends` has exactly those messages
+    that the rest asks for. They block no sender, and may be taken in any order, because they have tags.
     """
     asked = rest_operations(rest)
     if len(asked.worker):
         _check_operations(program, asked.records, asked.worker, asked.remains.ravel())
     elif len(program.records):
         raise ProgramError("there are operations in the program, but nothing of the step remains to be run")
-    # In this order, which is kept in each channel.
-    parts = _resent(resends, asked), _messages(program, sent=True)
-    _check_messages(
-        program, _by_channel(_Messages(*(np.concatenate(own, axis=-1) for own in zip(*parts, strict=True))))
-    )
+    _check_resends(resends, asked)
+    received, takers = _messages(program, sent=False), asked.records[asked.resends["taker"]]
+    if len(takers):
+        base = 1 + max(asked.records["micro_batch"].max(), asked.records["hop"].max())
+        is_new = ~np.isin(_keys(program.records[received.places], base), _keys(takers, base))
+        received = _Messages(*(each[..., is_new] for each in received))
+    _check_messages(program, received)
 
 
 def _check_operations(program: Program, wanted: Records, worker: Integers, is_asked: Booleans) -> None:
@@ -130,7 +131,7 @@ class _Messages(NamedTuple):
     """The messages of a program at one of their ends, channel after channel, and those of each in the worker's order.
 
     Attributes:
-        places: of the operations that send them, or receive them; -1 if a message is sent again.
+        places: of the operations that send them, or receive them.
         channels: (sender, receiver, whether it carries gradients) of each, in three rows.
         needed_by: the micro-batch and the hop that needs it, in two rows.
     """
@@ -148,20 +149,14 @@ def _messages(program: Program, *, sent: bool) -> _Messages:
     channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
     further = np.where(is_gradient, -1, 1) if sent else 0
     needed_by = np.stack([records["micro_batch"], records["hop"] + further])
-    return _by_channel(_Messages(places, channels, needed_by))
+    order = np.lexsort(channels[::-1])  # which is stable
+    return _Messages(places[order], channels[:, order], needed_by[:, order])
 
 
-def _by_channel(messages: _Messages) -> _Messages:
-    order = np.lexsort(messages.channels[::-1])  # which is stable
-    return _Messages(messages.places[order], messages.channels[:, order], messages.needed_by[:, order])
-
-
-def _resent(resends: Mapping[int, Sequence[Resend]], asked: RestOperations) -> _Messages:
-    """The messages that go to another worker again; checks that all those that are asked for are sent, once."""
-    takers = {(sender, *resend): taker for *resend, sender, taker in asked.resends.tolist()}
-    sent = [(sender, *resend) for sender, own in resends.items() for resend in own]
-    counts = Counter(sent)
-    counts.subtract(takers.keys())
+def _check_resends(resends: Mapping[int, Sequence[Resend]], asked: RestOperations) -> None:
+    """Check that all messages that are asked for are sent again, once."""
+    counts = Counter((sender, *resend) for sender, own in resends.items() for resend in own)
+    counts.subtract((sender, *resend) for *resend, sender, _ in asked.resends.tolist())
     for (sender, micro_batch, layer, forward, receiver), count in counts.items():
         if count:
             raise ProgramError(
@@ -169,16 +164,10 @@ def _resent(resends: Mapping[int, Sequence[Resend]], asked: RestOperations) -> _
                 f"micro-batch {micro_batch} again to worker {receiver} "
                 f"{'once less' if count > 0 else 'as well'}; make the resends from the rest"
             )
-    remote = [each for each in sent if each[0] != each[-1]]
-    taker = asked.records[[takers[each] for each in remote]]
-    channels = np.array([(sender, receiver, not forward) for sender, _, _, forward, receiver in remote], np.int64)
-    return _Messages(
-        np.full(len(remote), -1), channels.reshape(-1, 3).T, np.stack([taker["micro_batch"], taker["hop"]])
-    )
 
 
-def _check_messages(program: Program, sent: _Messages) -> None:
-    received = _messages(program, sent=False)
+def _check_messages(program: Program, received: _Messages) -> None:
+    sent = _messages(program, sent=True)
     _check_order(sent, received)
     _check_blocking(program, sent, received)
 
@@ -206,13 +195,11 @@ def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> N
     is_new[1:] = (sent.channels[:, 1:] != sent.channels[:, :-1]).any(0)
     numbers = np.cumsum(is_new) - 1
     sources, targets = np.full((2, len(program.records)), -1)
-    is_resent = sent.places < 0
     sources[received.places] = numbers
-    targets[sent.places[~is_resent]] = numbers[~is_resent]
-    held = np.bincount(numbers[is_resent], minlength=int(is_new.sum()))
+    targets[sent.places] = numbers
     ends = np.searchsorted(program.workers, sent.channels[:2, is_new])
     starts = np.array(program.starts)
-    reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1], held)
+    reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1])
     stuck = [
         f"worker {worker} {'sending the result of' if sending[index] else 'waiting to run'} "
         f"{_name(program.records, place)}"

@@ -301,7 +301,6 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
 
     received_in, sent_in = _channels_of_operations(network)
     senders, receivers = (np.ascontiguousarray(network.channels[name]) for name in ("sender", "receiver"))
-    held = np.zeros(len(senders), np.int64)
     workers = np.ascontiguousarray(network.slots["worker"])
     of = Neighbourhood(workers, network.operations, received_in, sent_in, network.first, limits, network.split_backward)
     present = best = found.codes
@@ -317,7 +316,7 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
             if neighbour.tobytes() in visited:
                 continue
             # It must end if channels hold one message, as `check_program` demands.
-            ran = run_blocking(network.first, received_in[neighbour], sent_in[neighbour], senders, receivers, held)
+            ran = run_blocking(network.first, received_in[neighbour], sent_in[neighbour], senders, receivers)
             if (ran[0] == network.first[1:]).all():
                 break
         else:

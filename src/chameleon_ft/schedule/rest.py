@@ -191,7 +191,10 @@ def _of_distinct(rows: tuple[Integers, ...], value: Callable[..., float]) -> Flo
 
 
 def _add_channels(slots: Records, operations: RestOperations, num_workers: int) -> Records:
-    """Number the channels of the slots; return them by number, `CHANNEL`."""
+    """Number the channels of the slots; return them by number, `CHANNEL`.
+
+    Messages that are sent again have channels of their own: they may be taken in any order.
+    """
     forward, backward, _ = operations.remains
     own, last = slots["worker"], operations.last
     # Activations to the next slot, or from F to the backward at the last; then gradients to the slot before.
@@ -199,15 +202,13 @@ def _add_channels(slots: Records, operations: RestOperations, num_workers: int) 
     sender = np.concatenate([own[down], own[up]])
     receiver = np.concatenate([np.where(last, own, np.roll(own, -1))[down], own[up - 1]])
     gradient = np.concatenate([last[down], np.ones(len(up), np.bool_)])
-    every, number = np.unique(
-        np.ravel_multi_index((sender, receiver, gradient), (num_workers, num_workers, 2)), return_inverse=True
-    )
+    resent = np.concatenate([~last[down] & ~forward[down], ~backward[up]])
+    shape = num_workers, num_workers, 2, 2
+    every, number = np.unique(np.ravel_multi_index((sender, receiver, gradient, resent), shape), return_inverse=True)
     slots["down"][down], slots["up"][up] = number[: len(down)], number[len(down) :]
     slots["up"][operations.first] = -1
     channels = np.empty(len(every), CHANNEL)
-    channels["sender"], channels["receiver"], channels["gradient"] = np.unravel_index(
-        every, (num_workers, num_workers, 2)
-    )
+    channels["sender"], channels["receiver"], channels["gradient"], _ = np.unravel_index(every, shape)
     return channels
 
 

@@ -64,7 +64,8 @@ def reroute(
         lost: ids of the lost workers.
         costs: durations of operations and messages.
         in_flight_limits: limits of each worker; pass the same to `best_program`.
-        searches: whether several spreads are compared; otherwise the first is taken, which is usually the fastest.
+        searches: whether several spreads are scheduled; otherwise the one is taken in which lost hops are shared and
+            the largest load is least, which is usually the fastest.
 
     Raises:
         NoHolderError: some layers have lost their last holder.
@@ -76,11 +77,12 @@ def reroute(
     losses = _Losses(plan, placement, costs)
     if not losses.broken:
         return losses.rerouted({})
+    wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
     if not searches:
-        return losses.rerouted(losses.detoured(cut=True, whole_holders=True))
+        detours = [losses.detoured(cut=True, whole_holders=whole) for whole in wholes]
+        return losses.rerouted(min(detours, key=losses.busiest_s))
     operations = _OPERATIONS * sum(len(route.hops) for route in plan.routes)
     is_small = operations * _LEAST_TRIALS <= _SEARCH
-    wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
     spreads: list[_Spread] = []
     for cut in (True, False) if is_small else (True,):
         spreads += [losses.detoured(cut=cut, whole_holders=whole) for whole in wholes]
@@ -241,6 +243,10 @@ class _Losses:
                 load_s[hop.worker] += self._hop_s(hop)
             spread[micro_batch] = tuple(_Piece(hop.layers, hop.worker) for hop in hops)
         return spread
+
+    def busiest_s(self, spread: _Spread) -> float:
+        """Return the largest load of a worker in a step, in seconds."""
+        return max(self._loads(Counter(route.hops for route in self.routes(spread))).values())
 
     def _hop_s(self, hop: Hop) -> float:
         return self._seconds(hop.worker, hop.layers.start, hop.layers.stop)

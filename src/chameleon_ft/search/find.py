@@ -26,7 +26,7 @@ def find_plan(
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
     others_in_flight_limits: Mapping[int, InFlightLimit] | None = None,
-    two_holders: bool = False,
+    least_holders: int = 1,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
     """Return the fastest plan found for the workers of `costs.cluster`: pipelines, or one of `others`.
@@ -41,8 +41,9 @@ def find_plan(
         others: plans to compare with, by name, such as a rerouted one.
         others_in_flight_limits: in-flight limits under `others`, if a run imposes them. By default memory alone limits
             them, or `default_limits` where memory does not suffice for that.
-        two_holders: require at least two holders of every layer, so that the plan survives the loss of any one
-            worker; if no such plan fits, any plan will do. Bounds cover all plans.
+        least_holders: least number of holders of every layer: with two, the plan survives the loss of any one worker,
+            with more, the others have to do less of its work. If no such plan fits, any plan will do. Bounds cover all
+            plans.
         effort: approximate number of operations to schedule before the search stops; None for no limit. A complete
             search follows if the model and the cluster are small. Bounds take additional time.
 
@@ -53,15 +54,15 @@ def find_plan(
     """
     _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_in_flight_limits)
-    options = SearchOptions.of(effort, two_holders=two_holders)
+    options = SearchOptions.of(effort, least_holders=least_holders)
     for cluster in merged_clusters(costs.cluster):
         search = PlanSearch(costs, cluster, current, options)
         plans = search.plans()
         if plans:
             break
     found = [*plans, *others_found]
-    if two_holders:
-        found = [each for each in found if _has_two_holders(each.plan.placement)]
+    if least_holders > 1:
+        found = [each for each in found if each.plan.placement.fewest_holders >= least_holders]
         if not found:
             return find_plan(
                 costs, current=current, others=others, others_in_flight_limits=others_in_flight_limits, effort=effort
@@ -137,7 +138,3 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
 def _require_workers(costs: CostModel) -> None:
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-
-
-def _has_two_holders(placement: Placement) -> bool:
-    return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))

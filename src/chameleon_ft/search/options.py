@@ -32,20 +32,20 @@ class SearchOptions:
 
     Attributes:
         effort: approximate number of operations to schedule.
-        two_holders: whether every layer must have two holders.
+        least_holders: least number of holders of every layer.
         complete: whether to continue until no plan can be better, within `effort`.
         polish_effort: operations to schedule for a pipeline that will run.
     """
 
     effort: float = DEFAULT_EFFORT
-    two_holders: bool = False
+    least_holders: int = 1
     complete: bool = False
     polish_effort: int = PROGRAM_EFFORT
 
     @classmethod
-    def of(cls, effort: float | None, *, two_holders: bool = False) -> SearchOptions:
+    def of(cls, effort: float | None, *, least_holders: int = 1) -> SearchOptions:
         """Return options of a search with this effort; complete, however long it takes, if it is None."""
-        return cls(math.inf if effort is None else effort, two_holders, complete=effort is None)
+        return cls(math.inf if effort is None else effort, least_holders, complete=effort is None)
 
     @property
     def small(self) -> float:

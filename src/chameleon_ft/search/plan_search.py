@@ -226,7 +226,8 @@ class PlanSearch:
             if found and (self._spent() > most or too_many):
                 self.complete = False
                 break
-            if (self._options.two_holders and search.pipeline_range == (1, 1)) or not search.reaches(best_s):
+            least = self._options.least_holders
+            if (search.pipeline_range or (least, least))[1] < least or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
             mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))

@@ -120,6 +120,7 @@ class Planner:
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self.calibration.unexplained(costs),
             transfer_factor=self.calibration.transfers,
+            salvages=self.salvages,
             leaving=tuple(worker for worker in cluster.workers if worker.id in leaving),
             holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
         )
@@ -281,8 +282,12 @@ class Planner:
         """Return the order, the same for all workers of a generation, to move the layers of its migration."""
         assert plan.migration is not None
         moves = moves_of(plan.migration, self._costs(hosts).workload.layers)
-        step_s = plan.predicted_step_s
-        return Migrate(generation=generation, moves=tuple(move for _, *move in moves), step_s=step_s)
+        return Migrate(
+            generation=generation,
+            moves=tuple(move for _, *move in moves),
+            step_s=plan.predicted_step_s,
+            hold_s=plan.hold_s,
+        )
 
     def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""

@@ -12,7 +12,7 @@ from chameleon_ft.recovery import STAY, FailureModel
 from chameleon_ft.recovery.scoring import Course, missing_in_transfer
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
-from chameleon_ft.transfer import transfer_s, transfer_to
+from chameleon_ft.transfer import pull_s, transfer_s, transfer_to
 
 __all__ = ["decide_on_switch", "plans_to"]
 
@@ -51,7 +51,11 @@ def plans_to(
     costs = CostModel(context.costs.workload, context.senders)
     waves = waves_to(present_draft(context), transfer, costs) if migrates else ()
     if waves:
-        every = (each for number, wave in enumerate(waves, 1) for each in _plans_of(wave, number, len(waves), context))
+        every = (
+            each
+            for number, wave in enumerate(waves, 1)
+            for each in _plans_of(wave, number, len(waves), context, final_step_s=chosen.step_s)
+        )
         return (*every, final)
     # Of other policies than those that migrate, and of those that would read the layers from a checkpoint.
     if missing_in_transfer(transfer, context):
@@ -64,15 +68,25 @@ def plans_to(
     return (replace(final, transition=transition, predicted_stall_s=stall_s),)
 
 
-def _plans_of(wave: Wave, number: int, waves: int, context: recovery.DecisionContext) -> list[RecoveryPlan]:
-    """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course."""
+def _plans_of(
+    wave: Wave, number: int, waves: int, context: recovery.DecisionContext, *, final_step_s: float | None
+) -> list[RecoveryPlan]:
+    """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course.
+
+    A vote waits for the layers if another step under the first of the two would cost more time than they take.
+    """
     course = wave.migrating.course()
     assert course.transfer is not None
+    assert final_step_s is not None
+    step_s = wave.migrating.estimate.step_s * context.step_factor
+    next_s = final_step_s if wave.reached is None else wave.reached.estimate.step_s * context.step_factor
+    moves_s = pull_s(course.transfer.messages, context.senders) * context.migration_factor
     which = f", wave {number} of {waves}" if waves > 1 else ""
     migrating = replace(
         _plan(course, "migration", f"{describe_transfer(course.transfer)} beside training{which}"),
         migration=course.transfer,
-        predicted_step_s=wave.migrating.estimate.step_s * context.step_factor,
+        hold_s=step_s - next_s if moves_s < step_s - next_s else 0.0,
+        predicted_step_s=step_s,
     )
     if wave.reached is None:
         return [migrating]

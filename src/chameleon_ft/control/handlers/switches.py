@@ -34,7 +34,13 @@ def _proceed(draft: Draft) -> None:
     if plan.migration is None or not _only_moves_layers(plan, state.active):
         _prepare(draft, is_limited=True)
         return
-    active = replace(state.active, plan=plan.plan, migration=plan.migration, predicted_step_s=plan.predicted_step_s)
+    active = replace(
+        state.active,
+        plan=plan.plan,
+        migration=plan.migration,
+        hold_s=plan.hold_s,
+        predicted_step_s=plan.predicted_step_s,
+    )
     draft.set(in_force=state.placed, active=active, following=tuple(following))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
     _end_outcome(draft)

@@ -28,6 +28,7 @@ class ActivePlan:
     lost_layers: tuple[int, ...] = ()  # layers that no live worker held after the loss
     rest: RestOfStep | None = None  # of step `first_step`, if it was interrupted and is completed
     migration: Transfer | None = None  # layers that move while the plan trains; their receivers are in its placement
+    hold_s: float = 0.0  # with `migration`: seconds that a vote may wait for the layers and the switch that follows
     predicted_step_s: float | None = None  # seconds of a step; None if the decision is recorded by itself
     predicted_stall_s: float | None = None  # seconds without progress before the first step; likewise
 

@@ -300,6 +300,9 @@ class Migrate(Message):
     """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
     step_s: float | None = None
     """Predicted seconds of a step, for workers that have not run one."""
+    hold_s: float = 0.0
+    """Seconds for which a destination may delay a vote, once, until all its layers have arrived and the switch is
+    ordered."""
 
 
 class Switch(Message):

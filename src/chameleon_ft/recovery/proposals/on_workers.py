@@ -40,7 +40,7 @@ class ProposalsOnWorkers:
 
     @cached_property
     def _found(self) -> SearchResult | InfeasibleError:
-        return repartition.search(self._context)
+        return repartition.search(self._context, self._horizon_s)
 
     def reroute(self, name: str) -> list[Proposal]:
         """Propose the plan as `search.reroute` changes it; the plan as it is if no worker is lost."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.plan import Plan
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.search import FoundPlan, pareto_front
@@ -21,7 +21,7 @@ from chameleon_ft.transfer import (
     worker_kinds,
 )
 
-__all__ = ["fewest_holders", "numbered", "on_holders", "remap_workers"]
+__all__ = ["numbered", "on_holders", "remap_workers"]
 
 
 def remap_workers(name: str, plans: Sequence[FoundPlan], context: DecisionContext) -> list[Proposal]:
@@ -42,7 +42,7 @@ def remap_workers(name: str, plans: Sequence[FoundPlan], context: DecisionContex
         placement = remap_placement(plan.plan.placement, roles)
         num_bytes = moved_bytes(held, placement, layers)
         hosts = len(placement.single_points_of_failure(cluster.hosts))
-        figures = plan.step_s, any_host, num_bytes, hosts, -min(2, fewest_holders(placement))
+        figures = plan.step_s, any_host, num_bytes, hosts, -placement.fewest_holders
         found.append((figures, plan, roles))
         return num_bytes
 
@@ -69,11 +69,6 @@ def on_holders(plan: Plan, context: DecisionContext) -> Plan:
     kinds = _kinds_on_hosts(context)
     layers = context.costs.workload.layers
     return remap_plan(plan, assign_roles(holdings_of(context.held, kinds), _wanted(plan, kinds), layers))
-
-
-def fewest_holders(placement: Placement) -> int:
-    """Return the number of workers that hold the layer with the fewest holders."""
-    return min(len(placement.holders(layer)) for layer in range(placement.num_layers))
 
 
 def numbered(name: str, number: int) -> str:

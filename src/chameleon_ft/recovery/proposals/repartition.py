@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.layout import replicated_layout, uniform_limits
 from chameleon_ft.recovery.proposals.proposal import Proposal
-from chameleon_ft.recovery.proposals.remap_workers import fewest_holders, numbered, on_holders, remap_workers
+from chameleon_ft.recovery.proposals.remap_workers import numbered, on_holders, remap_workers
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 
 __all__ = ["repartition", "search"]
 
 # Copies of the layers in additional plans, if the plans of the search have fewer; it finds plans with two itself.
 _COPIES: Final = (3, 4, 6, 8)
+# Share of the time until the next incident that the incident may cost before plans with more holders are searched for.
+_SMALL: Final = 0.005
 
 
-def search(context: DecisionContext) -> SearchResult | InfeasibleError:
+def search(context: DecisionContext, horizon_s: float) -> SearchResult | InfeasibleError:
     """Return the result of `find_plan`, or why it finds nothing.
 
     If there is no checkpoint, every layer has at least two holders, if that is possible. If there is one, and the best
-    plan has layers with one holder, plans without such layers are added.
+    plan has layers with one holder, plans without such layers are added. If losses are so frequent that the number of
+    peers that take over the work of a lost worker counts, plans with half as many holders again are added.
+
+    Args:
+        horizon_s: expected seconds until the next incident.
     """
     current = None if context.returns else context.held
-    two_holders = not context.has_checkpoints
+    find = partial(find_plan, context.costs, current=current, effort=context.effort)
     try:
-        found = find_plan(context.costs, current=current, two_holders=two_holders, effort=context.effort)
+        found = find(least_holders=1 if context.has_checkpoints else 2)
     except InfeasibleError as error:
         return error
-    if two_holders or _fewest_holders(found.best) > 1:
+    fewest = _fewest_holders(found.best)
+    more = fewest + (fewest + 1) // 2
+    if fewest == 1:
+        wants_more = context.has_checkpoints
+    else:
+        wants_more = context.salvages and found.best.step_s / (fewest - 1) > _SMALL * horizon_s
+    if not wants_more or more > min(len(context.live), context.costs.workload.micro_batches):
         return found
-    safer = find_plan(context.costs, current=current, two_holders=True, effort=context.effort)
-    others = (each for each in (safer.best, *safer.alternatives) if _fewest_holders(each) > 1)
+    safer = find(least_holders=more)
+    others = (each for each in (safer.best, *safer.alternatives) if _fewest_holders(each) > fewest)
     return replace(found, alternatives=(*found.alternatives, *others))
 
 
@@ -87,4 +100,4 @@ def _replicated(prefix: str, context: DecisionContext, most: int) -> list[Propos
 
 
 def _fewest_holders(found: FoundPlan) -> int:
-    return fewest_holders(found.plan.placement)
+    return found.plan.placement.fewest_holders

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -252,14 +252,15 @@ class Committer:
         *,
         contributions: int,
         finish: bool,
-        switch: bool = False,
+        switch: Callable[[], bool] = bool,
         migration: LayerMigration | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
 
         Args:
             contributions: of micro-batches to layers that the gradients of this rank stand for.
-            finish, switch: the rest of this rank's part of the vote.
+            finish: whether this rank votes to finish.
+            switch: returns whether it votes to switch to the next generation; called just before the vote.
             migration: of layers that are to take part in the update.
 
         Raises:
@@ -275,7 +276,7 @@ class Committer:
                 migration.settle()
         self.reduced = True
         reduced_s = time.perf_counter()
-        ballot = [stats.loss, stats.terms, stats.samples, finish, switch, contributions]
+        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), contributions]
         vote = self._vote(ballot, communicators, members)
         stats.vote_s = (reduced_s, time.perf_counter())
         applied = self.apply(vote)

@@ -42,7 +42,8 @@ class LayerMigration:
     state after a number of updates, and does not vote while one is on its way. Without its vote no rank can apply the
     next update, so a source sends exactly the state that was requested. From then on, it also sends the sum of the
     layer's gradients before each vote, and the destination applies the same update as the source. A layer is requested
-    only if it will probably arrive before the sources have their sums, which they announce in each step.
+    only if it will probably arrive before the sources have their sums, which they announce in each step. If the order
+    says that it is worth the time, one vote waits for all layers, and for the order to switch.
 
     In each step call `settle` before the vote, with all sums complete, and `resume` after the update. `begin` may be
     called at any time of a step, and ranks need not do so in the same step: destinations wait for their sources. From
@@ -54,6 +55,7 @@ class LayerMigration:
         step_s: seconds of a step, as measured; None if none has been.
         rest_s: predicted seconds of the first step, if it is the rest of one that was interrupted.
         stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
+        is_ending: returns whether the switch to the next generation has been ordered, or this one is over.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class LayerMigration:
         step_s: float | None,
         rest_s: float | None = None,
         stand_ins: bool,
+        is_ending: Callable[[], bool],
     ) -> None:
         self._worker = worker
         self._held = held
@@ -77,6 +80,7 @@ class LayerMigration:
         self._device = device
         self._faults = faults
         self._stand_ins = stand_ins
+        self._is_ending = is_ending
         self._condition = threading.Condition()
         self._committed = committed
         self._summed = False  # whether this rank's sums are complete
@@ -91,6 +95,7 @@ class LayerMigration:
         self._begun_at_s = time.monotonic()  # of the step
         self._step_s, self._rest_s = step_s, rest_s
         self._open_s = rest_s or step_s  # from the beginning of a step until no further layer is requested
+        self._hold_s = 0.0  # for which a vote may still be delayed
         self._moves: tuple[tuple[int, int, int, int], ...] = ()
         self._bytes: dict[int, int] = {}
         self._memory: Mapping[int, Memory | None] = {}
@@ -117,6 +122,7 @@ class LayerMigration:
             self._destinations = sorted({move[1] for move in order.moves if move[0] == self._worker})
             self._step_s = self._step_s or order.step_s
             self._open_s = self._open_s or self._step_s
+            self._hold_s = order.hold_s if self._moves else 0.0
             works = [partial(self._serve, each) for each in self._destinations]
             for work in (*works, self._pull_all, self._give_sums):
                 thread = threading.Thread(target=self._guarded, args=(work,), name="migration", daemon=True)
@@ -125,6 +131,8 @@ class LayerMigration:
 
     def settle(self) -> None:
         """Wait for the layer on its way, and hold all that have arrived from the next update on, with their gradients.
+
+        If the order says so, wait for all layers, and for the order to switch.
 
         Raises:
             CommunicationError: a source is gone, or a layer has arrived damaged.
@@ -138,8 +146,11 @@ class LayerMigration:
         for source in sources:
             self._await_sums_of(source)
         with self._condition:
-            self._settling = True
+            until_s = time.monotonic() + self._hold_s
             self._open_s = time.monotonic() - self._begun_at_s
+            while time.monotonic() < until_s and not (self._migrated.done() or self._error or self._is_ending()):
+                self._condition.wait(_POLL_S)
+            self._settling, self._hold_s = True, 0.0
             self._condition.wait_for(lambda: not self._pulling)
             if self._error is not None:
                 raise self._error
@@ -151,6 +162,8 @@ class LayerMigration:
         sums = [self._receive(buffer, source) for source, buffer in current]
         for receive in sums:
             receive.wait()
+        while time.monotonic() < until_s and not self._is_ending():
+            time.sleep(_POLL_S)
 
     def resume(self) -> None:
         """Note that the update has been applied."""
@@ -212,6 +225,8 @@ class LayerMigration:
         with self._condition:
             refused_in: float | None = None  # the step in which there was no time for it
             while self._error is None:
+                if not self._settling and self._hold_s:
+                    break
                 if not self._settling and self._open_s is not None:
                     ends_s = self._begun_at_s + self._open_s
                     if refused_in not in (None, self._begun_at_s) or time.monotonic() + expected_s <= ends_s:

@@ -9,7 +9,7 @@ through other workers, by this worker. So the decisions, in the order in which t
 sends that ends, and the program they make cannot deadlock.
 
 In the rest of an interrupted step slots lack operations that ran before or are not needed. The messages that are sent
-again are in their channels from the start, ahead of all others; they block no sender.
+again are in channels of their own from the start, and block no sender.
 """
 
 from __future__ import annotations

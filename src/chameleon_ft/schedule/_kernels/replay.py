@@ -254,7 +254,6 @@ def run_blocking(
     targets: Integers,
     senders: Integers,
     receivers: Integers,
-    first_held: Integers,
 ) -> tuple[Integers, Booleans]:
     """Run all workers until each has ended or is blocked, where a send into a channel with a message blocks its worker.
 
@@ -262,7 +261,6 @@ def run_blocking(
         starts: the first operation of each worker, then the number of operations; int64 [workers + 1].
         sources, targets: the channel that each operation receives from and sends into, or -1; int64 [operations].
         senders, receivers: the workers at the ends of each channel; int64 [channels].
-        first_held: the messages that each channel holds at first; int64 [channels].
 
     Returns:
         By worker, the operation at which it is blocked (or its end), and whether it has run that operation but not sent
@@ -271,7 +269,7 @@ def run_blocking(
     count = len(starts) - 1
     position = starts[:-1].copy()
     sending = np.zeros(count, np.bool_)
-    held = first_held.copy()
+    held = np.zeros(len(senders), np.int64)
     # A stack of workers to look at, of which `number` are on it.
     waiting = np.arange(count)
     is_waiting = np.ones(count, np.bool_)

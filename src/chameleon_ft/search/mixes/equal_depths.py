@@ -56,7 +56,7 @@ def promising_layouts(
     for pipelines in searches:
         for depth in range(1, min(workers, layers) + 1):
             for number in _numbers(workers, depth, layers, workload.micro_batches):
-                if options.two_holders and number < 2:
+                if number < options.least_holders:
                     continue
                 sync = least_sync.of(number)
                 estimate_s = _estimate_s(pipelines, depth, workload.micro_batches / number)

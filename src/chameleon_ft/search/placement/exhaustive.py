@@ -76,7 +76,7 @@ class ExhaustiveSearch:
     def improved(self, best: PlacedPipelines) -> PlacedPipelines:
         """Return the pipelines of least step time that the effort finds; `best` if none of them is faster.
 
-        With `two_holders` in the options, only plans of two pipelines or more.
+        Only plans of as many pipelines as the options ask for holders.
         """
         self._best, self._best_s, self._spent = best, self._sync.step_s(best), 0
         self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
@@ -116,7 +116,7 @@ class ExhaustiveSearch:
 
     def _try(self, parts: Sequence[_Part]) -> None:
         """Compare all cuts and options of these pipelines with the best plan."""
-        if self._options.two_holders and len(parts) < 2:
+        if len(parts) < self._options.least_holders:
             return
         workers = self._workers(parts)
         for timed in product(*map(self._timed, parts)):

@@ -208,6 +208,7 @@ class ExactPlanner(Planner):
             has_checkpoints=parameters.has_checkpoints,
             checkpoints=state.checkpoints,
             migrates=self.salvages and not state.lost,
+            salvages=self.salvages,
             home=None if self._home is None else self._home.plan,
             home_in_flight_limits={} if self._home is None else self._home.in_flight_limits,
         )

@@ -163,6 +163,7 @@ class Planner(ABC):
             # Of workers that are never idle.
             reference_step_s=total_work_bound_s(self._costs) * whole_speed / sum(speeds.values()),
             has_checkpoints=self._has_checkpoints,
+            salvages=self.salvages,
         )
         index = best_of(score(options, prospect, samples=1), prospect)
         return None if index is None else options[index]
