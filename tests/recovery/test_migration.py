@@ -137,7 +137,7 @@ def test_beside_training_nothing_stops_and_layers_move_at_the_old_rate() -> None
         assert now[STAY].step_s is not None
         assert each.migration_step_s >= now[STAY].step_s
         # After the switch that takes newcomers in, layers move for at least a step.
-        assert each.is_join
+        assert each.needs_switch
         assert each.migrating_s == each.migration_step_s * math.ceil(each.migration_s / each.migration_step_s) > 0
 
 
@@ -152,7 +152,7 @@ def test_after_a_loss_rerouting_takes_over_and_layers_move_then() -> None:
             assert before[name].stall_s == at_once_s + (before[name].transfer_s or 0.0)
             assert now["reroute"].step_s is not None
             assert each.migration_step_s >= now["reroute"].step_s
-            assert (each.is_join, each.migrating_s) == (False, each.migration_s)
+            assert (each.needs_switch, each.migrating_s) == (False, each.migration_s)
             # No more is lost by a migration than by a stop for as long.
             assert each.samples > before[name].samples
     assert now["repartition"].migration_s > 0

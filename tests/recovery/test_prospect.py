@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -49,6 +50,23 @@ def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: floa
     assert found.fatal_share == pytest.approx(returns / draws, rel=0.02)
     assert found.return_s == pytest.approx(return_s / draws, rel=0.02)
     assert found.steps == pytest.approx((steps - return_s / 1.5) / draws, rel=0.02)
+
+
+@pytest.mark.parametrize("stall_s", [0.0, 100.0, 2000.0])
+def test_the_next_loss_costs_what_its_peers_do_if_the_step_is_completed(stall_s: float) -> None:
+    # The wait is exponential with a mean of 1,000 s.
+    gap = Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),))
+    repeats, salvages = prospect(gap), replace(prospect(gap), salvages=True)
+    found = {
+        share: [
+            ahead.of_plan(step_s=3.0, stall_s=stall_s, fatal=0.0, from_checkpoint=False, peers_share=share).steps
+            for ahead in (repeats, salvages)
+        ]
+        for share in (0.0, 0.5)
+    }
+    assert found[0.0][0] == found[0.0][1] == found[0.5][0]
+    lost_s = found[0.0][1] - found[0.5][1]
+    assert lost_s == pytest.approx(math.exp(-stall_s / 1000.0) * 0.5 * 3.0 / 1.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(("stall_s", "migration_s"), [(0.0, 0.0), (0.0, 50.0), (5.0, 400.0), (40.0, 3000.0)])

@@ -234,13 +234,13 @@ def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
 
 def test_a_vote_waits_for_all_layers_if_that_is_worth_the_time() -> None:
     moves = [(source, 2 + source, layer, 100) for source in (0, 1) for layer in (0, 2, 3)]
-    ranks = train(move(*moves, hold_s=1.0), steps=4, message_s=0.02)
+    ranks = train(move(*moves, hold_s=0.5), steps=3, message_s=0.01)
     assert [rank.error for rank in ranks] == [None] * 4
     for rank in ranks[2:]:
         assert {len(layers) for layers in rank.current} <= {0, 3}, "no step moves a part of them"
         assert rank.held.layers == {0, 2, 3}
         assert all(equal(state(rank, layer), state(ranks[0], layer)) for layer in (0, 2, 3))
-    parts = train(move(*moves), steps=40, message_s=0.02)
+    parts = train(move(*moves), steps=8, message_s=0.01)
     assert any(0 < len(layers) < 3 for rank in parts[2:] for layers in rank.current)
 
 

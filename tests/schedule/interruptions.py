@@ -119,7 +119,10 @@ def partial_hops(
 
 
 class Executor:
-    """Runs programs of a rest on what the survivors hold, with channels of one message and blocking sends."""
+    """Runs programs of a rest on what the survivors hold, with channels of one message and blocking sends.
+
+    Messages that are sent again arrive beside the channels, each with a tag.
+    """
 
     def __init__(self, program: Program, resends: Mapping[int, Sequence[Resend]], progress: Mapping[int, StepProgress]):
         self.contributed = Counter[tuple[int, int]]()
@@ -128,6 +131,7 @@ class Executor:
         self._deferred = {worker: set(own.deferred) for worker, own in progress.items()}
         self._queues: dict[tuple[int, int, bool], deque[tuple[int, int]]] = defaultdict(deque)
         self._local: dict[int, set[tuple[int, int, bool]]] = defaultdict(set)
+        self._resent: set[tuple[tuple[int, int, bool], tuple[int, int]]] = set()
         self._left = {worker: deque(program.of(worker)) for worker in program.workers}
         self._sending: dict[int, tuple[tuple[int, int, bool], tuple[int, int]]] = {}
         for own in progress.values():
@@ -140,7 +144,7 @@ class Executor:
                 if receiver == sender:
                     self._local[sender].add((micro_batch, layer, forward))
                 else:
-                    self._queues[sender, receiver, forward].append((micro_batch, layer))
+                    self._resent.add(((sender, receiver, forward), (micro_batch, layer)))
 
     def run(self) -> None:
         while sum(self._advance(worker) for worker in self._left):
@@ -148,6 +152,7 @@ class Executor:
         stuck = {worker: str(own[0]) for worker, own in self._left.items() if own}
         assert not stuck
         assert not self._sending
+        assert not self._resent
 
     def _advance(self, worker: int) -> bool:
         if worker in self._sending:
@@ -173,8 +178,11 @@ class Executor:
             assert (*message, forward) in self._local[worker]
             self._local[worker].remove((*message, forward))
             return True
-        queue = self._queues[operation.receive_from, worker, forward]
-        if queue:
+        channel = operation.receive_from, worker, forward
+        if (channel, message) in self._resent:
+            self._resent.remove((channel, message))
+            return True
+        if queue := self._queues[channel]:
             assert queue.popleft() == message
             return True
         return False

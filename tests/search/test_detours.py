@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, inf
@@ -103,6 +104,37 @@ def test_a_hop_is_cut_where_its_holders_change_and_joined_where_they_do_not() ->
     assert {hop.worker for hop in joined.routes[0].hops} <= {0, 4}
     only = reroute(wider, [0, 1, 2, 3], costs)
     assert only.routes[0].hops == (Hop(4, LayerRange(0, 3)),)
+
+
+@settings(max_examples=30)
+@given(any_planned, st.data())
+def test_without_a_search_the_largest_load_is_no_larger_than_if_whole_hops_are_shared(
+    case: Planned, data: st.DataObject
+) -> None:
+    lost = data.draw(losses(case.plan))
+    assume(survivable(case.plan, lost))
+
+    plan = reroute(case.plan, lost, case.costs, searches=False)
+
+    check_program(best_program(plan, case.costs).program, plan)
+    assert plan.placement == case.plan.placement.without(lost)
+
+
+def test_without_a_search_holders_of_parts_share_a_hop_if_that_levels_loads() -> None:
+    placement = Placement(
+        2, {0: (LayerRange(0, 2),), 1: (LayerRange(0, 2),), **{w: (LayerRange(w % 2, w % 2 + 1),) for w in range(2, 8)}}
+    )
+    pairs = [(Hop(w, LayerRange(0, 1)), Hop(w + 1, LayerRange(1, 2))) for w in (2, 4, 6)]
+    wholes = [(Hop(w, LayerRange(0, 2)),) for w in (0, 1)]
+    routes = [Route(m, hops) for m, hops in enumerate([*wholes * 6, *pairs * 12])]
+    plan = Plan(placement, tuple(routes))
+    costs = equal_costs(layers=2, micro_batches=len(routes), workers=8)
+
+    left = reroute(plan, [0], costs, searches=False)
+
+    layers = Counter(hop.worker for route in left.routes for hop in route.hops for _ in hop.layers)
+    # Six micro-batches of two layers are shared by six workers that each run 12 layers, and one that does too.
+    assert max(layers.values()) == 14
 
 
 def test_a_workload_of_another_model_is_refused() -> None:

@@ -162,6 +162,26 @@ def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> Non
     assert found.bound_s <= estimate.step_s
 
 
+@pytest.mark.parametrize("least_holders", [2, 3, 5, 8])
+def test_every_layer_has_as_many_holders_as_are_asked_for(least_holders: int) -> None:
+    costs = CostModel(PRESET, device("h100-80g").cluster(32).without([7, 30]))
+    found = find_plan(costs, least_holders=least_holders)
+    fewest = [each.plan.placement.fewest_holders for each in (found.best, *found.alternatives)]
+    assert min(fewest) >= least_holders
+    assert found.best.step_s >= find_plan(costs).best.step_s
+    assert found.bound_s <= find_plan(costs).best.step_s
+
+
+@pytest.mark.parametrize("effort", [None, 300])
+@pytest.mark.parametrize("seed", range(6))
+def test_if_no_plan_has_so_many_holders_any_will_do(seed: int, effort: int | None) -> None:
+    rng = random.Random(seed)
+    costs = with_gradients(instance(rng, workers=4, layers=3, micro_batches=4, kinds=1, memory=False), rng)
+    assert find_plan(costs, least_holders=5, effort=effort).best == find_plan(costs, effort=effort).best
+    many = find_plan(costs, least_holders=3, effort=effort)
+    assert many.best.plan.placement.fewest_holders >= 3
+
+
 @pytest.mark.parametrize("lost", [(), (7,), (0, 9, 31)])
 def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) -> None:
     cluster = device("h100-80g").cluster(32).without(lost)

@@ -17,11 +17,11 @@ from tests.search.instances import instance, with_gradients
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("two_holders", [False, True])
-def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, two_holders: bool) -> None:
+@pytest.mark.parametrize("fewest", [1, 2, 3])
+def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, fewest: int) -> None:
     rng = random.Random(seed)
     costs = with_gradients(instance(rng, workers=7, layers=5, micro_batches=6, kinds=1, memory=False), rng)
-    options = SearchOptions(least_holders=2 if two_holders else 1)
+    options = SearchOptions(least_holders=fewest)
     pool = WorkerPool.of(costs.cluster)
     searches = [
         PipelineSearch(PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options), options)
@@ -29,7 +29,6 @@ def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, two
     ]
     least = SyncLowerBound(costs, 1e9)
     found = promising_layouts(searches, 7, least, options, costs.workload)
-    fewest = 2 if two_holders else 1
     assert sorted((each.depth, each.number, each.pipelines is searches[0]) for each in found) == sorted(
         (depth, number, split)
         for split in (True, False)

@@ -68,7 +68,8 @@ def _migrating(
         migration_s=migration_s,
         migration_step_s=migration_s / steps if len(waves) > 1 else stretches[0][1],
         waves=len(waves),
-        is_join=any(message.destination not in context.placement.ranges for message in draft.transfer.messages),
+        needs_switch=waves[0].migrating.in_flight_limits != present.in_flight_limits
+        or any(message.destination not in context.placement.ranges for message in draft.transfer.messages),
         reason=None,
     )
 

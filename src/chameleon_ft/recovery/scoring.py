@@ -90,7 +90,8 @@ class Candidate:
         migration_step_s: seconds of a step of that plan, times `step_factor`; if there are several, the mean over the
             steps.
         waves: in how many waves; zero for none. See `waves_to`.
-        is_join: whether workers receive layers that have none yet, so that a switch that takes them in comes first.
+        needs_switch: whether a switch comes before the first layers move: it takes in workers without layers, or makes
+            room with fewer micro-batches in flight.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
@@ -109,7 +110,7 @@ class Candidate:
     migration_s: float = 0.0
     migration_step_s: float = math.inf
     waves: int = 0
-    is_join: bool = False
+    needs_switch: bool = False
     moved_bytes: int | None = None
     risk: LossRisk | None = None
     from_checkpoint: bool = False
@@ -130,7 +131,7 @@ class Candidate:
         A switch comes at the end of a step. A migration that begins in the present step and takes a fraction of a step
         makes one step more necessary with that probability; one that begins with a step takes whole steps.
         """
-        if not self.is_join or not self.migration_s:
+        if not self.needs_switch or not self.migration_s:
             return self.migration_s
         return math.ceil(self.migration_s / self.migration_step_s) * self.migration_step_s
 

@@ -158,16 +158,23 @@ class PlanSearch:
         return self._mix_search(search.pipelines, sync=search.sync, pipeline_range=search.pipeline_range, shapes=shapes)
 
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
-        """Return searches that together cover all pipelines that take no longer than `most_s`."""
-        if not self._with_sync:
+        """Return searches that together cover all pipelines that take no longer than `most_s`.
+
+        Each is among fewer pipelines than the options ask for, or among as many and more.
+        """
+        asked = self._options.least_holders
+        if not self._with_sync and asked == 1:
             return [self._mix_search(self._searches)]
         least = SyncLowerBound(self._costs, most_s)
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
-        ranges = list(numbers_of_pipelines(most))
-        if len(self._pool.classes) > 1:
-            ranges = [(2, most)] if most > 1 else []
+        ranges = [(1, 1), *numbers_of_pipelines(most)]
+        if len(self._pool.classes) > 1 or not self._with_sync:
+            ranges = [(1, 1), (2, most)]
+        cut = [part for first, last in ranges for part in ((first, min(last, asked - 1)), (max(first, asked), last))]
         return [
-            self._mix_search(self._searches, sync=least.of(own[0]), pipeline_range=own) for own in [(1, 1), *ranges]
+            self._mix_search(self._searches, sync=least.of(own[0]), pipeline_range=own)
+            for own in cut
+            if own[0] <= own[1]
         ]
 
     def _bounded(self, searches: Iterable[MixSearch], most_s: float) -> list[MixSearch]:
@@ -226,8 +233,8 @@ class PlanSearch:
             if found and (self._spent() > most or too_many):
                 self.complete = False
                 break
-            least = self._options.least_holders
-            if (search.pipeline_range or (least, least))[1] < least or not search.reaches(best_s):
+            has_few = search.pipeline_range is not None and search.pipeline_range[1] < self._options.least_holders
+            if has_few or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
             mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))

@@ -27,7 +27,8 @@ class SentMessages:
     in the rest of a step, some activations: of each receiver the latest `sends_kept` are held, and only
     `sends_in_flight` may be on their way; see there why this is enough. The wait for the earliest of them cannot
     deadlock: a receive is posted by its operation at the latest, and a checked program does not deadlock even if a
-    worker blocks with a single message in flight on a channel.
+    worker blocks with a single message in flight on a channel. Results that are sent again may be taken in any order:
+    nothing waits for them, and those to which nothing answers are held until the step ends.
 
     Args:
         answered: activations whose gradient comes back.
@@ -51,9 +52,11 @@ class SentMessages:
 
     def send(self, result: Result, tensor: Tensor, *, receiver: int) -> None:
         """Start sending a contiguous tensor, once not too many others are on their way. Raises CommunicationError."""
-        self._hold(result, tensor, receiver)
+        # Before anything can fail: the operation counts as run, so its result must not be lost.
+        self._state.results[result] = tensor
         if result not in self._answered:
             sent = self._unanswered[result[0], receiver]
+            sent.append(result)
             if len(sent) > self._buffers.sends_in_flight:
                 self._wait_for(sent[-1 - self._buffers.sends_in_flight], receiver)
             while len(sent) > self._buffers.sends_kept:
@@ -62,20 +65,13 @@ class SentMessages:
 
     def send_again(self, result: Result, *, receiver: int) -> None:
         """Start sending a result that is held, without waiting. Raises CommunicationError."""
-        tensor = self._state.results[result].contiguous()
-        self._hold(result, tensor, receiver)
+        tensor = self._state.results[result] = self._state.results[result].contiguous()
         self._start(result, tensor, receiver)
 
     def release(self, result: Result) -> None:
         """Release a result, if it is held: its receiver has used it."""
         self._state.results.pop(result, None)
         self._state.in_flight.pop(result, None)
-
-    def _hold(self, result: Result, tensor: Tensor, receiver: int) -> None:
-        # Before anything can fail: the operation counts as run, so its result must not be lost.
-        self._state.results[result] = tensor
-        if result not in self._answered:
-            self._unanswered[result[0], receiver].append(result)
 
     def _wait_for(self, result: Result, receiver: int) -> None:
         forward, micro_batch, _ = result
