@@ -27,9 +27,10 @@ from chameleon_ft.recovery import (
     decide,
 )
 from chameleon_ft.recovery.decision import prospect_of
+from chameleon_ft.recovery.proposals import repartition
 from chameleon_ft.recovery.scoring import Course, best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
-from chameleon_ft.search import find_plan
+from chameleon_ft.search import SearchResult, find_plan
 from tests.recovery.contexts import after, arrived, context, contexts, layer, rate_of
 
 horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
@@ -246,6 +247,31 @@ def test_more_copies_are_kept_if_losses_come_together() -> None:
     rare = decide(now, "chameleon", rate_of(1e9, now)).course
     assert rare is not None
     assert any(len(rare.plan.placement.holders(number)) == 1 for number in range(8)), "the fastest plan has one copy"
+
+
+@pytest.mark.parametrize("salvages", [False, True])
+def test_where_losses_are_frequent_and_steps_are_completed_plans_with_more_holders_are_proposed(salvages: bool) -> None:
+    # To reduce gradients takes a while, so few pipelines are the fastest.
+    layers = (replace(layer(200), param_bytes=100, optimizer_bytes=200),) * 12
+    now = replace(after(context(dp=4, pp=3, share=8, layers=layers), 1), restart_cost_s=0.0, salvages=salvages)
+    step_s = find_plan(now.costs, effort=now.effort).best.step_s
+    fewest: list[int] = []
+    proposed: list[int] = []
+    for steps in (1e9, 1.0):
+        rate = rate_of(steps * step_s, now)
+        decision = decide(now, "repartition", rate)
+        assert decision.course is not None
+        fewest.append(decision.course.plan.placement.fewest_holders)
+        found = repartition.search(now, rate.horizon_s(len(now.live)))
+        assert isinstance(found, SearchResult)
+        plans = (found.best, *found.alternatives)
+        proposed.append(max(each.plan.placement.fewest_holders for each in plans))
+    if salvages:
+        assert fewest[1] > fewest[0]
+        assert proposed[1] > proposed[0]
+    else:
+        assert fewest[0] == fewest[1]
+        assert proposed[0] == proposed[1]
 
 
 def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> None:

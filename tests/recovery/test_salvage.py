@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.plan import Hop, Plan, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.plan.rest import PartialHop, RestOfStep, StepProgress
 from chameleon_ft.recovery.salvage import Salvage, limits_by_memory, salvage
 from chameleon_ft.schedule import CostModel, InFlightLimit, list_schedule, replay
@@ -256,6 +256,24 @@ def test_peers_share_lost_hops_as_wholes_and_in_parts() -> None:
     assert max(extra(parts)) <= 21
     assert {len(route.hops) for route in whole.rest.routes} == {2}
     assert {len(route.hops) for route in parts.rest.routes} == {2, 3}
+
+
+def test_holders_of_parts_of_a_lost_hop_share_it() -> None:
+    """Of layers 2 to 5, worker 4 holds all, and workers 6 and 7 half each."""
+    ranges = {0: (0, 2), 1: (2, 6), 2: (6, 8), 3: (0, 2), 4: (2, 6), 5: (6, 8), 6: (0, 4), 7: (4, 8)}
+    held = {worker: LayerRange(*own) for worker, own in ranges.items()}
+    pipelines = [tuple(Hop(worker, held[worker]) for worker in own) for own in ((0, 1, 2), (3, 4, 5), (6, 7))]
+    placement = Placement(8, {worker: (own,) for worker, own in held.items()})
+    plan = Plan(placement, tuple(Route(number, pipelines[number % 3]) for number in range(36)))
+    progress = {worker: StepProgress() for worker in plan.workers if worker != 1}
+    found = salvage(plan, progress, survivors(equal_costs(layers=8, micro_batches=36, workers=8), {1}))
+
+    whole, parts = ({tuple((h.worker, h.layers) for h in r.hops) for r in each.rest.routes} for each in found)
+    both = tuple((worker, LayerRange(*own)) for worker, own in ((0, (0, 2)), (6, (2, 4)), (7, (4, 6)), (2, (6, 8))))
+    assert both in parts
+    assert both not in whole
+    most = [max(Counter(h.worker for r in e.rest.routes for h in r.hops for _ in h.layers).values()) for e in found]
+    assert most[1] < most[0]
 
 
 def test_memory_that_is_known_lets_a_worker_keep_more_micro_batches() -> None:

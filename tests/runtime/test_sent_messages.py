@@ -130,20 +130,6 @@ def test_a_gradient_that_could_not_be_sent_is_held_with_those_before_it() -> Non
     assert len(network.sent) == KEPT
 
 
-def test_sending_again_does_not_wait_and_what_follows_does() -> None:
-    messages = sending(network := Network(), state := StepState(0))
-    state.results = {gradient(number): torch.zeros(2) for number in range(8)}
-    for number in range(8):
-        messages.send_again(gradient(number), receiver=1)
-    assert network.waited == []
-    assert len(network.sent) == len(state.results) == 8
-
-    messages.send(gradient(8), torch.zeros(2), receiver=1)
-
-    assert network.waited == [(1, 2 * (8 - IN_FLIGHT) + 1)]
-    assert list(state.results) == [gradient(number) for number in range(9 - KEPT, 9)]
-
-
 def test_a_waiting_worker_names_its_peer() -> None:
     activity = Activity()
     seen: list[tuple[str, bool]] = []
@@ -161,3 +147,16 @@ def test_a_waiting_worker_names_its_peer() -> None:
         messages.send(gradient(4 + number), torch.zeros(2), receiver=1)
 
     assert seen == [("worker 1 to take the gradient of micro-batch 4", True)]
+
+
+def test_nothing_waits_for_what_is_sent_again_and_it_is_held() -> None:
+    """Its receiver may take it after everything that is sent later."""
+    messages = sending(network := Network(), state := StepState(0))
+    state.results[gradient(19)] = torch.zeros(2)
+    messages.send_again(gradient(19), receiver=1)
+    for number in range(12):
+        messages.send(gradient(number), torch.zeros(2), receiver=1)
+    assert (1, 39) in network.sent
+    assert (1, 39) not in network.waited
+    assert len(network.waited) == 12 - IN_FLIGHT
+    assert gradient(19) in state.results

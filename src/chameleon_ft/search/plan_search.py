@@ -240,6 +240,7 @@ class PlanSearch:
             mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))
             self.complete = self.complete and search.complete
             self.mixes += len(mixes)
+            mixes = [mix for mix in mixes if sum(count for _, count in mix.pipelines) >= self._options.least_holders]
             for mix in islice(sorted(mixes, key=lambda mix: mix.time_s), _MIXES_PLACED):
                 if mix.time_s < close_s:
                     found += self._placed(mix)
