@@ -144,3 +144,28 @@ def test_before_the_first_decision_there_is_nothing_to_report(followed: Followed
     followed.commit(*[0.4] * 20)
     followed.end()
     assert followed.reported == []
+
+
+def test_layers_that_move_make_an_interrupted_step_longer() -> None:
+    outcomes = Outcomes()
+    for number in range(5):
+        outcomes, _ = outcomes.committed(2.0, 2.0 * number)
+    outcomes, _ = outcomes.decided(
+        generation=2,
+        policy="reroute",
+        predicted_step_s=3.0,
+        predicted_stall_s=0.5,
+        repeated_steps=0,
+        is_salvaged=True,
+        now=8.5,
+    )
+    hit = outcomes.hit(5, generation=2)
+
+    _, plain = hit.cost(5, 11.0)
+    _, moving = hit.migrating(3.4).cost(5, 11.0)
+    assert plain is not None
+    assert moving is not None
+    assert plain.predicted_steps == pytest.approx(0.25)
+    assert moving.predicted_steps == pytest.approx(0.45)
+    assert hit.migrating(None) == hit.migrating(2.0) == hit
+    assert outcomes.migrating(3.4) == outcomes, "no step is interrupted"

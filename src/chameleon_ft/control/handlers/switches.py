@@ -43,6 +43,7 @@ def _proceed(draft: Draft) -> None:
     )
     draft.set(in_force=state.placed, active=active, following=tuple(following))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
+    draft.set(outcomes=state.outcomes.migrating(plan.predicted_step_s))
     _end_outcome(draft)
     _migrating(draft)
     resume(draft)

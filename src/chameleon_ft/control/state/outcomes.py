@@ -151,6 +151,15 @@ class Outcomes:
         after = replace(self, since=now, committed_at=now, recent_s=recent_s, pending=pending)
         return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
 
+    def migrating(self, predicted_step_s: float | None) -> Self:
+        """Note that layers begin to move, with this prediction for a step: it makes an interrupted step longer, too."""
+        hit, pending = self.interrupted, self.pending
+        before_s = None if pending is None else pending.predicted_step_s
+        if hit is None or hit.predicted_s is None or before_s is None or predicted_step_s is None:
+            return self
+        longer_s = max(0.0, predicted_step_s - before_s)
+        return replace(self, interrupted=replace(hit, predicted_s=hit.predicted_s + longer_s))
+
     def ended(self) -> tuple[Self, OutcomeRecord | None]:
         """Stop following the decision in force; also return its outcome if it has not been reported."""
         return replace(self, pending=None), self.outcome
