@@ -259,12 +259,12 @@ class History:
             ),
         )
 
-    def prepare(self, *workers: int, error: str | None = None) -> None:
+    def prepare(self, *workers: int, error: str | None = None, cannot_migrate: bool = False) -> None:
         """Have workers, or all that have not yet, prepare the next generation."""
         assert self.state.next is not None
         number = self.state.next.number
         for worker in workers or sorted(self.state.next.unprepared):
-            self.tell(worker, Prepared(generation=number, error=error))
+            self.tell(worker, Prepared(generation=number, error=error, cannot_migrate=cannot_migrate))
 
     def switch(self) -> None:
         """Have all prepare the next generation, and switch to it."""

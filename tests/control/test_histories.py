@@ -521,6 +521,31 @@ def test_a_loss_cancels_all_waves(after: int) -> None:
     assert history.state.in_force == placed[-1], "of the last plan under which no layer moves"
 
 
+def test_layers_that_cannot_be_received_are_dropped_and_it_is_decided_anew() -> None:
+    history = training(recovery=RESPAWNING)
+    come_back(history)
+    history.consider(0, 1, 2, 3, waves=1)
+    for attempt in range(3):
+        history.switch()
+        migrating = history.state.active
+        assert migrating is not None
+        assert migrating.migration is not None
+        assert history.state.next is not None
+        history.prepare(1, error="no memory", cannot_migrate=True)
+        assert [each["error"] for each in history.events("discarded")] == ["worker 1: no memory"] * (attempt + 1)
+        assert history.state.scale_up.retries == attempt + 1
+        history.wait(2.0**attempt + 0.1)
+        history.switch()
+        state = history.state
+        assert state.active is not None
+        assert (state.active.migration, state.following, state.next) == (None, (), None)
+        assert state.active.plan.workers == (0, 2, 3), "the newcomer, a spare again, held nothing else"
+        assert history.records(JoinRecord) == []
+        assert history.state.scale_up.newcomers == {1}
+        history.wait(2.0**attempt + 0.1)
+        history.consider(0, 1, 2, 3, waves=1)
+
+
 @pytest.mark.parametrize(("how", "is_prepared"), [("lost", False), ("lost", True), ("drained", False)])
 def test_between_waves_another_course_is_looked_for_if_the_next_wave_cannot_come(how: str, is_prepared: bool) -> None:
     history = between_waves()

@@ -204,11 +204,12 @@ class Runs(RuleBasedStateMachine):
     # --- switches ---
 
     @precondition(lambda self: self.history.state.next is not None)
-    @rule(workers=st.sets(WORKERS), error=RARELY)
-    def prepare(self, workers: set[int], error: bool) -> None:
+    @rule(workers=st.sets(WORKERS), error=RARELY, cannot_migrate=st.booleans())
+    def prepare(self, workers: set[int], error: bool, cannot_migrate: bool) -> None:
         for worker in sorted(workers & set(self.history.live())):
             if self.history.state.next is not None:
-                self.history.prepare(worker, error="an error" if error else None)
+                why = "an error" if error else None
+                self.history.prepare(worker, error=why, cannot_migrate=error and cannot_migrate)
 
     @precondition(lambda self: self.history.state.next is not None)
     @rule(starts=OFTEN)

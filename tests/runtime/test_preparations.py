@@ -54,14 +54,14 @@ class Client:
     def migrate(self, generation: int) -> None:
         self.preparations.put(Migrate(generation=generation, moves=MOVES))
 
-    def prepare(self, generation: int) -> None:
+    def prepare(self, generation: int, *, drops: bool = False) -> None:
         order = StartGeneration(
             generation=generation,
             members=(0, 1),
             store_port=1,
             first_step=5,
             operations="",
-            segments=((0, 2, (0, 1), ()), (2, LAYERS, (0, 1), ())),
+            segments=((0, 2, (0, 1), ()), (2, LAYERS, (1,) if drops else (0, 1), ())),
         )
         self.preparations.put(Prepare(order=order))
 
@@ -184,7 +184,9 @@ def test_layers_that_cannot_be_built_are_reported_by_what_follows_their_migratio
     client.migrate(2)
     client.prepare(3)
     error = "layers cannot be received: ValueError: the factory needs a file that is gone"
-    assert client.answer() == Prepared(generation=3, error=error)
+    assert client.answer() == Prepared(generation=3, error=error, cannot_migrate=True)
+    client.prepare(4, drops=True)
+    assert client.answer() == Prepared(generation=4), "it needs none of them"
     assert migration.begun.get(timeout=10.0)[1] is None, "it serves others"
 
 
@@ -195,7 +197,8 @@ def test_a_generation_in_which_layers_are_to_move_is_not_prepared_without_memory
     preparations(client, layers=[*toy_job(LAYERS).layers[:3], missing])
     client.migrate(2)
     client.prepare(2)
-    assert client.answer() == Prepared(generation=2, error="layers cannot be received: MemoryError: no memory")
+    error = "layers cannot be received: MemoryError: no memory"
+    assert client.answer() == Prepared(generation=2, error=error, cannot_migrate=True)
 
 
 def test_layers_move_in_a_generation_from_its_beginning(client: Client) -> None:

@@ -118,12 +118,14 @@ class _OrderedMigration:
     """Layers that are to move in a generation, which may not have begun yet.
 
     Attributes:
+        arriving: the layers that will arrive at this rank, with their bytes.
         allocations: layer that will arrive at this rank -> memory for it; None unless all are allocated and the layers
             do not move yet.
         migrated: is done once all have arrived, or with the error if they cannot.
     """
 
     order: Migrate
+    arriving: dict[int, int]
     allocations: dict[int, Allocation] | None = None
     migrated: Future[None] = field(default_factory=Future)
 
@@ -221,6 +223,9 @@ class Preparations:
         ordered = self._ordered
         if ordered is None or self._client.is_over(ordered.order.generation):
             self._client.send(Prepared(generation=order.generation))
+        elif ordered.order.generation < order.generation and generation.layers.isdisjoint(ordered.arriving):
+            # It drops the layers that move: the migration is cancelled.
+            self._client.send(Prepared(generation=order.generation))
         elif ordered.order.generation < order.generation:
             ordered.migrated.add_done_callback(lambda done: self._migrated(order.generation, done.exception()))
         else:
@@ -230,7 +235,7 @@ class Preparations:
     def _migrated(self, generation: int, error: BaseException | None) -> None:
         """Answer that a generation is prepared, unless layers cannot move in it or in the one before."""
         why = None if error is None else f"layers cannot be received: {type(error).__name__}: {error}"
-        self._client.send(Prepared(generation=generation, error=why))
+        self._client.send(Prepared(generation=generation, error=why, cannot_migrate=error is not None))
 
     def _allocate(self, generation: Generation) -> None:
         """Allocate the layers that will arrive before the generation trains."""
@@ -242,10 +247,10 @@ class Preparations:
 
     def _prepare_migration(self, order: Migrate) -> None:
         """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
-        ordered = self._ordered = _OrderedMigration(order)
+        arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
+        ordered = self._ordered = _OrderedMigration(order, arriving)
         allocations = {}
         try:
-            arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
             self._allocator.preallocate(arriving)
             for layer in arriving:
                 if self._client.is_over(order.generation):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.handlers.draft import Draft
@@ -17,8 +18,11 @@ from chameleon_ft.control.state.incident import Incident
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
+from chameleon_ft.recovery import without_shadow_holders
 
 __all__ = ["adopt", "advance", "discard", "participant_lost", "prepare", "prepare_failed", "prepared", "resume"]
+
+_CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
@@ -114,7 +118,7 @@ def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
     if upcoming is None or message.generation != upcoming.number or upcoming.is_switching:
         return
     if message.error is not None:
-        _give_up(draft, f"worker {worker}: {message.error}")
+        _give_up(draft, f"worker {worker}: {message.error}", cancels=message.cannot_migrate)
         return
     draft.set(next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s))
     _switch_if_prepared(draft)
@@ -169,15 +173,39 @@ def _cancel(draft: Draft) -> None:
     draft.set(following=(), migrated=Migrated())
 
 
-def _give_up(draft: Draft, error: str) -> None:
-    """Discard the next generation because of an error, and try again after a while."""
-    upcoming = draft.state.next
+def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
+    """Discard the next generation because of an error, and try again after a while.
+
+    If the layers of the active migration cannot all be received (`cancels`), the next one drops them, and what to do is
+    decided anew.
+    """
+    upcoming, active = draft.state.next, draft.state.active
     assert upcoming is not None
+    assert active is not None
     discard(draft)
+    if cancels and active.migration is not None:
+        draft.set(following=(_without_migration(active),))
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
     draft.set(scale_up=scale_up)
     message = f"generation {upcoming.number} could not be prepared, and training goes on without it: {error}"
     draft.record("discarded", generation=upcoming.number, error=error, message=message)
+
+
+def _without_migration(active: ActivePlan) -> ActivePlan:
+    assert active.migration is not None
+    placement = without_shadow_holders(active.plan.placement, active.migration)
+    return replace(
+        active,
+        plan=replace(active.plan, placement=placement),
+        policy=_CANCELLED,
+        action="the layers that moved are dropped",
+        transition=None,
+        rest=None,
+        migration=None,
+        hold_s=0.0,
+        predicted_step_s=None,
+        predicted_stall_s=None,
+    )
 
 
 def _switch_if_prepared(draft: Draft) -> None:
@@ -218,10 +246,11 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
+            is_hasty=active.policy == _CANCELLED,
             migrated=migrated,
         ),
     )
-    if following:
+    if following or active.policy == _CANCELLED:
         _end_outcome(draft)
     else:
         _follow_outcome(draft, active)
@@ -233,8 +262,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         trained = tuple(worker for worker in active.plan.workers if worker in before.plan.workers)
         draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
-    if resume(draft):
-        draft.set(scale_up=replace(draft.state.scale_up, retries=0))
+    resume(draft)
 
 
 def _follow_outcome(draft: Draft, active: ActivePlan) -> None:

@@ -197,6 +197,7 @@ class Prepared(Message):
     type: Literal["prepared"] = "prepared"
     generation: int
     error: str | None = None
+    cannot_migrate: bool = False  # whether that is because layers of the migration before it cannot be received
 
 
 class Finished(Message):
