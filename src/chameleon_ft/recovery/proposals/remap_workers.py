@@ -42,7 +42,9 @@ def remap_workers(name: str, plans: Sequence[FoundPlan], context: DecisionContex
         placement = remap_placement(plan.plan.placement, roles)
         num_bytes = moved_bytes(held, placement, layers)
         hosts = len(placement.single_points_of_failure(cluster.hosts))
-        figures = plan.step_s, any_host, num_bytes, hosts, -placement.fewest_holders
+        # More than two holders make the next loss cheaper if the interrupted step is completed.
+        holders = placement.fewest_holders if context.salvages else min(2, placement.fewest_holders)
+        figures = plan.step_s, any_host, num_bytes, hosts, -holders
         found.append((figures, plan, roles))
         return num_bytes
 
