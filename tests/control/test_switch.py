@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
@@ -15,6 +16,7 @@ from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, STAY, Decision, DecisionContext, Proposal, decide
 from chameleon_ft.recovery.scoring import measure
+from chameleon_ft.transfer import pull_s
 from tests.recovery.contexts import after, arrived, context, contexts, layer, rate_of
 
 HORIZON_S = 1e6
@@ -89,6 +91,22 @@ def test_layers_move_before_the_plan_trains_where_memory_does_not_hold_them_besi
     assert (plans[-1].transition is None) == migrates
     assert plans[-1].predicted_stall_s == (0.0 if migrates else chosen.transfer_s)
     assert plans_to(decision, now, migrates=False)[0].transition is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(now=contexts(intact=True))
+def test_a_vote_waits_for_layers_only_if_another_step_would_cost_more(now: DecisionContext) -> None:
+    plans = plans_for(now, "repartition")
+    for migrating, following in pairwise(plans):
+        if migrating.migration is None:
+            assert migrating.hold_s == 0
+            continue
+        moves_s = pull_s(migrating.migration.messages, now.senders) * now.migration_factor
+        assert migrating.predicted_step_s is not None
+        if following.predicted_step_s is not None:
+            gain_s = migrating.predicted_step_s - following.predicted_step_s
+            assert migrating.hold_s == (pytest.approx(gain_s) if moves_s < gain_s else 0)
+            event(f"it waits: {migrating.hold_s > 0}")
 
 
 @pytest.mark.parametrize(("memory_bytes", "fits"), [(None, True), (140, True), (139, False)])

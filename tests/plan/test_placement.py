@@ -59,6 +59,12 @@ def test_placements_that_say_the_same_are_equal() -> None:
     assert apart.holds(1, LayerRange(1, 3))
 
 
+@given(placements(several_ranges=True))
+def test_the_layer_with_the_fewest_holders_counts(placement: Placement) -> None:
+    holders = [len(placement.holders(layer)) for layer in range(placement.num_layers)]
+    assert placement.fewest_holders == min(holders)
+
+
 def test_a_layer_without_a_holder_is_named() -> None:
     placement = Placement(4, {7: (LayerRange(1, 3),)})
 

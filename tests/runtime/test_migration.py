@@ -66,6 +66,7 @@ class Rank:
     operations: tuple[Operation, ...]
     losses: list[float] = field(default_factory=list)
     current: list[frozenset[int]] = field(default_factory=list)
+    switches: list[bool] = field(default_factory=list)
     migrated: Future[None] = field(default_factory=Future)
     is_ending: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -127,8 +128,10 @@ class Rank:
                         tuple(members),
                         contributions=state.contributions(),
                         finish=False,
+                        switch=self.is_ending.is_set,
                         migration=layers,
                     )
+                    self.switches.append(applied.vote.switch)
                     self.losses.append(applied.vote.loss_sum / applied.vote.terms)
                     self.current.append(self.held.layers)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
@@ -151,6 +154,7 @@ def train(
     message_s: float = 0.0,
     spoiled_tag: int | None = None,
     delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
+    switches_after_s: float | None = None,
 ) -> list[Rank]:
     """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder."""
     job = toy_job(LAYERS, tied=tied)
@@ -179,6 +183,12 @@ def train(
     ]
     for thread in threads:
         thread.start()
+    if switches_after_s is not None:
+        for rank in ranks:
+            rank.migrated.result(timeout=30)
+        time.sleep(switches_after_s)
+        for rank in ranks:
+            rank.is_ending.set()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -234,7 +244,7 @@ def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:
 
 def test_a_vote_waits_for_all_layers_if_that_is_worth_the_time() -> None:
     moves = [(source, 2 + source, layer, 100) for source in (0, 1) for layer in (0, 2, 3)]
-    ranks = train(move(*moves, hold_s=0.5), steps=3, message_s=0.01)
+    ranks = train(move(*moves, hold_s=20.0), steps=3, message_s=0.01, switches_after_s=0.0)
     assert [rank.error for rank in ranks] == [None] * 4
     for rank in ranks[2:]:
         assert {len(layers) for layers in rank.current} <= {0, 3}, "no step moves a part of them"
@@ -244,10 +254,26 @@ def test_a_vote_waits_for_all_layers_if_that_is_worth_the_time() -> None:
     assert any(0 < len(layers) < 3 for rank in parts[2:] for layers in rank.current)
 
 
-def test_a_vote_waits_for_the_switch_but_not_for_long() -> None:
+def test_a_vote_waits_for_the_switch() -> None:
+    ranks = train(move((0, 2, 1, 100), hold_s=20.0), steps=4, switches_after_s=0.2)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert ranks[2].held.layers == {1}
+    arrived = [bool(layers) for layers in ranks[2].current]
+    assert ranks[2].switches == arrived, "the vote of the step in which the layer has arrived is the first to switch"
+
+
+def test_a_vote_does_not_wait_for_ever() -> None:
     ranks = train(move((0, 2, 1, 100), hold_s=0.2), steps=6)
     assert [rank.error for rank in ranks] == [None] * 3
     assert ranks[2].held.layers == {1}
+
+
+def test_a_layer_that_would_take_too_long_is_not_waited_for() -> None:
+    moves = [(0, 2, layer, 100) for layer in range(LAYERS)]
+    ranks = train(move(*moves, hold_s=0.3), steps=2, message_s=0.1)
+    assert [rank.error for rank in ranks] == [None] * 3
+    # Each layer takes more than 0.2 s: after the first, which was not known to, no other fits.
+    assert all(len(layers) <= 2 for layers in ranks[2].current)
 
 
 def test_a_layer_that_arrives_damaged_ends_the_generation() -> None:

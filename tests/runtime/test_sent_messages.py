@@ -68,12 +68,19 @@ def gradient(micro_batch: int) -> Result:
     return False, micro_batch, 1
 
 
+def tag_of(forward: bool, micro_batch: int) -> int:
+    """The tag of a result of layer 1 of two."""
+    return 2 * (2 * micro_batch + 1) + (not forward)
+
+
 ANSWERED = {activation(number) for number in range(20)}
 
 
 def sending(network: Network, state: StepState | None = None, *, activity: Activity | None = None) -> SentMessages:
     buffers = MessageBuffers(receives_ahead=AHEAD, sends_kept=KEPT)
-    return SentMessages(state or StepState(0), network, activity or Activity(), buffers=buffers, answered=ANSWERED)
+    return SentMessages(
+        state or StepState(0), network, activity or Activity(), buffers=buffers, answered=ANSWERED, num_layers=2
+    )
 
 
 def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_are() -> None:
@@ -89,7 +96,7 @@ def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_ar
     gc.collect()
     assert [number for number, tensor in enumerate(alive) if tensor() is None] == [7]
     assert list(state.results) == list(state.in_flight) == [activation(n) for n in (*range(7), *range(8, 20))]
-    assert network.sent == [(2, 2 * number) for number in range(20)]
+    assert network.sent == [(2, tag_of(True, number)) for number in range(20)]
     assert network.waited == []
 
 
@@ -98,7 +105,7 @@ def test_an_unanswered_message_is_held_until_it_has_certainly_been_used(forward:
     messages = sending(network := Network(), state := StepState(0))
     for number in range(9):
         messages.send((forward, 100 + number, 1), torch.zeros(2), receiver=1)
-        tags = [2 * (100 + earlier) + (not forward) for earlier in range(number + 1 - IN_FLIGHT)]
+        tags = [tag_of(forward, 100 + earlier) for earlier in range(number + 1 - IN_FLIGHT)]
         assert network.waited == [(1, tag) for tag in tags]
         held = [micro_batch - 100 for _, micro_batch, _ in state.results]
         assert held == list(range(max(0, number + 1 - KEPT), number + 1))
@@ -113,7 +120,7 @@ def test_gradients_to_different_workers_do_not_wait_for_each_other() -> None:
 
     messages.send(gradient(IN_FLIGHT), torch.zeros(2), receiver=1)
 
-    assert network.waited == [(1, 1)]
+    assert network.waited == [(1, tag_of(False, 0))]
     assert len(state.results) == 2 * IN_FLIGHT + 1
 
 
@@ -156,7 +163,7 @@ def test_nothing_waits_for_what_is_sent_again_and_it_is_held() -> None:
     messages.send_again(gradient(19), receiver=1)
     for number in range(12):
         messages.send(gradient(number), torch.zeros(2), receiver=1)
-    assert (1, 39) in network.sent
-    assert (1, 39) not in network.waited
+    assert (1, tag_of(False, 19)) in network.sent
+    assert (1, tag_of(False, 19)) not in network.waited
     assert len(network.waited) == 12 - IN_FLIGHT
     assert gradient(19) in state.results

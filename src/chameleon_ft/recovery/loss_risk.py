@@ -51,9 +51,10 @@ class HolderSets:
 
     @property
     def peers_share(self) -> float:
-        """Return the share of a worker's load that each of its peers takes over if it is lost; the mean over workers.
+        """Return the share of a lost worker's load that each of its peers takes over, if the groups are workers.
 
-        Of groups that are workers. Those that are the only holder of some layer have no peers, and are left out.
+        The mean over the places in all sets: 1 / (h - 1) for a set of h workers. A worker that is the only holder of
+        some layer has no peers, and is left out.
         """
         shared = {size: count * size for size, count in self.counts.items() if size > 1}
         workers = sum(shared.values())

@@ -382,7 +382,7 @@ def _parts(layers: LayerRange, survivors: Placement, *, cut: bool) -> Iterator[t
             if start in own
         }
         stop = min(stops.values()) if cut else max(stops.values())
-        yield LayerRange(start, stop), tuple(worker for worker, own_stop in stops.items() if own_stop == stop)
+        yield LayerRange(start, stop), tuple(worker for worker, own_stop in stops.items() if own_stop >= stop)
         start = stop
 
 

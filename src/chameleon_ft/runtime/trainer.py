@@ -335,6 +335,11 @@ class Trainer:
         while not self.client.is_over(generation.number) and self.client.orders.empty():
             time.sleep(_POLL_S)
 
+    def _is_ending(self, generation: int, committer: Committer) -> bool:
+        """Whether the present step is known to be the last of a generation."""
+        is_last = committer.committed + 1 >= self.config.steps or self.client.finishing
+        return is_last or self.client.switch_to > generation or self.client.is_over(generation)
+
     def _train(self, generation: Generation, committer: Committer) -> Outcome:
         """Train in a generation until it is over, or the run has come to its end."""
         order, communicators = generation.order, generation.communicators
@@ -350,7 +355,7 @@ class Trainer:
             step_s=committer.step_s,
             rest_s=None if order.rest is None else order.rest.rest_s,
             stand_ins=self.pace is not None,
-            is_ending=lambda: self.client.switch_to > generation.number or self.client.is_over(generation.number),
+            is_ending=partial(self._is_ending, generation.number, committer),
         )
         self._preparations.training(generation.number, self._held, committer.buffers, migration)
         executor = Executor(

@@ -28,7 +28,7 @@ def check_program(program: Program, plan: Plan) -> None:
     - Every hop of every route has its F, and its B or its I and W, exactly once, on the hop's worker, with the peers
       that the route gives it; on the worker, F comes before B or I, and I before W.
     - For each directed pair of workers, activations are received in the order in which they are sent, and so are
-      gradients: there are no tags to tell messages apart.
+      gradients: not all backends can tell messages apart otherwise.
     - It does not deadlock when each such channel holds one message and a send into a full channel blocks its worker.
     """
     records = records_by_code(plan, plan.routes)
@@ -44,7 +44,8 @@ def check_rest(program: Program, resends: Mapping[int, Sequence[Resend]], rest: 
     """Raise ProgramError unless `program` runs `rest` to its end, whatever the timing.
 
     The conditions are those of `check_program`, for the operations that remain. `resends` has exactly those messages
-    that the rest asks for. They block no sender, and may be taken in any order, because they have tags.
+    that the rest asks for. They block no sender, and may be taken in any order: a backend that runs a rest can tell
+    messages apart.
     """
     asked = rest_operations(rest)
     if len(asked.worker):

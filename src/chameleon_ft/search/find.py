@@ -41,14 +41,13 @@ def find_plan(
         others: plans to compare with, by name, such as a rerouted one.
         others_in_flight_limits: in-flight limits under `others`, if a run imposes them. By default memory alone limits
             them, or `default_limits` where memory does not suffice for that.
-        least_holders: least number of holders of every layer: with two, the plan survives the loss of any one worker,
-            with more, the others have to do less of its work. If no such plan fits, any plan will do. Bounds cover all
-            plans.
+        least_holders: least number of holders of every layer. With two, the plan survives the loss of any one worker;
+            the more there are, the less of its work each of its peers takes over. Bounds cover all plans.
         effort: approximate number of operations to schedule before the search stops; None for no limit. A complete
             search follows if the model and the cluster are small. Bounds take additional time.
 
     Raises:
-        InfeasibleError: neither pipelines nor `others` fit the memory of the workers.
+        InfeasibleError: neither pipelines nor `others` fit the memory of the workers, or none with so many holders.
         PlanError: no worker is left.
         ConfigError: a plan of `others` has a worker outside the cluster.
     """
@@ -63,10 +62,8 @@ def find_plan(
     found = [*plans, *others_found]
     if least_holders > 1:
         found = [each for each in found if each.plan.placement.fewest_holders >= least_holders]
-        if not found:
-            return find_plan(
-                costs, current=current, others=others, others_in_flight_limits=others_in_flight_limits, effort=effort
-            )
+        if plans and not found:
+            raise InfeasibleError(f"no plan was found in which every layer has {least_holders} holders")
     if not found:
         raise infeasible_error(CostModel(costs.workload, cluster))
     best, *alternatives = pareto_front(found, figures)

@@ -160,7 +160,7 @@ class PlanSearch:
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
         """Return searches that together cover all pipelines that take no longer than `most_s`.
 
-        Each is among fewer pipelines than the options ask for, or among as many and more.
+        In each of them, all mixes have at least as many pipelines as layers are to have holders, or all have fewer.
         """
         asked = self._options.least_holders
         if not self._with_sync and asked == 1:
@@ -240,7 +240,6 @@ class PlanSearch:
             mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))
             self.complete = self.complete and search.complete
             self.mixes += len(mixes)
-            mixes = [mix for mix in mixes if sum(count for _, count in mix.pipelines) >= self._options.least_holders]
             for mix in islice(sorted(mixes, key=lambda mix: mix.time_s), _MIXES_PLACED):
                 if mix.time_s < close_s:
                     found += self._placed(mix)

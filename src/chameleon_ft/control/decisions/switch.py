@@ -41,6 +41,7 @@ def plans_to(
     # No layer is lost, so there is nothing to read from a checkpoint.
     senders = context.senders.hosts
     transfer = course.transfer or transfer_to(context.held, course.plan.placement, live=senders, layers=layers)
+    assert chosen.step_s is not None
     final = replace(
         _plan(course, chosen.policy, f"{describe_pipelines(course.plan)}; {describe_transfer(transfer)}"),
         predicted_step_s=chosen.step_s,
@@ -69,7 +70,7 @@ def plans_to(
 
 
 def _plans_of(
-    wave: Wave, number: int, waves: int, context: recovery.DecisionContext, *, final_step_s: float | None
+    wave: Wave, number: int, waves: int, context: recovery.DecisionContext, *, final_step_s: float
 ) -> list[RecoveryPlan]:
     """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course.
 
@@ -77,7 +78,6 @@ def _plans_of(
     """
     course = wave.migrating.course()
     assert course.transfer is not None
-    assert final_step_s is not None
     step_s = wave.migrating.estimate.step_s * context.step_factor
     next_s = final_step_s if wave.reached is None else wave.reached.estimate.step_s * context.step_factor
     moves_s = pull_s(course.transfer.messages, context.senders) * context.migration_factor

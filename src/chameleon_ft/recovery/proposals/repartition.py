@@ -3,50 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.layout import replicated_layout, uniform_limits
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.proposals.remap_workers import numbered, on_holders, remap_workers
-from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
+from chameleon_ft.search import InfeasibleError, SearchResult, find_plan
 
 __all__ = ["repartition", "search"]
 
 # Copies of the layers in additional plans, if the plans of the search have fewer; it finds plans with two itself.
 _COPIES: Final = (3, 4, 6, 8)
-# Share of the time until the next incident that the incident may cost before plans with more holders are searched for.
-_SMALL: Final = 0.005
+# Share of the time until the next incident: if the incident costs less, plans with more holders are not searched for.
+_NEGLIGIBLE: Final = 0.005
 
 
 def search(context: DecisionContext, horizon_s: float) -> SearchResult | InfeasibleError:
     """Return the result of `find_plan`, or why it finds nothing.
 
     If there is no checkpoint, every layer has at least two holders, if that is possible. If there is one, and the best
-    plan has layers with one holder, plans without such layers are added. If losses are so frequent that the number of
-    peers that take over the work of a lost worker counts, plans with half as many holders again are added.
+    plan has layers with one holder, plans without such layers are added. If it has none, but losses are so frequent
+    that what the next one costs is not negligible, plans with half as many holders again are.
 
     Args:
         horizon_s: expected seconds until the next incident.
     """
-    current = None if context.returns else context.held
-    find = partial(find_plan, context.costs, current=current, effort=context.effort)
-    try:
-        found = find(least_holders=1 if context.has_checkpoints else 2)
-    except InfeasibleError as error:
-        return error
-    fewest = _fewest_holders(found.best)
-    more = fewest + (fewest + 1) // 2
+    found = _find(context, least_holders=1 if context.has_checkpoints else 2)
+    if isinstance(found, InfeasibleError) and not context.has_checkpoints:
+        found = _find(context, least_holders=1)
+    if isinstance(found, InfeasibleError):
+        return found
+    fewest = found.best.plan.placement.fewest_holders
     if fewest == 1:
         wants_more = context.has_checkpoints
     else:
-        wants_more = context.salvages and found.best.step_s / (fewest - 1) > _SMALL * horizon_s
-    if not wants_more or more > min(len(context.live), context.costs.workload.micro_batches):
+        cost_s = found.best.step_s * context.step_factor / (fewest - 1)
+        wants_more = context.salvages and cost_s > _NEGLIGIBLE * horizon_s
+    wanted = fewest + (fewest + 1) // 2
+    if not wants_more or wanted > min(len(context.live), context.costs.workload.micro_batches):
         return found
-    safer = find(least_holders=more)
-    others = (each for each in (safer.best, *safer.alternatives) if _fewest_holders(each) > fewest)
-    return replace(found, alternatives=(*found.alternatives, *others))
+    replicated = _find(context, least_holders=wanted)
+    if isinstance(replicated, InfeasibleError):
+        return found
+    return replace(found, alternatives=(*found.alternatives, replicated.best, *replicated.alternatives))
+
+
+def _find(context: DecisionContext, *, least_holders: int) -> SearchResult | InfeasibleError:
+    current = None if context.returns else context.held
+    try:
+        return find_plan(context.costs, current=current, least_holders=least_holders, effort=context.effort)
+    except InfeasibleError as error:
+        return error
 
 
 def repartition(name: str, found: SearchResult | InfeasibleError, context: DecisionContext) -> list[Proposal]:
@@ -65,7 +73,7 @@ def repartition(name: str, found: SearchResult | InfeasibleError, context: Decis
         ]
     else:
         proposals = remap_workers(name, plans, context)
-    return [*proposals, *_replicated(name, context, max(map(_fewest_holders, plans)))]
+    return [*proposals, *_replicated(name, context, max(each.plan.placement.fewest_holders for each in plans))]
 
 
 def _replicated(prefix: str, context: DecisionContext, most: int) -> list[Proposal]:
@@ -97,7 +105,3 @@ def _replicated(prefix: str, context: DecisionContext, most: int) -> list[Propos
             )
         )
     return proposals
-
-
-def _fewest_holders(found: FoundPlan) -> int:
-    return found.plan.placement.fewest_holders

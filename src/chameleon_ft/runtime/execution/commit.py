@@ -252,7 +252,7 @@ class Committer:
         *,
         contributions: int,
         finish: bool,
-        switch: Callable[[], bool] = bool,
+        switch: Callable[[], bool] = lambda: False,
         migration: LayerMigration | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.

@@ -152,7 +152,12 @@ class _StepExecution:
         self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
         self._sent = SentMessages(
-            state, executor.communicators, executor.activity, buffers=_BUFFERS, answered=self._answered
+            state,
+            executor.communicators,
+            executor.activity,
+            buffers=_BUFFERS,
+            answered=self._answered,
+            num_layers=len(executor.boundaries),
         )
 
     def send_again(self, resends: Sequence[Resend]) -> None:
@@ -217,7 +222,9 @@ class _StepExecution:
         forward = operation.kind is OperationKind.FORWARD
         tensor = self._on_boundary(torch.empty, operation.layers.start - 1 if forward else operation.layers.stop - 1)
         receive = self._executor.communicators.receive(
-            tensor, peer=operation.receive_from, tag=tag_of(operation.micro_batch, forward=forward)
+            tensor,
+            peer=operation.receive_from,
+            tag=tag_of(_input_of(operation), num_layers=len(self._executor.boundaries)),
         )
         self._receives[index] = (receive, tensor)
 

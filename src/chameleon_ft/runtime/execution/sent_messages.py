@@ -15,9 +15,10 @@ from chameleon_ft.runtime.execution.step_state import Result, StepState
 __all__ = ["SentMessages", "tag_of"]
 
 
-def tag_of(micro_batch: int, *, forward: bool) -> int:
-    """Return the tag of a message: even for activations, odd for gradients."""
-    return 2 * micro_batch + (0 if forward else 1)
+def tag_of(result: Result, *, num_layers: int) -> int:
+    """Return the tag of a message: even for activations, odd for gradients; different for all results of a step."""
+    forward, micro_batch, layer = result
+    return 2 * (micro_batch * num_layers + layer) + (0 if forward else 1)
 
 
 class SentMessages:
@@ -32,6 +33,7 @@ class SentMessages:
 
     Args:
         answered: activations whose gradient comes back.
+        num_layers: of the model.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class SentMessages:
         *,
         buffers: MessageBuffers,
         answered: Collection[Result],
+        num_layers: int,
     ) -> None:
         self._state = state
         self._communicators = communicators
         self._activity = activity
         self._buffers = buffers
         self._answered = answered
+        self._num_layers = num_layers
         self._unanswered: defaultdict[tuple[bool, int], deque[Result]] = defaultdict(deque)
 
     def send(self, result: Result, tensor: Tensor, *, receiver: int) -> None:
@@ -80,6 +84,5 @@ class SentMessages:
             self._state.in_flight[result].wait()
 
     def _start(self, result: Result, tensor: Tensor, receiver: int) -> None:
-        forward, micro_batch, _ = result
-        tag = tag_of(micro_batch, forward=forward)
+        tag = tag_of(result, num_layers=self._num_layers)
         self._state.in_flight[result] = self._communicators.send(tensor, peer=receiver, tag=tag)

@@ -42,8 +42,8 @@ class LayerMigration:
     state after a number of updates, and does not vote while one is on its way. Without its vote no rank can apply the
     next update, so a source sends exactly the state that was requested. From then on, it also sends the sum of the
     layer's gradients before each vote, and the destination applies the same update as the source. A layer is requested
-    only if it will probably arrive before the sources have their sums, which they announce in each step. If the order
-    says that it is worth the time, one vote waits for all layers, and for the order to switch.
+    only if it will probably arrive before the sources have their sums, which they announce in each step, or within the
+    time for which the order lets one vote wait for all layers and for the switch.
 
     In each step call `settle` before the vote, with all sums complete, and `resume` after the update. `begin` may be
     called at any time of a step, and ranks need not do so in the same step: destinations wait for their sources. From
@@ -55,7 +55,7 @@ class LayerMigration:
         step_s: seconds of a step, as measured; None if none has been.
         rest_s: predicted seconds of the first step, if it is the rest of one that was interrupted.
         stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
-        is_ending: returns whether the switch to the next generation has been ordered, or this one is over.
+        is_ending: returns whether the present step is known to be the last of the generation.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class LayerMigration:
         self._begun_at_s = time.monotonic()  # of the step
         self._step_s, self._rest_s = step_s, rest_s
         self._open_s = rest_s or step_s  # from the beginning of a step until no further layer is requested
-        self._hold_s = 0.0  # for which a vote may still be delayed
+        self._hold_s = 0.0  # for which the vote of a later step may be delayed
+        self._held_until_s: float | None = None  # while the vote of this step may be
         self._moves: tuple[tuple[int, int, int, int], ...] = ()
         self._bytes: dict[int, int] = {}
         self._memory: Mapping[int, Memory | None] = {}
@@ -132,7 +133,7 @@ class LayerMigration:
     def settle(self) -> None:
         """Wait for the layer on its way, and hold all that have arrived from the next update on, with their gradients.
 
-        If the order says so, wait for all layers, and for the order to switch.
+        If the order allows it, wait for all layers, and for the order to switch.
 
         Raises:
             CommunicationError: a source is gone, or a layer has arrived damaged.
@@ -143,14 +144,17 @@ class LayerMigration:
             sources = self._sources
             # If layers begin to move later in this step, no source is waited for, and none is requested.
             self._settling = not sources
+            hold_s = self._hold_s if sources else 0.0
         for source in sources:
             self._await_sums_of(source)
         with self._condition:
-            until_s = time.monotonic() + self._hold_s
+            self._hold_s -= hold_s
+            until_s = self._held_until_s = time.monotonic() + hold_s
+            self._condition.notify_all()
             self._open_s = time.monotonic() - self._begun_at_s
             while time.monotonic() < until_s and not (self._migrated.done() or self._error or self._is_ending()):
                 self._condition.wait(_POLL_S)
-            self._settling, self._hold_s = True, 0.0
+            self._settling = True
             self._condition.wait_for(lambda: not self._pulling)
             if self._error is not None:
                 raise self._error
@@ -170,6 +174,7 @@ class LayerMigration:
         with self._condition:
             self._committed += 1
             self._summed = self._announced = self._settling = False
+            self._held_until_s = None
             self._given = 0
             if self._rest_s is not None:
                 self._open_s, self._rest_s = self._step_s, None
@@ -225,11 +230,12 @@ class LayerMigration:
         with self._condition:
             refused_in: float | None = None  # the step in which there was no time for it
             while self._error is None:
-                if not self._settling and self._hold_s:
-                    break
-                if not self._settling and self._open_s is not None:
-                    ends_s = self._begun_at_s + self._open_s
-                    if refused_in not in (None, self._begun_at_s) or time.monotonic() + expected_s <= ends_s:
+                ends_s = self._held_until_s
+                if ends_s is None and self._open_s is not None:
+                    ends_s = self._begun_at_s + self._open_s + self._hold_s
+                if not self._settling and ends_s is not None:
+                    is_late = refused_in not in (None, self._begun_at_s)  # refused in an earlier step
+                    if is_late or time.monotonic() + expected_s <= ends_s:
                         break
                     refused_in = self._begun_at_s
                 self._condition.wait()

@@ -227,13 +227,21 @@ class MixSearch:
         return most
 
     def _trimmed(self, mix: Mapping[tuple[Shape, int], int]) -> _Shares:
-        """Return the mix without its surplus micro-batches, which the pipelines that end last give up."""
+        """Return the mix without its surplus micro-batches, which the pipelines that end last give up.
+
+        One that gives up its last is dropped, if as many are left as there are to be holders of each layer.
+        """
         shares = dict(mix)
+        droppable = sum(shares.values()) - self._options.least_holders
         surplus = sum(share * count for (_, share), count in shares.items()) - self._micro_batches
         while surplus > 0:
-            shape, share = max(shares, key=lambda key: (self._time_s(*key), key))
+            given_up_by = (key for key in shares if key[1] > 1 or droppable > 0)
+            shape, share = max(given_up_by, key=lambda key: (self._time_s(*key), key))
             count = shares.pop((shape, share))
             fewer = min(count, surplus)
+            if share == 1:
+                fewer = min(fewer, droppable)
+                droppable -= fewer
             if count > fewer:
                 shares[shape, share] = count - fewer
             if share > 1:

@@ -76,7 +76,7 @@ class ExhaustiveSearch:
     def improved(self, best: PlacedPipelines) -> PlacedPipelines:
         """Return the pipelines of least step time that the effort finds; `best` if none of them is faster.
 
-        Only plans of as many pipelines as the options ask for holders.
+        Only plans with at least as many pipelines as layers are to have holders.
         """
         self._best, self._best_s, self._spent = best, self._sync.step_s(best), 0
         self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
