@@ -34,7 +34,7 @@ scored in 20 ms
 | repartition | 400 ms | 750 ms | 47.1 MB |            249,812 | chosen                 |
 +---------------------------------------------------------------------------------------+
 why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms
-           more of stall 1.750 s after the loss; the next failure is expected in 16.7 min
+           more of stall after 1.750 s; the next failure is expected in 16.7 min
 action     repartition: micro-batches 2, 3 of worker 3 go to worker 1
 predicted  step 400 ms, stall 750 ms, 250 ms of it transfer
 actual     step 410 ms (+2.5%), stall 900 ms (+20.0%), after 10 steps
@@ -85,7 +85,7 @@ def test_what_is_not_known_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "scored before the loss, looked up in 20 ms\n" in text
     assert "lost       worker 5\n" in text
     assert "action     repartition\n" in text
-    assert "actual     no step was committed under it, or none has been yet\n" in text
+    assert "actual     not measured: no whole step was trained under it alone\n" in text
 
 
 def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,13 +171,13 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 900.0, 9)],
             "a",
             "399.5% more samples than b: its stall is 899.0 s shorter, which the steps of b, 50.0% shorter, make up "
-            "for only 30.0 min after the loss; the next failure is expected in 16.7 min",
+            "for only after 30.0 min; the next failure is expected in 16.7 min",
         ),
         (
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 1000.0, 9)],
             "a",
             "more samples than b: its stall is 999.0 s shorter, which the steps of b, 50.0% shorter, make up "
-            "for only 33.3 min after the loss; the next failure is expected in 16.7 min",
+            "for only after 33.3 min; the next failure is expected in 16.7 min",
         ),
         (
             [
@@ -192,9 +192,8 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             # (t - 1) / 0.5 = (t - 501) / 0.4 at t = 2501 s.
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.4, 1.0, 0, return_s=500.0, samples=124_750)],
             "a",
-            "60.2% more samples than b: its stall and expected returns to a checkpoint are 500.0 s shorter, which the "
-            "steps of b, 20.0% shorter, make up for only 41.7 min after the loss; the next failure is expected in "
-            "16.7 min",
+            "60.2% more samples than b: its expected returns to a checkpoint are 500.0 s shorter, which the steps of b, "
+            "20.0% shorter, make up for only after 41.7 min; the next failure is expected in 16.7 min",
         ),
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0)],

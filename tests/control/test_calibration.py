@@ -223,7 +223,22 @@ def test_transfers() -> None:
     assert seen.transfers == 2.0
 
 
-@pytest.mark.parametrize("bad", [{"operations": 0.0}, {"step": float("nan")}, {"transfer": -1.0}, {"slow": {1: 0.0}}])
+@pytest.mark.parametrize(
+    "bad", [{"operations": 0.0}, {"step": float("nan")}, {"transfer": -1.0}, {"migration": 0.0}, {"slow": {1: 0.0}}]
+)
 def test_a_correction_is_a_positive_number(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="a correction must be a positive number"):
         Corrections(**bad)  # type: ignore[arg-type]
+
+
+def test_migrations_are_corrected_by_their_own_median() -> None:
+    seen = Calibration(knows_layers=True)
+    assert seen.migrations is None
+    seen.transfer(expected_s=1.0, observed_s=3.0)
+    for observed_s in (20.0, 50.0, 30.0):
+        seen.migration(expected_s=10.0, observed_s=observed_s)
+    seen.migration(expected_s=0.0, observed_s=1.0)
+    assert [seen.migrations, seen.transfers] == [3.0, 3.0]
+    for _ in range(10):
+        seen.migration(expected_s=10.0, observed_s=70.0)
+    assert seen.migrations == 7.0

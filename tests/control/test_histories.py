@@ -12,6 +12,7 @@ from chameleon_ft.control.commands import (
     Drop,
     Finish,
     LogFault,
+    MeasureMigration,
     MeasureTransfer,
     Send,
     Task,
@@ -499,6 +500,9 @@ def test_the_plans_of_all_waves_follow_one_after_the_other() -> None:
     history.switch()
     (record,) = history.records(JoinRecord)
     assert (record.workers, record.generation, record.waves, record.moved_bytes) == ((1,), 5, 2, 128)
+    measured = [command for command in history.commands if isinstance(command, MeasureMigration)]
+    assert sum(each.seconds for each in measured) == pytest.approx(record.migrate_s)
+    assert [each.migration.total_bytes for each in measured] == [64, 64]
     assert record.migrate_s == pytest.approx(1499.95), "the second wave begins with the tick that notes the commit"
     assert (history.state.next, history.state.following, history.state.migrated.waves) == (None, (), 0)
 

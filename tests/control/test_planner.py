@@ -125,7 +125,7 @@ def test_with_a_profile_observed_operations_correct_every_prediction() -> None:
     decision = begin(by)
     report(by, {}, steps=4, forward_s=3 * 0.02, backward_s=3 * 0.04)
     lost = lose(by, decision, 1)
-    assert corrections(lost) == pytest.approx({"operations": 3.0, "step": 1.0, "transfer": 1.0})
+    assert corrections(lost) == pytest.approx({"operations": 3.0, "step": 1.0, "transfer": 1.0, "migration": 1.0})
     corrected = predictions(lost)
     assert corrected.keys() == uncorrected.keys()
     for policy, step_s in corrected.items():

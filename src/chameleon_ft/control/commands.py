@@ -15,6 +15,7 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
+from chameleon_ft.transfer import Transfer
 
 __all__ = [
     "Command",
@@ -23,6 +24,7 @@ __all__ = [
     "Finish",
     "Launch",
     "LogFault",
+    "MeasureMigration",
     "MeasureOperations",
     "MeasureStep",
     "MeasureTransfer",
@@ -150,6 +152,14 @@ class MeasureStep(Command):
     """Take in the duration of a step."""
 
     step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureMigration(Command):
+    """Take in the duration of a migration that is over."""
+
+    migration: Transfer
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,6 +241,8 @@ class Coordinator:
                 self._planner.calibration.operations(worker, times)
             case commands.MeasureStep(step_s=step_s):
                 self._planner.calibration.step(step_s)
+            case commands.MeasureMigration(migration=migration, seconds=seconds):
+                self._planner.migrated(migration, seconds, state.members.hosts())
             case commands.MeasureTransfer(transfer_s=transfer_s):
                 if state.active is not None and state.active.transfer is not None:
                     self._planner.transferred(state.active.transfer, transfer_s, state.members.hosts())

@@ -91,6 +91,7 @@ class UsedCorrections(_Part):
     operations: float
     step: float
     transfer: float
+    migration: float = 1.0
     slow: dict[int, float]
 
 

@@ -33,6 +33,7 @@ class DecisionContext:
         has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
         step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
         transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
+        measured_migration_factor: the same of migrations; None if none has been measured.
         effort: effort of `find_plan`; with 0, `search.reroute` does not search either.
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
@@ -58,6 +59,7 @@ class DecisionContext:
     has_checkpoints: bool = True
     step_factor: float = 1.0
     transfer_factor: float = 1.0
+    measured_migration_factor: float | None = None
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
@@ -113,9 +115,11 @@ class DecisionContext:
     def migration_factor(self) -> float:
         """Seconds of a migration over those that messages and links explain.
 
-        Layers move while parameters are constant: at any time of a step but during its vote and its update, which are
-        what the estimate of a step leaves out.
+        Before one has been measured: layers move while parameters are constant, at any time of a step but during its
+        vote and its update, which are what the estimate of a step leaves out.
         """
+        if self.measured_migration_factor is not None:
+            return self.measured_migration_factor
         return self.transfer_factor * max(1.0, self.step_factor)
 
     @property

@@ -169,7 +169,7 @@ def _outcome_facts(story: DecisionStory) -> Iterator[tuple[str, Any]]:
     if story.is_noop:
         yield "actual", "no worker stopped for it"
     elif outcome is None:
-        yield "actual", "no step was committed under it, or none has been yet"
+        yield "actual", "not measured: no whole step was trained under it alone"
     else:
         yield (
             "actual",
@@ -219,13 +219,14 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
     more_stall_s = _lost_s(best) - _lost_s(second)
     what, is_ = "stall", "is"
     if abs(best.return_s - second.return_s) >= _NOTICEABLE_S:
-        what, is_ = "stall and expected returns to a checkpoint", "are"
+        same_stall = abs(more_stall_s - (best.return_s - second.return_s)) < _NOTICEABLE_S
+        what, is_ = f"{'' if same_stall else 'stall and '}expected returns to a checkpoint", "are"
     if best.step_s == second.step_s:
         return f"its {what} {is_} {duration(-more_stall_s)} shorter"
-    # Time t after the loss at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and a
-    # and b lost.
+    # Time t after the decision at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and
+    # a and b lost.
     even_s = (_lost_s(best) * second.step_s - _lost_s(second) * best.step_s) / (second.step_s - best.step_s)
-    even = f"{duration(even_s)} after the loss; the next failure is expected in {duration(horizon_s)}"
+    even = f"after {duration(even_s)}; the next failure is expected in {duration(horizon_s)}"
     if best.step_s > second.step_s:
         return (
             f"its {what} {is_} {duration(-more_stall_s)} shorter, which the steps of {second.policy}, "
@@ -310,7 +311,12 @@ def _describe_measured_stall(outcome: OutcomeRecord, losses: Sequence[FailureRec
 
 
 def _describe_corrections(corrections: UsedCorrections) -> str:
-    factors = {"operations": corrections.operations, "steps": corrections.step, "transfers": corrections.transfer}
+    factors = {
+        "operations": corrections.operations,
+        "steps": corrections.step,
+        "transfers": corrections.transfer,
+        "migrations": corrections.migration,
+    }
     texts = [f"{name} x {factor:.2f}" for name, factor in factors.items() if f"{factor:.2f}" != "1.00"]
     texts += [
         f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(corrections.slow.items())

@@ -40,11 +40,13 @@ class Corrections:
     operations: float = 1.0  # for seconds of the profile's operations; 1 without a profile
     step: float = 1.0  # for seconds of a step, beyond its operations
     transfer: float = 1.0  # for seconds of a transfer
+    migration: float = 1.0  # for seconds of a migration
     slow: Mapping[int, float] = FrozenMap({})  # persistently slower worker -> its relative speed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))
-        named = {"operations": self.operations, "step": self.step, "transfer": self.transfer}
+        factors = ("operations", "step", "transfer", "migration")
+        named = {name: getattr(self, name) for name in factors}
         for name, value in (*named.items(), *((f"speed of worker {each}", speed) for each, speed in self.slow.items())):
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"a correction must be a positive number; got {value} for {name}")
@@ -69,6 +71,7 @@ class Corrections:
             "operations": self.operations,
             "step": self.step,
             "transfer": self.transfer,
+            "migration": self.migration,
             "slow": {str(worker): speed for worker, speed in sorted(self.slow.items())},
         }
 
@@ -116,6 +119,7 @@ class Calibration:
     _estimated: tuple[Cluster, float, float] | None = None
     _slow: dict[int, float] = field(default_factory=dict)
     _transfers: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _migrations: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def begin(self, plan: Plan, program: Program, reference: CostModel) -> None:
         """Begin to observe steps of this program; `reference` are the costs without any corrections."""
@@ -160,6 +164,11 @@ class Calibration:
         if expected_s > 0 and observed_s > 0:
             self._transfers.append(observed_s / expected_s)
 
+    def migration(self, *, expected_s: float, observed_s: float) -> None:
+        """Take in the duration of a migration."""
+        if expected_s > 0 and observed_s > 0:
+            self._migrations.append(observed_s / expected_s)
+
     @property
     def rates(self) -> tuple[float, float] | None:
         """Observed by reference seconds, of forwards and of backwards; None before the first."""
@@ -176,6 +185,11 @@ class Calibration:
     def transfers(self) -> float:
         """Median of observed by expected seconds of the transfers; 1 before the first."""
         return statistics.median(self._transfers) if self._transfers else 1.0
+
+    @property
+    def migrations(self) -> float | None:
+        """Median of observed by expected seconds of the migrations; None before the first."""
+        return statistics.median(self._migrations) if self._migrations else None
 
     def slow(self) -> Mapping[int, float]:
         """Return persistently slower worker -> its speed relative to the others.

@@ -28,7 +28,7 @@ from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
-from chameleon_ft.transfer import Transfer, transfer_s
+from chameleon_ft.transfer import Transfer, pull_s, transfer_s
 
 __all__ = ["Planner"]
 
@@ -81,6 +81,11 @@ class Planner:
         expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
         self.calibration.transfer(expected_s=expected_s, observed_s=observed_s)
 
+    def migrated(self, migration: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
+        """Record the duration of a migration."""
+        expected_s = pull_s(migration.messages, self._reference(hosts).cluster)
+        self.calibration.migration(expected_s=expected_s, observed_s=observed_s)
+
     def context(
         self,
         in_force: ActivePlan | RecoveryPlan,
@@ -120,6 +125,7 @@ class Planner:
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self.calibration.unexplained(costs),
             transfer_factor=self.calibration.transfers,
+            measured_migration_factor=self.calibration.migrations,
             salvages=self.salvages,
             leaving=tuple(worker for worker in cluster.workers if worker.id in leaving),
             holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
@@ -191,7 +197,12 @@ class Planner:
     def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """Return the fields of the event `decision` that say what it was made from; see docs/files.md."""
         phases, leaving = context.phases, {worker.id for worker in context.leaving}
-        corrections = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
+        corrections = replace(
+            self._corrections,
+            step=context.step_factor,
+            transfer=context.transfer_factor,
+            migration=context.migration_factor,
+        )
         return {
             "step": step,
             "lost": [worker for worker in context.lost if worker not in leaving],

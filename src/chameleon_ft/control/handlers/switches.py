@@ -228,7 +228,10 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         return
     assert before is not None
     active, following = replace(upcoming.plan, first_step=message.step + 1), state.following[1:]
-    migrated = state.migrated.after(before.migration, max(0.0, upcoming.prepared_at - state.migrating_at))
+    migrate_s = max(0.0, upcoming.prepared_at - state.migrating_at)
+    migrated = state.migrated.after(before.migration, migrate_s)
+    if before.migration is not None and active.policy != _CANCELLED:
+        draft.do(commands.MeasureMigration(before.migration, migrate_s))
     draft.set(
         generation=upcoming.number,
         phase=Phase.REGROUPING,
