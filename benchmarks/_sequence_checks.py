@@ -185,7 +185,11 @@ def _lost_workers(records: _Records) -> Iterator[str]:
     """Lost workers are those that were made to fail, and no plan uses a worker that is lost or has left."""
     failed = Counter(fault["worker"] for fault in records.faults)
     lost = Counter(failure.worker for failure in records.failures)
-    if failed != lost:
+    # A spare that hangs while it prepares a generation is given up after a while, unless the run ends before.
+    noticed_s = records.events[-1]["time"] - records.config.timeouts.rendezvous_s
+    hangs = (fault for fault in records.faults if (fault["kind"], fault["phase"]) == ("hang", "preparation"))
+    unnoticed = Counter(fault["worker"] for fault in hangs if fault["time"] > noticed_s)
+    if lost - failed or failed - lost - unnoticed:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
     losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss

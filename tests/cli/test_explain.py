@@ -192,8 +192,8 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             # (t - 1) / 0.5 = (t - 501) / 0.4 at t = 2501 s.
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.4, 1.0, 0, return_s=500.0, samples=124_750)],
             "a",
-            "60.2% more samples than b: its expected returns to a checkpoint are 500.0 s shorter, which the steps of b, "
-            "20.0% shorter, make up for only after 41.7 min; the next failure is expected in 16.7 min",
+            "60.2% more samples than b: its expected returns to a checkpoint are 500.0 s shorter, which the steps of "
+            "b, 20.0% shorter, make up for only after 41.7 min; the next failure is expected in 16.7 min",
         ),
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0)],
