@@ -64,10 +64,8 @@ class Worker:
         self.stats: StepStats | None = None
         self.error: BaseException | None = None
 
-    def run(self, rest: Rest | None, operations: tuple[Operation, ...], board: Switchboard, stop_after: int) -> None:
-        """Run the program, or that of the rest; cut all lines after so many operations."""
-        line = Line(self.worker, board)
-        own = Executor(
+    def executor(self, line: Line) -> Executor:
+        return Executor(
             job=self.job,
             held=self.held,
             boundaries=boundary_specs(self.job, BATCH.micro_batch_size),
@@ -77,6 +75,11 @@ class Worker:
             activity=Activity(),
             faults=FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None),  # type: ignore[arg-type]
         )
+
+    def run(self, rest: Rest | None, operations: tuple[Operation, ...], board: Switchboard, stop_after: int) -> None:
+        """Run the program, or that of the rest; cut all lines after so many operations."""
+        line = Line(self.worker, board)
+        own = self.executor(line)
         sources = {} if rest is None else rest.sources
         zeros = {key for key, source in sources.items() if source != self.worker}
         try:
@@ -285,6 +288,38 @@ def plan_of_pairs(*, split: bool, recompute: bool) -> Plan:
     )
     again = {1: RecomputedLayers(3, 5), 2: RecomputedLayers(1, 2), 4: RecomputedLayers(2, 4, 1)} if recompute else {}
     return Plan(placement, routes, split, again)
+
+
+def test_an_activation_is_held_if_its_gradient_is_sent_again_before_it_is_used() -> None:
+    """With gloo, what is released before its receiver asks for it never arrives."""
+    low, high = LayerRange(0, 2), LayerRange(2, LAYERS)
+    route = Route(0, (Hop(0, low), Hop(1, high)))
+    plan = Plan(Placement(LAYERS, {0: (low,), 1: (high,)}), (route,))
+    forward, backward = (Operation.of(kind, route, 0) for kind in (F, B))
+
+    def stop_after_one(count: int) -> None:
+        if count == 1:
+            raise CommunicationError(None, "this is the moment")
+
+    for resent_gradients, is_held in (((), False), (((0, 2),), True)):
+        board = Switchboard()
+        line = Line(0, board)
+        worker = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement))
+        own = worker.executor(line)
+        with pytest.raises(CommunicationError):
+            own.run(worker.state, [forward, backward], after=stop_after_one)
+        worker.state.in_flight.clear()
+        board.messages[1, 0, 2 * 2 + 1].put(torch.ones(own.boundaries[1].shape))
+        own.resume(
+            worker.state,
+            [backward],
+            resends=[(0, 1, True, 1)],
+            resent_gradients=resent_gradients,
+            counted=(),
+            after=lambda _: None,
+        )
+        assert ((True, 0, 1) in worker.state.in_flight) == is_held
+        assert ((True, 0, 1) in worker.state.results) == is_held
 
 
 VARIANTS = [

@@ -120,6 +120,7 @@ class StepLoop:
                     state,
                     operations,
                     resends=[resend for resend in rest.resends if resend[-1] != self.worker],
+                    resent_gradients=rest.resent_gradients,
                     counted=rest.counted,
                     after=reductions.after,
                 )

@@ -354,10 +354,14 @@ class Planner:
 def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:
     """Return a worker's part in the rest of a step."""
     scheduled, rest = salvaged.scheduled, salvaged.rest
+    every = (each for own in scheduled.resends.values() for each in own)
     return Rest(
         operations=pack_operations(scheduled.program.records_of(worker)),
         rest_s=salvaged.rest_s,
         resends=scheduled.resends.get(worker, ()),
+        resent_gradients=tuple(
+            (each.micro_batch, each.layer) for each in every if (each.forward, each.receiver) == (False, worker)
+        ),
         counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
         sources=rest.sources,
     )

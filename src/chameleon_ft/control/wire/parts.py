@@ -114,6 +114,9 @@ class Rest(MessagePart):
     resends: tuple[tuple[int, int, bool, int], ...]
     """(micro-batch, layer, forward, receiver) of what it sends again before its first operation, in this order: the
     output of the layer, or the gradient of its input. The receiver may be the worker itself."""
+    resent_gradients: tuple[tuple[int, int], ...] = ()
+    """(micro-batch, layer) of the gradients of inputs that this worker is sent again. Such a gradient may come before
+    the output of the layer below, which this worker sends, has been used."""
     counted: tuple[int, ...]  # micro-batches whose loss some surviving worker has counted
     sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
 

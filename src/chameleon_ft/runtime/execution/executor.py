@@ -99,6 +99,7 @@ class Executor:
         operations: Sequence[Operation],
         *,
         resends: Sequence[Resend],
+        resent_gradients: Collection[tuple[int, int]] = (),
         counted: Collection[int],
         after: Callable[[int], None],
     ) -> StepStats:
@@ -108,13 +109,15 @@ class Executor:
 
         Args:
             resends: (micro-batch, layer, forward, receiver) of the results that other workers are sent again first.
+            resent_gradients: (micro-batch, layer) of those gradients that this worker is sent again.
             counted: micro-batches whose loss some worker has counted.
             after: as for `run`.
 
         Raises:
             CommunicationError: the generation is over; `state` can be resumed again.
         """
-        execution = _StepExecution(self, state, operations, {len(operations) // 2: "rest"}, counted)
+        fault_at = {len(operations) // 2: "rest"}
+        execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
         execution.send_again(resends)
         return execution.run(after)
 
@@ -132,6 +135,7 @@ class _StepExecution:
         operations: Sequence[Operation],
         fault_at: Mapping[int, str],
         counted: Collection[int] = (),
+        resent_gradients: Collection[tuple[int, int]] = (),
     ) -> None:
         self._executor = executor
         self._state = state
@@ -142,13 +146,14 @@ class _StepExecution:
         state.spans = self._stats.spans
         self._backwards = {hop_of(o) for o in operations if o.kind in _BACKWARDS}
         self._weights = {hop_of(o) for o in operations if o.kind is OperationKind.WEIGHT_GRAD}
-        # Results that this worker's own operations use, and activations that are answered by another worker.
+        # Results that this worker's own operations use, and activations that are answered by another worker: with a
+        # gradient that is made from them, and not one that is sent again.
         self._used_here = {_input_of(o) for o in operations if o.receive_from is None}
         self._answered = {
             (True, o.micro_batch, o.layers.stop - 1)
             for o in operations
             if o.kind in _BACKWARDS and o.receive_from is not None
-        }
+        } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
         self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
         self._sent = SentMessages(
@@ -212,8 +217,9 @@ class _StepExecution:
             f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
         ):
             receive.wait()
-        if operation.kind in _BACKWARDS:
-            self._sent.release((True, operation.micro_batch, operation.layers.stop - 1))
+        sent = True, operation.micro_batch, operation.layers.stop - 1
+        if operation.kind in _BACKWARDS and sent in self._answered:
+            self._sent.release(sent)
         return tensor
 
     def _post(self, index: int) -> None:

@@ -25,11 +25,12 @@ class SentMessages:
     """Sends results of operations, and holds them in `state` until their receivers have certainly used them.
 
     An activation whose gradient comes back is held until then. Nothing answers other messages, which are gradients and,
-    in the rest of a step, some activations: of each receiver the latest `sends_kept` are held, and only
-    `sends_in_flight` may be on their way; see there why this is enough. The wait for the earliest of them cannot
-    deadlock: a receive is posted by its operation at the latest, and a checked program does not deadlock even if a
-    worker blocks with a single message in flight on a channel. Results that are sent again may be taken in any order:
-    nothing waits for them, and those to which nothing answers are held until the step ends.
+    in the rest of a step, some activations: those without a gradient, and those whose gradient is sent again, maybe
+    before they are used. Of these, the latest `sends_kept` of each receiver are held, and only `sends_in_flight` may be
+    on their way; see there why this is enough. The wait for the earliest of them cannot deadlock: a receive is posted
+    by its operation at the latest, and a checked program does not deadlock even if a worker blocks with a single
+    message in flight on a channel. Results that are sent again may be taken in any order: nothing waits for them, and
+    those to which nothing answers are held until the step ends.
 
     Args:
         answered: activations whose gradient comes back.
