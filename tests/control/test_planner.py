@@ -9,19 +9,20 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
-from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.planner import Planner, _rest_of
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
-from chameleon_ft.recovery import FailureModel, decide
-from chameleon_ft.schedule import OperationKind
+from chameleon_ft.recovery import FailureModel, complete_step, decide
+from chameleon_ft.schedule import CostModel, OperationKind, default_limits, list_schedule, replay
 from chameleon_ft.transfer import Message, Transfer
 from chameleon_ft.workload import LayerCost
 from tests.control.stage import JOB, LAYERS
-from tests.strategies import recomputing
+from tests.progress import progress_at
+from tests.strategies import equal_costs, recomputing
 
 HOSTS = dict.fromkeys(range(6), "a host")
 PHASES = StallModel(detect_s=0.25, stop_s=0.25, decide_s=0.0, regroup_s=0.5)
@@ -232,3 +233,23 @@ def test_what_was_known_is_told() -> None:
     rerouted = planner(policy="reroute")
     decision = lose(rerouted, begin(rerouted), 1)
     assert lose(rerouted, decision, 2).inputs["plan"] == "2 pipelines of 2 stages; 2 detours"
+
+
+def test_a_worker_knows_which_gradients_it_is_sent_again() -> None:
+    plan = data_pipeline_plan(
+        layer_costs=[1.0] * 6, dp=3, pp=3, micro_batches=12, workers=range(9), split_backward=True
+    )
+    costs = equal_costs(layers=6, micro_batches=12, workers=9)
+    timeline = replay(list_schedule(plan, costs), costs)
+    left = CostModel(costs.workload, costs.cluster.without([4]))
+    seen = 0
+    for tenth in range(1, 10):
+        progress = progress_at(plan, timeline, tenth / 10 * timeline.step_s, lost={4})
+        step = complete_step(plan, progress, left, default_limits(plan))
+        assert step is not None
+        sent = [each for own in step.scheduled.resends.values() for each in own if not each.forward]
+        for worker in progress:
+            known = _rest_of(step, worker).resent_gradients
+            assert sorted(known) == sorted((each.micro_batch, each.layer) for each in sent if each.receiver == worker)
+        seen += len(sent)
+    assert seen

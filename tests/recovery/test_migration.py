@@ -138,6 +138,7 @@ def test_beside_training_nothing_stops_and_layers_move_at_the_old_rate() -> None
         assert each.migration_step_s >= now[STAY].step_s
         # After the switch that takes newcomers in, layers move for at least a step.
         assert each.needs_switch
+        assert each.delay_s == 0, "the step under way is not longer"
         assert each.migrating_s == each.migration_step_s * math.ceil(each.migration_s / each.migration_step_s) > 0
 
 
@@ -153,6 +154,8 @@ def test_after_a_loss_rerouting_takes_over_and_layers_move_then() -> None:
             assert now["reroute"].step_s is not None
             assert each.migration_step_s >= now["reroute"].step_s
             assert (each.needs_switch, each.migrating_s) == (False, each.migration_s)
+            assert each.delay_s == pytest.approx(each.migration_step_s - now["reroute"].step_s)
+            assert before[name].delay_s == 0
             # No more is lost by a migration than by a stop for as long.
             assert each.samples > before[name].samples
     assert now["repartition"].migration_s > 0

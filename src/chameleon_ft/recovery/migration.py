@@ -61,15 +61,19 @@ def _migrating(
     stretches = [stretch for wave in waves for stretch in _stretches(wave, context)]
     migration_s = math.fsum(each for each, _ in stretches)
     steps = math.fsum(each / step_s for each, step_s in stretches)
+    needs_switch = waves[0].migrating.in_flight_limits != present.in_flight_limits or any(
+        message.destination not in context.placement.ranges for message in draft.transfer.messages
+    )
+    longer_s = waves[0].migrating.estimate.step_s - present.estimate.step_s
     return replace(
         candidate,
         stall_s=stall_s,
         transfer_s=0.0,
+        delay_s=0.0 if needs_switch else max(0.0, longer_s) * context.step_factor,
         migration_s=migration_s,
         migration_step_s=migration_s / steps if len(waves) > 1 else stretches[0][1],
         waves=len(waves),
-        needs_switch=waves[0].migrating.in_flight_limits != present.in_flight_limits
-        or any(message.destination not in context.placement.ranges for message in draft.transfer.messages),
+        needs_switch=needs_switch,
         reason=None,
     )
 

@@ -89,6 +89,7 @@ class Candidate:
         migration_s: seconds after the stall in which state moves while another plan trains; zero for none.
         migration_step_s: seconds of a step of that plan, times `step_factor`; if there are several, the mean over the
             steps.
+        delay_s: seconds by which the present step takes longer because layers arrive in it.
         waves: in how many waves; zero for none. See `waves_to`.
         needs_switch: whether a switch comes before the first layers move: it takes in workers without layers, or makes
             room with fewer micro-batches in flight.
@@ -109,6 +110,7 @@ class Candidate:
     transfer_s: float | None = None
     migration_s: float = 0.0
     migration_step_s: float = math.inf
+    delay_s: float = 0.0
     waves: int = 0
     needs_switch: bool = False
     moved_bytes: int | None = None
@@ -222,6 +224,7 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
         transfer_s=candidate.transfer_s * slower_transfer,
         migration_s=candidate.migration_s * now.migration_factor / before.migration_factor,
         migration_step_s=candidate.migration_step_s * slower,
+        delay_s=candidate.delay_s * slower,
     )
 
 
@@ -243,7 +246,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             return candidate
         expected = prospect.of_plan(
             step_s=candidate.step_s,
-            stall_s=candidate.stall_s,
+            stall_s=candidate.stall_s + candidate.delay_s,
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),
