@@ -15,8 +15,8 @@ __all__ = ["repartition", "search"]
 
 # Copies of the layers in additional plans, if the plans of the search have fewer; it finds plans with two itself.
 _COPIES: Final = (3, 4, 6, 8)
-# Share of the time until the next incident: if the incident costs less, plans with more holders are not searched for.
-_NEGLIGIBLE: Final = 0.005
+# Share of the time until the next incident. If more holders make the incident cheaper by less, none are searched for.
+_NEGLIGIBLE: Final = 0.01
 
 
 def search(context: DecisionContext, horizon_s: float) -> SearchResult | InfeasibleError:
@@ -24,7 +24,7 @@ def search(context: DecisionContext, horizon_s: float) -> SearchResult | Infeasi
 
     If there is no checkpoint, every layer has at least two holders, if that is possible. If there is one, and the best
     plan has layers with one holder, plans without such layers are added. If it has none, but losses are so frequent
-    that what the next one costs is not negligible, plans with half as many holders again are.
+    that half as many holders again would make the next one notably cheaper, such plans are.
 
     Args:
         horizon_s: expected seconds until the next incident.
@@ -35,12 +35,12 @@ def search(context: DecisionContext, horizon_s: float) -> SearchResult | Infeasi
     if isinstance(found, InfeasibleError):
         return found
     fewest = found.best.plan.placement.fewest_holders
+    wanted = fewest + (fewest + 1) // 2
     if fewest == 1:
         wants_more = context.has_checkpoints
     else:
-        cost_s = found.best.step_s * context.step_factor / (fewest - 1)
-        wants_more = context.salvages and cost_s > _NEGLIGIBLE * horizon_s
-    wanted = fewest + (fewest + 1) // 2
+        cheaper_s = found.best.step_s * context.step_factor * (1 / (fewest - 1) - 1 / (wanted - 1))
+        wants_more = context.salvages and cheaper_s > _NEGLIGIBLE * horizon_s
     if not wants_more or wanted > min(len(context.live), context.costs.workload.micro_batches):
         return found
     replicated = _find(context, least_holders=wanted)
