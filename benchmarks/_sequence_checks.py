@@ -186,7 +186,7 @@ def _lost_workers(records: _Records) -> Iterator[str]:
     failed = Counter(fault["worker"] for fault in records.faults)
     lost = Counter(failure.worker for failure in records.failures)
     # A spare that hangs while it prepares a generation is given up after a while, unless the run ends before.
-    noticed_s = records.events[-1]["time"] - records.config.timeouts.rendezvous_s
+    noticed_s = max(event.get("time", 0.0) for event in records.events) - records.config.timeouts.rendezvous_s
     hangs = (fault for fault in records.faults if (fault["kind"], fault["phase"]) == ("hang", "preparation"))
     unnoticed = Counter(fault["worker"] for fault in hangs if fault["time"] > noticed_s)
     if lost - failed or failed - lost - unnoticed:
