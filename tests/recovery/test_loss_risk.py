@@ -60,12 +60,12 @@ def test_a_set_that_contains_another_one_does_not_count() -> None:
 @given(copies=st.integers(1, 6), stages=st.integers(1, 5))
 def test_the_peers_of_a_worker_share_its_load(copies: int, stages: int) -> None:
     risk = HolderSets(copies * stages, {copies: stages})
-    assert risk.peers_share == pytest.approx(0.0 if copies == 1 else 1 / (copies - 1))
+    assert risk.share_per_peer == pytest.approx(0.0 if copies == 1 else 1 / (copies - 1))
     mixed = HolderSets(
         copies * stages + 2 + 1, {copies: stages, 2: 1 + stages * (copies == 2), 1: 1 + (copies == 1) * stages}
     )
     shared = [1 / (copies - 1)] * copies * stages if copies > 1 else []
-    assert mixed.peers_share == pytest.approx(sum([1.0, 1.0, *shared]) / (2 + len(shared)))
+    assert mixed.share_per_peer == pytest.approx(sum([1.0, 1.0, *shared]) / (2 + len(shared)))
 
 
 def test_workers_and_hosts_of_a_placement() -> None:

@@ -59,7 +59,7 @@ def test_the_next_loss_costs_what_its_peers_do_if_the_step_is_completed(stall_s:
     repeats, salvages = prospect(gap), replace(prospect(gap), salvages=True)
     found = {
         share: [
-            ahead.of_plan(step_s=3.0, stall_s=stall_s, fatal=0.0, from_checkpoint=False, peers_share=share).steps
+            ahead.of_plan(step_s=3.0, stall_s=stall_s, fatal=0.0, from_checkpoint=False, share_per_peer=share).steps
             for ahead in (repeats, salvages)
         ]
         for share in (0.0, 0.5)

@@ -46,7 +46,7 @@ def test_any_loss_that_leaves_holders_is_routed_round(case: Planned, data: st.Da
 
 @settings(max_examples=20)
 @given(any_planned, st.data())
-def test_losses_one_after_the_other_are_routed_round(case: Planned, data: st.DataObject) -> None:
+def test_brokenone_after_the_other_are_routed_round(case: Planned, data: st.DataObject) -> None:
     plan = case.plan
     lost = data.draw(losses(plan))
     assume(survivable(plan, lost))
@@ -123,9 +123,9 @@ def test_without_a_search_the_largest_load_is_no_larger_than_if_whole_hops_are_s
     plan = reroute(case.plan, lost, case.costs, searches=False)
 
     check_program(best_program(plan, case.costs).program, plan)
-    losses_ = _Losses(case.plan, case.plan.placement.without(lost), case.costs)
-    if losses_.broken:
-        wholes = losses_.rerouted(losses_.detoured(cut=True, whole_holders=True))
+    broken = _Losses(case.plan, case.plan.placement.without(lost), case.costs)
+    if broken.broken:
+        wholes = broken.rerouted(broken.detoured(cut=True, whole_holders=True))
         assert busiest_s(plan, case.costs) <= busiest_s(wholes, case.costs) + 1e-9
 
 

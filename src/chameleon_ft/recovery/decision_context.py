@@ -76,7 +76,7 @@ class DecisionContext:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be zero or a positive number of seconds; got {value}")
-        for name in ("step_factor", "transfer_factor"):
+        for name in ("step_factor", "transfer_factor", "migration_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number; got {value}")

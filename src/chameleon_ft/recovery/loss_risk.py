@@ -50,7 +50,7 @@ class HolderSets:
         return self.counts.get(1, 0)
 
     @property
-    def peers_share(self) -> float:
+    def share_per_peer(self) -> float:
         """Return the share of a lost worker's load that each of its peers takes over, if the groups are workers.
 
         The mean over the places in all sets: 1 / (h - 1) for a set of h workers. A worker that is the only holder of

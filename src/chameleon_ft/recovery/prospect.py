@@ -99,7 +99,7 @@ class Prospect:
         fatal: float,
         from_checkpoint: bool,
         total_loss: float = 0.0,
-        peers_share: float = 0.0,
+        share_per_peer: float = 0.0,
         migration_s: float = 0.0,
         migration_step_s: float = math.inf,
     ) -> Expected:
@@ -114,7 +114,7 @@ class Prospect:
         and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of
         steps. Lost seconds are charged at the same step time for all plans, because otherwise a slow plan would make
         them cheap. They are those of a return and, if interrupted steps are completed, those by which such a step takes
-        longer because peers do the work of the lost worker: the step time times `peers_share`, if the plan was reached.
+        longer because peers do the work of the lost worker: once the plan is reached, step time times `share_per_peer`.
 
         A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
@@ -126,7 +126,7 @@ class Prospect:
             from_checkpoint: whether its state is read from a checkpoint.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
-            peers_share: see `HolderSets.peers_share`.
+            share_per_peer: see `HolderSets.share_per_peer`.
             migration_s: seconds after the stall in which layers move while another plan trains.
             migration_step_s: seconds of a step of that plan.
         """
@@ -142,7 +142,7 @@ class Prospect:
         repeat_s = (before + during * total_loss) * unsaved_s
         repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
         return_s = (before + after) * self.restart_cost_s + repeat_s
-        shared_s = (1 - during) * peers_share * step_s if self.salvages else 0.0
+        shared_s = (1 - during) * share_per_peer * step_s if self.salvages else 0.0
         left_s = self.gap.left_after(reached_s)
         steps = left_s / step_s
         if migration_s:

@@ -250,7 +250,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),
-            peers_share=candidate.risk.workers.peers_share,
+            share_per_peer=candidate.risk.workers.share_per_peer,
             migration_s=candidate.migrating_s,
             migration_step_s=candidate.migration_step_s,
         )

@@ -193,7 +193,7 @@ def _of_distinct(rows: tuple[Integers, ...], value: Callable[..., float]) -> Flo
 def _add_channels(slots: Records, operations: RestOperations, num_workers: int) -> Records:
     """Number the channels of the slots; return them by number, `CHANNEL`.
 
-    Messages that are sent again have channels of their own: they may be taken in any order.
+    Messages that are sent again have channels of their own, so that they need not be taken before all others.
     """
     forward, backward, _ = operations.remains
     own, last = slots["worker"], operations.last

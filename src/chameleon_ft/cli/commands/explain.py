@@ -219,8 +219,9 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
     more_stall_s = _lost_s(best) - _lost_s(second)
     what, is_ = "stall", "is"
     if abs(best.return_s - second.return_s) >= _NOTICEABLE_S:
-        same_stall = abs(more_stall_s - (best.return_s - second.return_s)) < _NOTICEABLE_S
-        what, is_ = f"{'' if same_stall else 'stall and '}expected returns to a checkpoint", "are"
+        what, is_ = "expected returns to a checkpoint", "are"
+        if best.stall_s != second.stall_s:
+            what = f"stall and {what}"
     if best.step_s == second.step_s:
         return f"its {what} {is_} {duration(-more_stall_s)} shorter"
     # Time t after the decision at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and

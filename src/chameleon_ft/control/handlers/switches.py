@@ -194,17 +194,12 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
 def _without_migration(active: ActivePlan) -> ActivePlan:
     assert active.migration is not None
     placement = without_shadow_holders(active.plan.placement, active.migration)
-    return replace(
-        active,
+    return ActivePlan(
         plan=replace(active.plan, placement=placement),
+        in_flight_limits=active.in_flight_limits,
+        first_step=active.first_step,
         policy=_CANCELLED,
         action="the layers that moved are dropped",
-        transition=None,
-        rest=None,
-        migration=None,
-        hold_s=0.0,
-        predicted_step_s=None,
-        predicted_stall_s=None,
     )
 
 
@@ -228,9 +223,10 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         return
     assert before is not None
     active, following = replace(upcoming.plan, first_step=message.step + 1), state.following[1:]
+    is_cancelled = active.policy == _CANCELLED
     migrate_s = max(0.0, upcoming.prepared_at - state.migrating_at)
     migrated = state.migrated.after(before.migration, migrate_s)
-    if before.migration is not None and active.policy != _CANCELLED:
+    if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
     draft.set(
         generation=upcoming.number,
@@ -249,11 +245,11 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            is_hasty=active.policy == _CANCELLED,
+            is_hasty=is_cancelled,
             migrated=migrated,
         ),
     )
-    if following or active.policy == _CANCELLED:
+    if following or is_cancelled:
         _end_outcome(draft)
     else:
         _follow_outcome(draft, active)
