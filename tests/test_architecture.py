@@ -184,7 +184,7 @@ SURFACE = {
     "job": ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"],
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
-    "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "rate"],
+    "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "launch": ["coordinate", "run_agent", "train", "work"],
     "verify": ["StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.quantities import counted, data_size, duration, in_ranges, rate
+from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed, rate
 
 SECONDS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "days": 86_400.0}
 BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -99,3 +99,11 @@ def test_ranges_name_every_number_once(numbers: set[int]) -> None:
 
 def test_a_count_has_its_noun_in_the_plural_but_for_one() -> None:
     assert [counted(number, "step") for number in (0, 1, 1_200)] == ["0 steps", "1 step", "1,200 steps"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [((), "no worker"), ((3,), "worker 3"), ((3, 1), "workers 3, 1"), ([0, 1, 2], "workers 0, 1, 2")],
+)
+def test_things_are_listed_by_their_numbers(numbers: list[int], text: str) -> None:
+    assert listed("worker", numbers) == text

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "rate"]
+__all__ = ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"]
 
 ROUNDING: Final = 1e-9
 """Relative difference up to which two computed times, or numbers of samples, count as equal."""
@@ -40,6 +40,13 @@ def duration(seconds: float) -> str:
 def counted(number: int, noun: str) -> str:
     """Write how many there are of something: "1 step", "1,200 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """Write things by their numbers: "worker 3", "workers 3, 5", "no worker"."""
+    if not numbers:
+        return f"no {noun}"
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

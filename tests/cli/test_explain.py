@@ -92,11 +92,32 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     stay = decided(2, trigger="join", prepared=True, chosen="stay", live=8, candidates=[weighed("stay", 0.4, 0.0, 0)])
     run = write(tmp_path, started(), *one(2), stay)
     text = told(capsys, run, "--decision", "2")
-    assert "lost       no worker\n" in text
+    assert "joined     new workers\n" in text
     assert "4 pipelines of 2 stages; 8 workers are there, newcomers included\n" in text
     assert "scored while training continued, in 20 ms\n" in text
     assert "action     stay\n" in text
     assert "actual     no worker stopped for it\n" in text
+
+
+@pytest.mark.parametrize(
+    ("trigger", "subject"),
+    [
+        ("drain", "leaving    workers 3, 4\n"),
+        ("review", "review     the last plan was chosen without a search, so that no worker waited for it\n"),
+    ],
+)
+def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], trigger: str, subject: str) -> None:
+    leaving = [3, 4] if trigger == "drain" else []
+    event = decided(2, trigger=trigger, leaving=leaving, candidates=[weighed("a", 0.4, 0.0, 0)], chosen="a")
+    assert subject in told(capsys, write(tmp_path, started(), event, planned(2, "a"), came(2)))
+
+
+def test_the_cost_of_the_next_failure_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    candidates = [weighed("a", 0.5, 0.0, 0, shared_s=0.25, return_s=1.0), weighed("b", None, None, None, reason="none")]
+    text = told(capsys, write(tmp_path, decided(2, 5, candidates=candidates, chosen="a"), planned(2, "a"), came(2)))
+    head, a, b = (line.split("|") for line in text.splitlines() if line.startswith(("|   ", "| a", "| b")))
+    column = [cell.strip() for cell in head].index("next failure costs")
+    assert (a[column].strip(), b[column].strip()) == ("1.250 s", "-")
 
 
 def test_the_stall_of_a_restart_has_parts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +213,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             # (t - 1) / 0.5 = (t - 501) / 0.4 at t = 2501 s.
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.4, 1.0, 0, return_s=500.0, samples=124_750)],
             "a",
-            "60.2% more samples than b: its expected returns to a checkpoint are 500.0 s shorter, which the steps of "
+            "60.2% more samples than b: its cost of the next failure is 500.0 s shorter, which the steps of "
             "b, 20.0% shorter, make up for only after 41.7 min; the next failure is expected in 16.7 min",
         ),
         (

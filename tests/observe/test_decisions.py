@@ -42,6 +42,7 @@ def weighed(
         "host_single_points_of_failure": 0,
         "fatal_share": 0.0,
         "return_s": 0.0,
+        "shared_s": 0.0,
         **more,
     }
 

@@ -56,9 +56,15 @@ class ScoredCandidate(_Part):
     host_single_points_of_failure: int = 0
     fatal_share: float = 0.0
     return_s: float = 0.0
+    shared_s: float = 0.0
     samples: float
     feasible: bool
     reason: str | None
+
+    @property
+    def next_incident_s(self) -> float:
+        """Expected seconds that the next incident costs."""
+        return self.return_s + self.shared_s
 
 
 class ObservedRate(_Part):
@@ -112,6 +118,7 @@ class DecisionEvent(_Part):
     trigger: Literal["loss", "join", "review", "drain"] = "loss"
     step: int
     lost: tuple[int, ...]
+    leaving: tuple[int, ...] = ()
     live: int
     plan: str
     rate: ObservedRate

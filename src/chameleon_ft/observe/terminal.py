@@ -24,7 +24,7 @@ from chameleon_ft.observe.records import (
     StepRecord,
     Summary,
 )
-from chameleon_ft.quantities import counted, data_size, duration, in_ranges
+from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
 
 __all__ = ["TerminalView", "facts_table", "output"]
 
@@ -139,11 +139,11 @@ class TerminalView(View):
         facts = facts_table()
         facts.add_row("action", f"{record.policy}: {record.action}")
         if record.spares:
-            facts.add_row("spare", _list_workers(record.spares))
+            facts.add_row("spare", listed("worker", record.spares))
         if record.workers or record.spares:
-            title = f"{_list_workers(record.workers)} joined before step {record.resume_step}"
+            title = f"{listed('worker', record.workers)} joined before step {record.resume_step}"
         elif record.drained:
-            title = f"without {_list_workers(record.drained)} from step {record.resume_step}"
+            title = f"without {listed('worker', record.drained)} from step {record.resume_step}"
         else:
             title = f"a better plan from step {record.resume_step}"
         self._banner(title, facts, record, colour="green")
@@ -213,12 +213,6 @@ def _layout(info: RunInfo) -> Table:
     if (more := len(info.pipelines) - _MOST_PIPELINES_SHOWN) > 0:
         table.add_row(f"and {more} more")
     return table
-
-
-def _list_workers(workers: Sequence[int]) -> str:
-    if not workers:
-        return "no worker"
-    return f"worker{'' if len(workers) == 1 else 's'} {', '.join(map(str, workers))}"
 
 
 def _describe_stall(record: FailureRecord | JoinRecord) -> str:

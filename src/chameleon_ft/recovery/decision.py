@@ -59,6 +59,7 @@ class Decision:
                     "host_single_points_of_failure": each.host_single_points_of_failure,
                     "fatal_share": each.fatal_share,
                     "return_s": each.return_s,
+                    "shared_s": each.shared_s,
                     "samples": each.samples,
                     "feasible": each.feasible,
                     "reason": each.reason,

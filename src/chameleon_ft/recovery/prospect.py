@@ -19,11 +19,14 @@ class Expected:
     Attributes:
         fatal_share: probability that the incident makes a return to a checkpoint necessary.
         return_s: expected seconds of that return, repeated work included.
-        steps: expected steps, less those that the return costs.
+        shared_s: expected seconds by which the step that the incident interrupts takes longer, because peers do the
+            work of the lost worker.
+        steps: expected steps, less those that both cost.
     """
 
     fatal_share: float
     return_s: float
+    shared_s: float
     steps: float
 
 
@@ -150,6 +153,7 @@ class Prospect:
         return Expected(
             fatal_share=before + after,
             return_s=return_s,
+            shared_s=shared_s,
             steps=steps / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
             - (return_s + shared_s) / self.reference_step_s,
         )

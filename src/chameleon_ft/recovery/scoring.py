@@ -98,6 +98,7 @@ class Candidate:
         from_checkpoint: whether the state is read from a checkpoint.
         fatal_share: probability that the next incident makes a return to a checkpoint necessary.
         return_s: expected seconds of that return, repeated work included.
+        shared_s: expected seconds by which the step that the incident interrupts takes longer; see `Expected`.
         samples: expected samples until the next incident, less the expected cost of that incident: B times the steps of
             `Prospect.of_plan`. Negative if the cost is larger; zero if the candidate is not feasible.
         reason: why it cannot be chosen; None if it can.
@@ -118,6 +119,7 @@ class Candidate:
     from_checkpoint: bool = False
     fatal_share: float = 0.0
     return_s: float = 0.0
+    shared_s: float = 0.0
     samples: float = 0.0
     reason: str | None = None
 
@@ -258,6 +260,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             candidate,
             fatal_share=expected.fatal_share,
             return_s=expected.return_s,
+            shared_s=expected.shared_s,
             samples=samples * expected.steps,
         )
 

@@ -11,6 +11,7 @@ from tyro.conf import UseAppendAction
 from chameleon_ft.cli.arguments import OptionalStr, RunPath, Switch, metavar, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.quantities import listed
 
 __all__ = ["main"]
 
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 
     before = len(run.events())
     leaving = drain(run, workers=given.worker, host=given.host)
-    names = ("workers " if len(leaving) > 1 else "worker ") + ", ".join(map(str, leaving))
-    print(f"draining {names}", flush=True)
+    names = listed("worker", leaving)
+    print(f"draining {names}: they train until a plan without them is in force", flush=True)
     if given.wait:
         wait_until_out(run, leaving, after=before)
         print(f"no longer in the run: {names}")

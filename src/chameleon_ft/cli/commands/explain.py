@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from chameleon_ft.cli.arguments import OptionalInt, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
@@ -22,11 +22,17 @@ from chameleon_ft.observe.decisions import (
     decision_stories,
 )
 from chameleon_ft.observe.records import DETECTED_BY
-from chameleon_ft.quantities import ROUNDING, counted, data_size, duration
+from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, listed
 
 __all__ = ["describe_reason", "main"]
 
 _NOTICEABLE_S = 5e-4  # of a stall
+_TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving"}
+_UNNAMED: Final = {
+    "loss": "no worker",
+    "join": "new workers",
+    "review": "the last plan was chosen without a search, so that no worker waited for it",
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         present = {"loss": "are left", "drain": "stay"}.get(decided.trigger, "are there, newcomers included")
         out.facts(
             [
-                ("lost", _describe_losses(story)),
+                (_TRIGGERS[decided.trigger], _describe_trigger(story)),
                 ("in force", f"{decided.plan}; {decided.live} workers {present}"),
                 ("expected", _describe_failure_rate(decided.rate, live=decided.live, horizon_s=decided.horizon_s)),
                 ("stall", _describe_stall(decided.stall)),
@@ -99,11 +105,15 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
             )
             > 1
         )
+        costs = ["next failure costs"] if any(each.next_incident_s for each in decided.candidates) else []
         out.show(
             out.table(
-                [_candidate_row(each, decided.chosen, holders=differ) for each in decided.candidates],
+                [
+                    _candidate_row(each, decided.chosen, holders=differ, costs=bool(costs))
+                    for each in decided.candidates
+                ],
                 left=[""],
-                right=["step", "stall", "moves", "samples until then"],
+                right=["step", "stall", "moves", *costs, "samples until then"],
                 last=[""],
                 styles={decided.chosen: "bold"},
             )
@@ -111,7 +121,11 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         out.facts(_outcome_facts(story))
 
 
-def _describe_losses(story: DecisionStory) -> str:
+def _describe_trigger(story: DecisionStory) -> str:
+    if story.decided.trigger == "drain":
+        return listed("worker", story.decided.leaving)
+    if not story.decided.lost:
+        return _UNNAMED[story.decided.trigger]
     known = {loss.worker: loss for loss in story.losses}
     lines = [
         f"worker {worker}: {known[worker].cause}, detected by {DETECTED_BY[known[worker].noticed_by]}"
@@ -119,7 +133,7 @@ def _describe_losses(story: DecisionStory) -> str:
         else f"worker {worker}"
         for worker in story.decided.lost
     ]
-    return "\n".join(lines) or "no worker"
+    return "\n".join(lines)
 
 
 def _describe_search(decided: DecisionEvent) -> str:
@@ -130,7 +144,7 @@ def _describe_search(decided: DecisionEvent) -> str:
     return "scored while training continued, in"
 
 
-def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) -> tuple[str, ...]:
+def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool, costs: bool) -> tuple[str, ...]:
     waves = f" in {each.waves} waves" if each.waves > 1 else ""
     remarks = (
         "chosen" if each.policy == chosen else each.reason,
@@ -142,6 +156,7 @@ def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) 
         "-" if each.step_s is None else duration(each.step_s),
         "-" if each.stall_s is None else duration(each.stall_s),
         "-" if each.moved_bytes is None else data_size(each.moved_bytes),
+        *([duration(each.next_incident_s) if each.feasible else "-"] if costs else []),
         f"{each.samples:,.0f}" if each.feasible else "-",
         ", ".join(filter(None, remarks)),
     )
@@ -218,10 +233,10 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
     assert second.step_s is not None
     more_stall_s = _lost_s(best) - _lost_s(second)
     what, is_ = "stall", "is"
-    if abs(best.return_s - second.return_s) >= _NOTICEABLE_S:
-        what, is_ = "expected returns to a checkpoint", "are"
+    if abs(best.next_incident_s - second.next_incident_s) >= _NOTICEABLE_S:
+        what = "cost of the next failure"
         if best.stall_s != second.stall_s:
-            what = f"stall and {what}"
+            what, is_ = f"stall and {what}", "are"
     if best.step_s == second.step_s:
         return f"its {what} {is_} {duration(-more_stall_s)} shorter"
     # Time t after the decision at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and
@@ -242,7 +257,7 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
 
 def _lost_s(each: ScoredCandidate) -> float:
     assert each.stall_s is not None
-    return each.stall_s + each.return_s
+    return each.stall_s + each.next_incident_s
 
 
 def _describe_sole_holders(each: ScoredCandidate) -> str:

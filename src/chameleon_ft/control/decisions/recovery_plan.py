@@ -18,7 +18,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep, StepProgress
-from chameleon_ft.quantities import counted, in_ranges
+from chameleon_ft.quantities import counted, in_ranges, listed
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
@@ -219,7 +219,7 @@ def _keep(
     if transition is None:
         action = _describe_reroute(cluster.plan, plan, context.lost, first_step)
     else:
-        moved = describe_transfer(transition.transfer)
+        moved = describe_transfer(transition.transfer, stops=True)
         action = f"{describe_pipelines(plan)}; {moved}; on with step {first_step}"
     return RecoveryPlan(
         plan=plan,
@@ -313,13 +313,14 @@ def _from_checkpoint(
     )
 
 
-def describe_transfer(transfer: Transfer) -> str:
-    """Describe what moves: "4 layers to 2 workers in 1 round"."""
+def describe_transfer(transfer: Transfer, *, stops: bool) -> str:
+    """Describe what moves: "4 layers to 2 workers in 1 round" if training `stops`, else "... beside training"."""
     if not (messages := transfer.messages):
         return "no weights move"
     layers = counted(sum(len(message.layers) for message in messages), "layer")
     workers = counted(len({message.destination for message in messages}), "worker")
-    return f"{layers} to {workers} in {counted(len(transfer.rounds), 'round')}"
+    how = f"in {counted(len(transfer.rounds), 'round')}" if stops else "beside training"
+    return f"{layers} to {workers} {how}"
 
 
 def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
@@ -328,7 +329,7 @@ def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step:
         return f"on with step {first_step} and the same routes"
     helpers = sorted({hop.worker for new, old in changed for hop in new.hops if hop not in old.hops})
     return (
-        f"{len(changed)} micro-batches of {_workers(lost)} go through {_workers(helpers)}; "
+        f"{len(changed)} micro-batches of {listed('worker', lost)} go through {listed('worker', helpers)}; "
         f"no weights move; on with step {first_step}"
     )
 
@@ -345,7 +346,3 @@ def describe_pipelines(plan: Plan) -> str:
     text = f"{total} of {counted(depths[0][0], 'stage')}" if len(depths) == 1 else f"{total}: {', '.join(each)}"
     detours = len({route.hops for route in plan.routes}) - len(pipelines)
     return f"{text}; {counted(detours, 'detour')}" if detours else text
-
-
-def _workers(numbers: Sequence[int]) -> str:
-    return f"worker{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

@@ -42,15 +42,19 @@ def plans_to(
     senders = context.senders.hosts
     transfer = course.transfer or transfer_to(context.held, course.plan.placement, live=senders, layers=layers)
     assert chosen.step_s is not None
+    costs = CostModel(context.costs.workload, context.senders)
+    waves = waves_to(present_draft(context), transfer, costs) if migrates and transfer.messages else ()
     final = replace(
-        _plan(course, chosen.policy, f"{describe_pipelines(course.plan)}; {describe_transfer(transfer)}"),
+        _plan(
+            course,
+            chosen.policy,
+            f"{describe_pipelines(course.plan)}; {describe_transfer(transfer, stops=not waves)}",
+        ),
         predicted_step_s=chosen.step_s,
         predicted_stall_s=0.0,
     )
     if not transfer.messages:
         return (final,)
-    costs = CostModel(context.costs.workload, context.senders)
-    waves = waves_to(present_draft(context), transfer, costs) if migrates else ()
     if waves:
         every = (
             each
@@ -83,7 +87,7 @@ def _plans_of(
     moves_s = pull_s(course.transfer.messages, context.senders) * context.migration_factor
     which = f", wave {number} of {waves}" if waves > 1 else ""
     migrating = replace(
-        _plan(course, "migration", f"{describe_transfer(course.transfer)} beside training{which}"),
+        _plan(course, "migration", f"{describe_transfer(course.transfer, stops=False)}{which}"),
         migration=course.transfer,
         hold_s=step_s - next_s if moves_s < step_s - next_s else 0.0,
         predicted_step_s=step_s,
