@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import random_key
@@ -58,9 +58,25 @@ class BoundarySpec:
         if any(size < 1 for size in self.shape):
             raise ConfigError(f"a boundary tensor has the shape {self.shape}: every dimension must be at least 1")
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def require(self, tensor: torch.Tensor, *, layer: int, gradient: bool = False) -> None:
+        """Raise ConfigError if `tensor` is not what is expected of the output of `layer`, or of its gradient."""
+        if tensor.dtype == self.dtype and tensor.shape == self.shape:
+            return
+        name = f"the gradient of the output of layer {layer}" if gradient else f"the output of layer {layer}"
+        raise ConfigError(
+            f"{name} is {_described(tensor.dtype, tensor.shape)}, but {_described(self.dtype, self.shape)} is "
+            "expected, by the job's `boundaries` or by a run of one micro-batch before training. A layer must return "
+            "one shape and type for every micro-batch: at its end cast the result, for example by "
+            f"`.to({self.dtype})`, or pad it; or state in `boundaries` what it returns"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +101,8 @@ class Job:
         layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
         tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy
             gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
-        boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run on torch's meta
-            device. None: found by running the layers there.
+        boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
+            None: found by running one micro-batch through the layers.
 
     Raises:
         ConfigError: a field is missing or out of range; the message says which and what to change.
@@ -184,6 +200,10 @@ def load_job(reference: str, config: RunConfig) -> Job:
     if not isinstance(job, Job):
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
     return job
+
+
+def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
 
 
 def _require_factory(index: int, factory: object) -> None:

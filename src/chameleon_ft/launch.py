@@ -1,4 +1,4 @@
-"""Starts the processes of a run: coordinator, rendezvous store, agent and ranks."""
+"""Starts the processes of a run: coordinator, agent and ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any, NoReturn
 
 from chameleon_ft.config import RunConfig
@@ -27,6 +28,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import local_address_towards
 from chameleon_ft.control.wire.server import control_server, listening_address
+from chameleon_ft.control.wire.tls import generate_certificates
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, ControlError
 from chameleon_ft.observe import (
     ControlAddress,
@@ -59,16 +61,16 @@ def coordinate(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
     return asyncio.run(_coordinate(config, run=run, resume=resume, agent_here=False))
 
 
-def run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
     """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
 
     Raises:
         ControlError: the coordinator does not answer, or does not want this host.
     """
-    return asyncio.run(_run_agent(coordinator=coordinator, token=token, workers=workers, host=host))
+    return asyncio.run(_run_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host))
 
 
-def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoReturn:
+def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str, str]) -> NoReturn:
     """Be one rank, started by a launcher that sets RANK and LOCAL_RANK; ends the process.
 
     Raises:
@@ -79,6 +81,7 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoRetur
     code = rank_main(
         coordinator=coordinator,
         token=token,
+        tls=tls,
         worker=int(environ["RANK"]),
         host=environ.get("CHAMELEON_HOST") or local_address_towards(coordinator),
         local_index=int(environ["LOCAL_RANK"]),
@@ -90,48 +93,49 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
     context = _fork_server()
     solvers = _start_loading_solvers()
     token = secrets.token_urlsafe(16)
-    async with _store(context, config.control.host) as store_port:
-        job = await _inspect(context, config)
-        # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
-        await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
-        if not solvers.done():
-            print(COMPILING, flush=True)
-        await solvers
-        if resume:
-            _require_same_model(run, job)
-            run.write_config(config)
-            config = run.own(config)
-        if agent_here:
-            _require_device(config, job)
-        profile = _profile(config, job)
-        plan = _plan(config, job)
-        with Recorder(run, TerminalView()) as recorder, _background(context) as background:
-            coordinator = Coordinator(
-                config=config,
-                run=run,
-                recorder=recorder,
-                job=job,
-                profile=profile,
-                plan=plan,
-                store_port=store_port,
-                resume=resume,
-                executor=background,
-            )
-            async with control_server(
-                coordinator,
-                host=config.control.host,
-                port=config.control.port,
-                token=token,
-                heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
-            ) as server:
-                address = listening_address(server, config.control.host)
-                run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
-                try:
-                    async with _agent(context, config, address, token, coordinator, here=agent_here):
-                        with _signals_handled(SIGINT=coordinator.interrupt, SIGTERM=coordinator.interrupt):
-                            status = await coordinator.wait()
-                finally:
-                    run.remove_control()
+    job = await _inspect(context, config)
+    # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
+    await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
+    if not solvers.done():
+        print(COMPILING, flush=True)
+    await solvers
+    if resume:
+        _require_same_model(run, job)
+        run.write_config(config)
+        config = run.own(config)
+    if agent_here:
+        _require_device(config, job)
+    tls = _tls_directory(config, run)
+    profile = _profile(config, job)
+    plan = _plan(config, job)
+    with Recorder(run, TerminalView()) as recorder, _background(context) as background:
+        coordinator = Coordinator(
+            config=config,
+            run=run,
+            recorder=recorder,
+            job=job,
+            profile=profile,
+            plan=plan,
+            resume=resume,
+            executor=background,
+        )
+        async with control_server(
+            coordinator,
+            host=config.control.host,
+            port=config.control.port,
+            token=token,
+            tls=tls,
+            heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
+        ) as server:
+            address = listening_address(server, config.control.host)
+            control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
+            run.write_control(control)
+            try:
+                async with _agent(context, config, control, coordinator, here=agent_here):
+                    with _signals_handled(SIGINT=coordinator.interrupt, SIGTERM=coordinator.interrupt):
+                        status = await coordinator.wait()
+            finally:
+                run.remove_control()
     return _EXIT_CODES[status]
 
 
@@ -169,21 +173,30 @@ def _signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
 
 @asynccontextmanager
 async def _agent(
-    context: ForkServerContext, config: RunConfig, address: str, token: str, coordinator: Coordinator, *, here: bool
+    context: ForkServerContext, config: RunConfig, control: ControlAddress, coordinator: Coordinator, *, here: bool
 ) -> AsyncIterator[None]:
     """Run this machine's agent inside the block; only print how to join if the workers come from elsewhere."""
     if not here:
         print(f"waiting for {config.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:")
         # The token goes to a terminal and to no log file.
-        secret = token if sys.stdout.isatty() else "..."
-        print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {address} --workers N")
+        secret = control.token if sys.stdout.isatty() else "..."
+        tls = "" if control.tls is None else " --tls DIRECTORY"
+        print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {control.address}{tls} --workers N")
         print(
             f"or, where the run directory can be read: chameleon agent --run {config.output_dir} --workers N",
             flush=True,
         )
         yield
         return
-    agent = Agent(coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry)
+    agent = Agent(
+        coordinator=control.address,
+        token=control.token,
+        tls=control.tls,
+        slots=config.workers,
+        host=None,
+        context=context,
+        entry=_rank_entry,
+    )
     serving = asyncio.create_task(agent.serve())
     serving.add_done_callback(partial(_fail_with, coordinator))
     try:
@@ -201,9 +214,11 @@ def _fail_with(coordinator: Coordinator, serving: asyncio.Task[bool]) -> None:
         coordinator.end("failed", f"the agent of this machine failed: {error}")
 
 
-async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+async def _run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
     context = _fork_server()
-    agent = Agent(coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry)
+    agent = Agent(
+        coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, context=context, entry=_rank_entry
+    )
     serving = asyncio.ensure_future(agent.serve())
 
     def drain() -> None:
@@ -297,6 +312,18 @@ def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
     return profile
 
 
+def _tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:
+    """Return the directory for TLS, with new certificates where they are to be generated. Raises ConfigError."""
+    match config.control.tls:
+        case "off":
+            return None
+        case "generate":
+            generate_certificates(run.tls)
+            return run.tls
+        case directory:
+            return Path(directory)
+
+
 def _plan(config: RunConfig, job: JobInfo) -> Plan | None:
     """Return the plan to start with, if the run was given one. Raises ConfigError if it is of another model."""
     plan = read_start_plan(config)
@@ -319,17 +346,6 @@ async def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
         raise found
     assert isinstance(found, JobInfo)
     return found
-
-
-@asynccontextmanager
-async def _store(context: ForkServerContext, host: str) -> AsyncIterator[int]:
-    """Run the rendezvous store inside the block, which gets its port."""
-    with _child(context, partial(_call, "communicators.store", "store_main", host)) as pipe:
-        try:
-            port = int(await _receive(pipe))
-        except EOFError:
-            raise ControlError(f"the rendezvous store could not be started on {host}") from None
-        yield port
 
 
 async def _receive(pipe: Connection) -> Any:

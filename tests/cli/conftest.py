@@ -88,12 +88,14 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.launched.append(Launched(config, run, resume))
         return 0
 
-    def run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
-        command_line.joined.append({"coordinator": coordinator, "token": token, "workers": workers, "host": host})
+    def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
+        command_line.joined.append(
+            {"coordinator": coordinator, "token": token, "tls": tls, "workers": workers, "host": host}
+        )
         return 0
 
-    def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
-        command_line.joined.append({"coordinator": coordinator, "token": token, "rank": environ["RANK"]})
+    def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str, str]) -> int:
+        command_line.joined.append({"coordinator": coordinator, "token": token, "tls": tls, "rank": environ["RANK"]})
         return 0
 
     launch = ModuleType("chameleon_ft.launch")

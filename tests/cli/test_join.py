@@ -13,6 +13,7 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
+AGENT = {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
 RANKS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
@@ -23,17 +24,30 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_an_agent_joins(chameleon: CommandLine) -> None:
     assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
-    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
+    assert chameleon.joined == [
+        {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
+    ]
 
 
 def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine, run: RunDirectory) -> None:
     run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
     assert chameleon("agent", "--run", run.path, "--workers", "4") == 0
-    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
+    assert chameleon.joined == [
+        {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
+    ]
 
 
 def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
     assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4")
+
+
+def test_tls_is_that_of_the_run_or_as_given(chameleon: CommandLine, run: RunDirectory, tmp_path: Path) -> None:
+    run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1, tls=run.tls))
+    moved = run.path.rename(tmp_path / "moved")
+    assert chameleon("agent", "--run", str(moved), "--workers", "4") == 0
+    assert chameleon("agent", "--run", str(moved), "--workers", "4", "--tls", "/etc/other") == 0
+    assert chameleon("agent", "--coordinator", "h:1", "--token", "t", "--workers", "4", "--tls", "/etc/other") == 0
+    assert [joined["tls"] for joined in chameleon.joined] == [moved / "tls", *[Path("/etc/other")] * 2]
 
 
 def test_the_token_may_come_from_the_environment(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +60,7 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
     assert chameleon("worker", "--coordinator", "10.0.0.1:4000", "--token", "secret") == 0
-    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "rank": "3"}]
+    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "rank": "3"}]
 
 
 @pytest.mark.parametrize(

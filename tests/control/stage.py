@@ -302,9 +302,7 @@ def _staged(
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, View()) as recorder:
-        coordinator = Coordinator(
-            config=config, run=run, recorder=recorder, job=JOB, profile=measured, store_port=2000, resume=resume
-        )
+        coordinator = Coordinator(config=config, run=run, recorder=recorder, job=JOB, profile=measured, resume=resume)
         yield Stage(coordinator, run)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,13 @@ from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members
-from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address, websocket_url
+from chameleon_ft.control.wire.address import (
+    join_address,
+    local_address_towards,
+    require_worker_ports,
+    split_address,
+    websocket_url,
+)
 from chameleon_ft.control.wire.messages import Hello, HostHello, Spawn
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ConfigError, ControlError
@@ -308,6 +315,18 @@ def test_addresses_come_apart_and_together(address: str, parts: tuple[str, int])
     assert split_address(address) == parts
     assert join_address(*parts) == address
     assert websocket_url(address) == f"ws://{address}/"
+    assert websocket_url(address, tls=True) == f"wss://{address}/"
+
+
+def test_a_host_that_uses_other_ports_than_the_firewall_leaves_open_is_told_what_to_run(tmp_path: Path) -> None:
+    kernel_range = tmp_path / "ip_local_port_range"
+    kernel_range.write_text("32768\t60999\n")
+    for allowed in ("", "32768-60999", "1-65535"):
+        require_worker_ports(allowed, kernel_range=kernel_range)
+    for allowed in ("32769-60999", "32768-60998", "40000-49999"):
+        low, high = allowed.split("-")
+        with pytest.raises(ConfigError, match=rf'32768 to 60999; run `sysctl .*ip_local_port_range="{low} {high}"`'):
+            require_worker_ports(allowed, kernel_range=kernel_range)
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:port", "host:65536", "host:-1", "host:1 "])

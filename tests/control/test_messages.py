@@ -69,7 +69,6 @@ def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) 
         order = StartGeneration(
             generation=2,
             members=planned.plan.workers,
-            store_port=1,
             first_step=3,
             operations=pack_operations(program.records_of(worker)),
             segments=tuple((s.layers.start, s.layers.stop, s.holders, s.tied) for s in segments),

@@ -54,7 +54,7 @@ def planner(
 
 def begin(by: Planner) -> RecoveryPlan:
     decision = by.start(range(6), checkpoint=None)
-    planned, _ = by.orders(decision, HOSTS, generation=1, store_port=1)
+    planned, _ = by.orders(decision, HOSTS, generation=1)
     by.begin(planned, HOSTS)
     return decision
 
@@ -110,7 +110,7 @@ def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
         decision = begin(by)
         # Two layers each, of 10 ms and 20 ms; of these one is run again, for the first and the last layer are not.
         report(by, {}, steps=3, forward_s=0.02, backward_s=0.04 + again_s)
-        planned, _ = by.orders(decision, HOSTS, generation=2, store_port=1)
+        planned, _ = by.orders(decision, HOSTS, generation=2)
         by.begin(planned, HOSTS)
         assert planned.costs_from == "measured"
         for layer in planned.costs.workload.layers:
@@ -131,7 +131,7 @@ def test_with_a_profile_observed_operations_correct_every_prediction() -> None:
     assert corrected.keys() == uncorrected.keys()
     for policy, step_s in corrected.items():
         assert step_s == pytest.approx(3 * uncorrected[policy], rel=0.02), "all but the messages"
-    assert by.orders(lost, HOSTS, generation=2, store_port=1)[0].costs_from == "corrected"
+    assert by.orders(lost, HOSTS, generation=2)[0].costs_from == "corrected"
     # Corrected costs are not the reference of the next comparison.
     report(by, {}, steps=12, forward_s=3 * 0.02, backward_s=3 * 0.04)
     assert corrections(lose(by, decision, 1))["operations"] == pytest.approx(3.0)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import Departure, Exit, Finish, Message, Refused
 from chameleon_ft.control.wire.server import Peer, control_server, listening_address
-from chameleon_ft.errors import ControlError
+from chameleon_ft.control.wire.tls import generate_certificates, tls_context
+from chameleon_ft.errors import ConfigError, ControlError
 
 TOKEN = "open sesame"
 
@@ -57,13 +60,18 @@ class Listener:
 HELLO: Message = Refused(reason="any message will do")
 
 
-def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_timeout_s: float = 30.0) -> None:
+def serving(
+    body: Callable[[Listener], Coroutine[Any, Any, None]],
+    *,
+    heartbeat_timeout_s: float = 30.0,
+    tls: Path | None = None,
+) -> None:
     """Run `body` beside a server."""
 
     async def whole() -> None:
         listener = Listener()
         async with control_server(
-            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_timeout_s=heartbeat_timeout_s
+            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_timeout_s=heartbeat_timeout_s, tls=tls
         ) as server:
             listener.address = listening_address(server, "127.0.0.1")
             await body(listener)
@@ -72,8 +80,8 @@ def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_
 
 
 @asynccontextmanager
-async def joined(listener: Listener) -> AsyncIterator[ClientConnection]:
-    async with control_connection(listener.address, TOKEN) as connection:
+async def joined(listener: Listener, tls: Path | None = None) -> AsyncIterator[ClientConnection]:
+    async with control_connection(listener.address, TOKEN, tls=tls) as connection:
         yield connection
 
 
@@ -207,3 +215,97 @@ def test_a_large_message_comes_through() -> None:
             assert decode(await connection.recv()) == large
 
     serving(body)
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two directories, of two authorities."""
+    made = [tmp_path_factory.mktemp("tls") / name for name in ("own", "other")]
+    for directory in made:
+        generate_certificates(directory)
+    return made
+
+
+def test_only_their_owner_can_read_generated_keys(certificates: list[Path]) -> None:
+    assert [path.stat().st_mode & 0o777 for path in (certificates[0], certificates[0] / "key.pem")] == [0o700, 0o600]
+
+
+def test_messages_go_both_ways_over_tls(certificates: list[Path]) -> None:
+    own, _ = certificates
+
+    async def body(listener: Listener) -> None:
+        async with joined(listener, own) as connection:
+            assert await echoed(connection) == HELLO
+            transport = connection.transport
+            assert transport.get_extra_info("ssl_object").version() == "TLSv1.3"
+        _, how = await listener.departures.get()
+        assert how == "connection"
+
+    serving(body, tls=own)
+
+
+def test_a_peer_of_another_authority_or_without_tls_is_not_accepted(certificates: list[Path]) -> None:
+    own, other = certificates
+    no_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    no_certificate.check_hostname = False
+    no_certificate.load_verify_locations(own / "ca.pem")
+    with_another = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with_another.check_hostname = False
+    with_another.verify_mode = ssl.CERT_NONE
+    with_another.load_cert_chain(other / "cert.pem", other / "key.pem")
+
+    async def body(listener: Listener) -> None:
+        async with joined(listener, own) as member:
+            for tls in (other, None):
+                with pytest.raises((OSError, InvalidHandshake)):
+                    await control_connection(listener.address, TOKEN, tls=tls)
+            for context in (no_certificate, with_another):
+                with pytest.raises((OSError, InvalidHandshake)):
+                    await connect(
+                        websocket_url(listener.address, tls=True),
+                        ssl=context,
+                        additional_headers=bearer(TOKEN),
+                        proxy=None,
+                    )
+            silent = await asyncio.open_connection(*split_address(listener.address))
+            assert await echoed(member) == HELLO
+            silent[1].close()
+        assert listener.peers == listener.peers[:1] * len(listener.peers), "only the member was heard"
+
+    serving(body, tls=own)
+
+
+def test_a_worker_does_not_talk_to_a_coordinator_of_another_authority(certificates: list[Path]) -> None:
+    own, other = certificates
+
+    async def body(listener: Listener) -> None:
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await control_connection(listener.address, TOKEN, tls=own)
+        assert listener.heard == []
+
+    serving(body, tls=other)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda directory: (directory / "ca.pem").unlink(), r"No such file or directory; it must hold ca\.pem"),
+        (lambda directory: (directory / "key.pem").write_text("no key"), "it must hold ca.pem, cert.pem, key.pem"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_named(
+    tmp_path: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    generate_certificates(tmp_path / "tls")
+    spoil(tmp_path / "tls")
+    with pytest.raises(ConfigError, match=f"TLS directory .*tls: .*{message}"):
+        tls_context(tmp_path / "tls")
+
+
+def test_without_openssl_there_is_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no openssl command on this host; install it, or give a directory"):
+        generate_certificates(tmp_path / "tls")

@@ -1,4 +1,4 @@
-"""Layers are equal in every process, and their boundaries are found on the meta device."""
+"""Layers are equal in every process, and their boundaries are found by running them."""
 
 from __future__ import annotations
 
@@ -162,19 +162,79 @@ def test_forward_may_create_a_tensor() -> None:
     assert boundary_specs(make_job([AddPositions], Zeros(4)), 2) == (BoundarySpec((2, 4), torch.float32),)
 
 
-def test_a_layer_that_looks_at_values_is_named_and_can_be_stated_instead() -> None:
-    class KeepPositive(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[x > 0]
+class KeepPositive(nn.Module):
+    """Its output has a shape that depends on values."""
 
-    layers = [nn.Identity, KeepPositive]
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > -1]
+
+
+class Autocasting(nn.Module):
+    """Returns bfloat16 where autocast works, which it does not on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output: Tensor = self.inner(x)
+        return output
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "spec"),
+    [
+        (Autocasting, BoundarySpec((2, 4), torch.bfloat16)),
+        (KeepPositive, BoundarySpec((8,), torch.float32)),
+        (lambda: nn.Unflatten(1, (2, 2)), BoundarySpec((2, 2, 2), torch.float32)),
+        (InPlace, BoundarySpec((2, 4), torch.float32)),
+    ],
+)
+def test_boundaries_are_those_of_a_run(layer: Callable[[], nn.Module], spec: BoundarySpec) -> None:
+    assert boundary_specs(make_job([nn.Identity, layer], Zeros(4)), 2)[1] == spec
+
+
+def test_autocast_is_not_seen_on_the_meta_device() -> None:
+    job = make_job([Autocasting], Zeros(4))
+
+    assert boundary_specs(job, 2, device=torch.device("meta")) == (BoundarySpec((2, 4), torch.float32),)
+
+
+def test_the_type_of_one_layer_is_the_input_of_the_next() -> None:
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    types = [spec.dtype for spec in boundary_specs(make_job([Same, Autocasting, Same, Same], Zeros(4)), 2)]
+    assert types == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+def test_a_layer_that_cannot_be_run_is_named_and_can_be_stated_instead() -> None:
+    layers, meta = [nn.Identity, KeepPositive], torch.device("meta")
     with pytest.raises(ConfigError, match=r"layer 1 \(KeepPositive\) cannot be run on .*\(2, 4\).* `boundaries`"):
-        boundary_specs(make_job(layers, Zeros(4)), 2)
+        boundary_specs(make_job(layers, Zeros(4)), 2, device=meta)
 
     stated = BoundarySpec((2, 4), torch.float32)
-    assert boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size), 2) == (stated, stated)
+    for device in (meta, torch.device("cpu")):
+        job = make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size)
+        assert boundary_specs(job, 2, device=device) == (stated, stated)
     with pytest.raises(ConfigError, match="3 shapes for 2 layers"):
         boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * 3), 2)
+
+
+def test_samples_of_several_shapes_are_refused() -> None:
+    class Growing(Zeros):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.zeros(index + 1), torch.zeros(1)
+
+    with pytest.raises(ConfigError, match=r"samples cannot be stacked .* one shape for all i"):
+        boundary_specs(make_job([nn.Identity], Growing()), 2)
 
 
 def test_layers_that_do_not_fit_together_are_named() -> None:

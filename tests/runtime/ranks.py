@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any, Self
 import torch
 
 from chameleon_ft.config import Timeouts
-from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.communicators import Membership, Rendezvous
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
-from chameleon_ft.runtime.communicators.store import serve_store
+from chameleon_ft.runtime.communicators.store import open_store, serve_store
 from chameleon_ft.runtime.process import end_with_parent
 
 TIMEOUTS = Timeouts(heartbeat_timeout_s=10.0, watchdog_min_s=15.0, collective_timeout_s=60.0, rendezvous_s=90.0)
@@ -48,7 +49,8 @@ class Ranks:
         self.count = count
         self._generation = 0
         self._stack = ExitStack()
-        self.store = f"127.0.0.1:{self._stack.enter_context(serve_store('127.0.0.1'))}"
+        store = f"127.0.0.1:{self._stack.enter_context(serve_store('127.0.0.1'))}"
+        self.rendezvous = Rendezvous(partial(open_store, store), b"a secret")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
         forkserver.ensure_running()
@@ -94,7 +96,7 @@ class Ranks:
                 members=everyone,
                 groups=tuple(groups),
                 channels=(),
-                store=self.store,
+                rendezvous=self.rendezvous,
             )
             for worker in everyone
         ]

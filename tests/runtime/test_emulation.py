@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import (
@@ -32,7 +33,7 @@ from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
 from chameleon_ft.runtime import device
-from chameleon_ft.runtime.communicators import CommunicationError, Membership, emulated
+from chameleon_ft.runtime.communicators import CommunicationError, Membership, Rendezvous, emulated
 from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
 from chameleon_ft.runtime.device import EmulatedPace
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
@@ -130,10 +131,13 @@ class _Done:
         self._then()
 
 
+NOWHERE = Rendezvous(lambda timeout_s: HashStore())
+
+
 def linked(wire: Wire, worker: int, *, scale: int = 1) -> EmulatedLinks:
     found = EmulatedLinks(wire, lambda members: cluster(), scale=scale)
     members = (0, 1, 2)
-    found.open(Membership(generation=1, worker=worker, members=members, groups=(), channels=(), store=""))
+    found.open(Membership(generation=1, worker=worker, members=members, groups=(), channels=(), rendezvous=NOWHERE))
     return found
 
 

@@ -14,7 +14,6 @@ from torch._C import _distributed_c10d as c10d
 
 from chameleon_ft.runtime.communicators import CommunicationError, Membership
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators, gloo_group
-from chameleon_ft.runtime.communicators.store import open_store
 from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, open_descriptors, opened
 
 pytestmark = pytest.mark.multiprocess
@@ -214,7 +213,7 @@ class AnsweringNothing(c10d.Store):
 def open_beside_members_that_have_left(membership: Membership, leaves: bool) -> str:
     """One rank forms a generation; the others have said where they listen, and then they have left it."""
     rank, prefix = membership.worker, f"generation-{membership.generation}/group-0"
-    store = open_store(membership.store, timeout_s=60.0)
+    store = membership.rendezvous.open_store(timeout_s=60.0)
     if leaves:
         device = c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         with pytest.raises(RuntimeError):

@@ -51,6 +51,8 @@ class Client:
     def leave(self, generation: int) -> None:
         self.entered.discard(generation)
 
+    def rendezvous(self, generation: int) -> None: ...
+
     def migrate(self, generation: int) -> None:
         self.preparations.put(Migrate(generation=generation, moves=MOVES))
 
@@ -58,7 +60,6 @@ class Client:
         order = StartGeneration(
             generation=generation,
             members=(0, 1),
-            store_port=1,
             first_step=5,
             operations="",
             segments=((0, 2, (0, 1), ()), (2, LAYERS, (1,) if drops else (0, 1), ())),
@@ -114,7 +115,6 @@ def preparations(client: Client, *, failing: set[int] | None = None, **job: Any)
     return Preparations(
         0,
         client=cast("ControlClient", client),
-        store_host="localhost",
         new_communicators=lambda: cast("Communicators", Unconnected(failing or set())),
         faults=cast("FaultInjector", SimpleNamespace(at=lambda phase, step: None)),
         allocator=LayerAllocator(dataclasses.replace(toy_job(LAYERS), **job), seed=SEED, device=CPU, ahead=True),

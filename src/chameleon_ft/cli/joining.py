@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
@@ -33,8 +34,17 @@ class JoinArguments:
         ),
     ] = None
 
-    def find_coordinator(self) -> tuple[str, str]:
-        """Return the address, host:port, and the token of the coordinator.
+    tls: Annotated[
+        OptionalPath,
+        metavar(
+            "DIRECTORY",
+            "Directory with ca.pem, cert.pem and key.pem, if the coordinator wants TLS; with --run "
+            "by default the one that the coordinator uses.",
+        ),
+    ] = None
+
+    def find_coordinator(self) -> tuple[str, str, Path | None]:
+        """Return the address, host:port, the token and the TLS directory of the coordinator.
 
         Raises ConfigError if the arguments and the environment name none or two, the run is not live, the address is
         malformed or the token is missing.
@@ -43,7 +53,7 @@ class JoinArguments:
             raise ConfigError("give either --run RUN or --coordinator HOST:PORT, so that the coordinator can be found")
         if self.run is not None:
             control = RunDirectory.open(self.run).read_control()
-            return control.address, control.token
+            return control.address, control.token, self.tls or control.tls
         assert self.coordinator is not None
         split_address(self.coordinator)  # raises if it is malformed
         token = self.token or os.environ.get(_TOKEN_VARIABLE)
@@ -51,4 +61,4 @@ class JoinArguments:
             raise ConfigError(
                 f"a join token is needed: set {_TOKEN_VARIABLE} or give --token; it is in the run's control.json"
             )
-        return self.coordinator, token
+        return self.coordinator, token, self.tls

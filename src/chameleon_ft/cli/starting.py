@@ -31,6 +31,7 @@ from chameleon_ft.config import (
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
+from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import costs_of_run, profile_of_run
@@ -174,6 +175,10 @@ def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | N
     for name in ("profile", "plan"):
         if (path := getattr(config, name)) is not None:
             changes[name] = _absolute_path(path)
+    if (tls := config.control.tls) not in ("off", "generate"):
+        directory = _absolute_path(Path(tls))
+        tls_context(directory, server=True)
+        changes["control"] = config.control.model_copy(update={"tls": str(directory)})
     if isinstance(config, TrainConfig) and config.data.path:
         path = _absolute_path(Path(config.data.path))
         changes["data"] = config.data.model_copy(update={"path": str(path)})

@@ -225,6 +225,18 @@ class Control(Section):
         default="127.0.0.1", min_length=1, description="Address the coordinator listens on; by default loopback."
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port the coordinator listens on; 0 takes a free one.")
+    worker_ports: str = Field(
+        default="",
+        pattern=r"^([1-9][0-9]{0,4}-[1-9][0-9]{0,4})?$",
+        description="Ports that a firewall leaves open between workers, such as 40000-49999: on a host whose kernel "
+        "would give them others, no worker starts; empty: any.",
+    )
+    tls: str = Field(
+        default="off",
+        min_length=1,
+        description="TLS of the control connections: off; generate: with a new certificate for this run; or a "
+        "directory with ca.pem, cert.pem and key.pem.",
+    )
 
 
 class Failure(Section):

@@ -46,10 +46,12 @@ class Agent:
 
     Args:
         coordinator: host:port.
+        tls: directory for `tls_context`; None: no TLS.
         slots: workers to run on this host.
         host: address at which other hosts reach this one; None uses the local address towards the coordinator.
         context: fork server that has already loaded everything a rank needs.
-        entry: function that runs a rank; keywords: coordinator, token, worker, incarnation, host, local_index.
+        entry: function that runs a rank; keywords: coordinator, token, tls, worker, incarnation, host,
+            local_index.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Agent:
         *,
         coordinator: str,
         token: str,
+        tls: Path | None = None,
         slots: int,
         host: str | None,
         context: ForkServerContext,
@@ -64,6 +67,7 @@ class Agent:
     ) -> None:
         self._coordinator = coordinator
         self._token = token
+        self._tls = tls
         self._slots = slots
         self._host = host or local_address_towards(coordinator)
         self._context = context
@@ -90,14 +94,15 @@ class Agent:
             ControlError: the coordinator does not answer, or refuses this host.
         """
         try:
-            async with control_connection(self._coordinator, self._token) as connection:
+            async with control_connection(self._coordinator, self._token, tls=self._tls) as connection:
                 host = f"{socket.gethostname()} ({self._host})"
                 await connection.send(encode(HostHello(host=host, slots=self._slots)))
                 self._connection = connection
                 await self._obey(connection)
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
-                f"cannot connect to the coordinator at {self._coordinator}: {error}; check the address and the token"
+                f"cannot connect to the coordinator at {self._coordinator}: {error}; "
+                "check the address, the token and --tls"
             ) from None
         finally:
             await self.end_all()
@@ -196,6 +201,7 @@ class Agent:
             kwargs={
                 "coordinator": self._coordinator,
                 "token": self._token,
+                "tls": self._tls,
                 "worker": worker,
                 "incarnation": incarnation,
                 "host": self._host,

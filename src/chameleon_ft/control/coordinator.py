@@ -7,6 +7,7 @@ import contextlib
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
@@ -66,7 +68,6 @@ class Coordinator:
         job: JobInfo,
         profile: Profile | None = None,
         plan: Plan | None = None,
-        store_port: int,
         resume: bool,
         executor: Executor | None = None,
     ) -> None:
@@ -74,7 +75,7 @@ class Coordinator:
         self._run = run
         self._recorder = recorder
         self._job = job
-        self._store_port = store_port
+        self._rendezvous = RendezvousStore()
         self._resume = resume
         self._planner = Planner(config, job, profile=profile, plan=plan)
         policy = config.recovery.policy
@@ -126,7 +127,13 @@ class Coordinator:
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
         self._peers[peer.number] = peer
-        self._handle(events.Received(at=_now(), connection=peer.number, message=message))
+        match message:
+            case messages.Publish():
+                self._send_all(self._rendezvous.publish(message))
+            case messages.LookUp():
+                self._send_all(self._rendezvous.look_up(peer.number, message))
+            case _:
+                self._handle(events.Received(at=_now(), connection=peer.number, message=message))
 
     def departed(self, peer: Peer, how: messages.Departure) -> None:
         """Handle the end of a connection."""
@@ -252,6 +259,10 @@ class Coordinator:
         if (peer := self._peers.get(connection)) is not None:
             peer.send(message)
 
+    def _send_all(self, answers: Iterable[tuple[int, messages.Message]]) -> None:
+        for connection, message in answers:
+            self._send(connection, message)
+
     def _record(
         self, record: StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | commands.OtherRecord
     ) -> None:
@@ -337,8 +348,8 @@ class Coordinator:
         self, state: State, plan: RecoveryPlan, generation: int
     ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
         """Return the record of a generation and the orders of its workers, by connection."""
-        hosts, port = state.members.hosts(), self._store_port
-        planned, orders = self._planner.orders(plan, hosts, generation=generation, store_port=port)
+        self._rendezvous.forget_before(min(generation, state.active_generation))
+        planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
         connections = {worker: state.members[worker].connection for worker in orders}
         return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}
 

@@ -13,6 +13,7 @@ from websockets.sync.client import ClientConnection, connect
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Drain, Message, Refused
+from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
@@ -78,7 +79,11 @@ def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
     control = run.read_control()
     try:
         with connect(
-            websocket_url(control.address), additional_headers=bearer(control.token), proxy=None, compression=None
+            websocket_url(control.address, tls=control.tls is not None),
+            ssl=tls_context(control.tls),
+            additional_headers=bearer(control.token),
+            proxy=None,
+            compression=None,
         ) as connection:
             yield connection
     except (OSError, WebSocketException, EOFError) as error:

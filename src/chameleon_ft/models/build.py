@@ -6,11 +6,13 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import init_key, step_key
@@ -113,41 +115,87 @@ def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: 
             torch.cuda.manual_seed(key)
 
 
-# --- sizes, found on the meta device, which computes and allocates nothing -----------------------------------------
+# --- outputs, found by running the layers -----------------------------------------------------------------------------
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
-def boundary_specs(job: Job, micro_batch_size: int) -> tuple[BoundarySpec, ...]:
+def boundary_specs(
+    job: Job, micro_batch_size: int, *, device: torch.device = _CPU, seed: int = 0
+) -> tuple[BoundarySpec, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
-    It is `job.boundaries` if set, and otherwise found by running the layers on the meta device.
+    It is `job.boundaries` if set, and otherwise found by running one micro-batch through the layers on `device`, as a
+    worker does. Only one layer is in memory at a time, and layers with the same factory and the same kind of input run
+    once. The meta device computes nothing, but does not see what depends on the device or on values, such as autocast.
 
     Raises:
-        ConfigError: the dataset does not hold pairs of tensors; or the named layer cannot be built or run on the meta
-            device, or does not return one tensor.
+        ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
+            or does not return one tensor.
     """
-    sample: Any = job.dataset[0]  # a user's dataset may hold anything
-    match sample:
-        case (torch.Tensor() as first_input, torch.Tensor()):
-            pass
-        case _:
-            message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
-            raise ConfigError(message)
+    inputs = _first_inputs(job, micro_batch_size)
     if job.boundaries is not None:
         stated = tuple(job.boundaries(micro_batch_size))
         if len(stated) != job.num_layers:
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
         return stated
-    spec = BoundarySpec((micro_batch_size, *first_input.shape), first_input.dtype)
+    boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
-    # A layer takes milliseconds on the meta device, and the blocks of a model mostly share one factory.
-    outputs: dict[tuple[int, BoundarySpec], BoundarySpec] = {}
+    outputs: dict[tuple[int, BoundarySpec], torch.Tensor] = {}  # the blocks of a model mostly share one factory
     for layer, factory in enumerate(job.layers):
-        key = (id(factory), spec)
+        key = (id(factory), BoundarySpec.of(boundary))
         if key not in outputs:
-            outputs[key] = _output_spec(_build_on_meta(job, layer), spec, layer)
-        spec = outputs[key]
-        specs.append(spec)
+            outputs[key] = _output(job, layer, boundary, seed=seed)
+        boundary = outputs[key]
+        specs.append(BoundarySpec.of(boundary))
     return tuple(specs)
+
+
+def _first_inputs(job: Job, micro_batch_size: int) -> torch.Tensor:
+    sample: Any = job.dataset[0]  # a user's dataset may hold anything
+    match sample:
+        case (torch.Tensor(), torch.Tensor()):
+            pass
+        case _:
+            message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
+            raise ConfigError(message)
+    try:
+        inputs, _ = load_micro_batch(job.dataset, [index % len(job.dataset) for index in range(micro_batch_size)])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let __getitem__(i) return tensors of "
+            "one shape for all i, for example by padding"
+        ) from error
+    return inputs
+
+
+def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
+    device = boundary.device
+    module = _build_on_meta(job, layer) if device == _META else _initialize(job, layer, seed).to(device).train()
+    if layer:
+        boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
+    boundary = boundary.clone()  # which the layer may change in place
+    try:
+        # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
+        with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
+            seed_forward(seed, step=0, micro_batch=0, layer=layer)
+            output = module(boundary)
+    except Exception as error:
+        raise ConfigError(
+            f"layer {layer} ({type(module).__name__}) cannot be run on an input of shape {tuple(boundary.shape)} and "
+            f"{boundary.dtype} on the device {device} ({type(error).__name__}: {error}); check that it takes what "
+            "the layer before it returns, or set the job's `boundaries`"
+        ) from error
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"layer {layer} ({type(module).__name__}) returned {type(output).__name__}: a layer returns one tensor; "
+            "pack several into one, or put both users of them into the same layer"
+        )
+    return output.detach()
+
+
+# --- sizes, found on the meta device, which computes and allocates nothing -----------------------------------------
 
 
 def param_bytes(job: Job) -> tuple[int, ...]:
@@ -226,12 +274,12 @@ def _tensor_bytes(values: Mapping[str, Any]) -> int:
 
 def _build_on_meta(job: Job, layer: int) -> nn.Module:
     try:
-        with torch.device("meta"):
+        with _META:
             module = job.layers[layer]()
     except Exception as error:
         raise ConfigError(
             f"layer {layer} cannot be built on torch's meta device ({type(error).__name__}: {error}); "
-            "see that its factory works under `with torch.device('meta')`, or set the job's `boundaries`"
+            "see that its factory works under `with torch.device('meta')`"
         ) from error
     for part in module.modules():
         if getattr(part, "track_running_stats", False):
@@ -240,22 +288,3 @@ def _build_on_meta(job: Job, layer: int) -> nn.Module:
                 "differently on each worker that holds it; take GroupNorm or LayerNorm, or track_running_stats=False"
             )
     return module
-
-
-def _output_spec(module: nn.Module, spec: BoundarySpec, layer: int) -> BoundarySpec:
-    # With the meta device as default, because a tensor that forward creates on the CPU would not fit its input.
-    with torch.no_grad(), torch.device("meta"):
-        try:
-            output = module(torch.empty(spec.shape, dtype=spec.dtype))
-        except Exception as error:
-            raise ConfigError(
-                f"layer {layer} ({type(module).__name__}) cannot be run on an input of shape {spec.shape} and "
-                f"{spec.dtype} on torch's meta device ({type(error).__name__}: {error}); check that it takes what "
-                "the layer before it gives, or set the job's `boundaries`"
-            ) from error
-    if not isinstance(output, torch.Tensor):
-        raise ConfigError(
-            f"layer {layer} ({type(module).__name__}) returned {type(output).__name__}: a layer returns one tensor; "
-            "pack several into one, or put both users of them into the same layer"
-        )
-    return BoundarySpec(tuple(output.shape), output.dtype)

@@ -41,11 +41,15 @@ _STEP_DIGITS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlAddress:
-    """Address of the coordinator of a live run: `address` is host:port, `pid` its process on its own host."""
+    """Address of the coordinator of a live run: `address` is host:port, `pid` its process on its own host.
+
+    `tls` is the directory with the certificates for the control connections; None: no TLS.
+    """
 
     address: str
     token: str
     pid: int
+    tls: Path | None = None
 
 
 class RunDirectory:
@@ -65,6 +69,7 @@ class RunDirectory:
         self.summary_file = path / "summary.json"  # the Summary, written when the run ends
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
         self.checkpoints = path / "checkpoints"  # a folder per checkpoint
+        self.tls = path / "tls"  # certificates that were generated for this run; see `control.wire.tls`
         self.logs = path / "logs"  # the output of each process
         self.plans = path / "plans"  # see `plan_file`
         self.timelines = path / "timelines"  # see `timeline_file`
@@ -178,12 +183,16 @@ class RunDirectory:
 
     def write_control(self, control: ControlAddress) -> None:
         """Publish the address of the live run to other commands of the same user; only the owner can read the file."""
-        replace_file(self.control_file, json.dumps(asdict(control)) + "\n", mode=0o600)
+        # A generated directory moves with the run's, and other hosts may see that under another path.
+        tls = control.tls and str(control.tls.relative_to(self.path) if control.tls == self.tls else control.tls)
+        replace_file(self.control_file, json.dumps({**asdict(control), "tls": tls}) + "\n", mode=0o600)
 
     def read_control(self) -> ControlAddress:
         """Return the address of the coordinator. Raises ConfigError if the run is not live."""
         try:
-            return ControlAddress(**json.loads(self.control_file.read_text(encoding="utf-8")))
+            values = json.loads(self.control_file.read_text(encoding="utf-8"))
+            tls = values.pop("tls", None)
+            return ControlAddress(**values, tls=None if tls is None else self.path / tls)
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path}: this run is not live, because it has no {self.control_file.name}; "

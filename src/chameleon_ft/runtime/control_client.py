@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import queue
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
@@ -27,6 +29,7 @@ from chameleon_ft.control.wire.messages import (
     Position,
     Prepare,
     Probe,
+    Published,
     Refused,
     StartGeneration,
     Stop,
@@ -35,6 +38,8 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import Rendezvous
+from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.fault_injection import FaultInjector
 
 __all__ = ["ControlClient", "Order"]
@@ -59,9 +64,19 @@ class ControlClient:
         switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
     """
 
-    def __init__(self, *, coordinator: str, token: str, worker: int, host: str, incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        token: str,
+        tls: Path | None = None,
+        worker: int,
+        host: str,
+        incarnation: int = 0,
+    ) -> None:
         self._coordinator = coordinator
         self._token = token
+        self._tls = tls
         self._hello = Hello(worker=worker, host=host, incarnation=incarnation)
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
@@ -73,6 +88,7 @@ class ControlClient:
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
         self._is_draining = False
+        self._stores: dict[int, GenerationStore] = {}  # by generation
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
@@ -85,7 +101,8 @@ class ControlClient:
             self._connection = self._loop.run_until_complete(self._connect())
         except Exception as error:  # noqa: BLE001
             raise ControlError(
-                f"cannot connect to the coordinator at {self._coordinator}: {error}; check the address and the token"
+                f"cannot connect to the coordinator at {self._coordinator}: {error}; "
+                "check the address, the token and --tls"
             ) from None
         threading.Thread(target=self._main, name="control", daemon=True).start()
 
@@ -127,9 +144,17 @@ class ControlClient:
     def leave(self, generation: int) -> None:
         """Note that no thread uses the communicators of a generation any more."""
         self._interrupts.pop(generation, None)
+        self._stores.pop(generation, None)
+
+    def rendezvous(self, generation: int) -> Rendezvous:
+        """Return how this rank meets the others of a generation that it has entered, until it leaves it."""
+        store = self._stores[generation] = GenerationStore(generation, self.send)
+        # The token is new with every coordinator, and no number of a generation is used twice.
+        key = hmac.digest(self._token.encode(), f"generation {generation}".encode(), "sha256")
+        return Rendezvous(store.opened, key)
 
     async def _connect(self) -> ClientConnection:
-        connection = await control_connection(self._coordinator, self._token)
+        connection = await control_connection(self._coordinator, self._token, tls=self._tls)
         await connection.send(encode(self._hello))
         return connection
 
@@ -173,6 +198,9 @@ class ControlClient:
                 print(f"this worker stays: {reason}; another SIGTERM ends it at once", file=sys.stderr)
             case StartGeneration() | Begin() | Welcome() | Refused():
                 self.orders.put(message)
+            case Published(generation=generation, values=values):
+                if (store := self._stores.get(generation)) is not None:
+                    store.take_in(values)
             case Prepare() | Migrate():
                 self.preparations.put(message)
             case Discard(generation=generation):
@@ -214,7 +242,10 @@ class ControlClient:
 
     async def _interrupt_until_left(self) -> None:
         # Again and again: a thread may be connecting, with sockets that do not exist yet.
-        while over := [each for generation, each in tuple(self._interrupts.items()) if self.is_over(generation)]:
-            for interrupt in over:
-                interrupt()
+        while over := [generation for generation in tuple(self._interrupts) if self.is_over(generation)]:
+            for generation in over:
+                if (store := self._stores.get(generation)) is not None:
+                    store.end()
+                if (interrupt := self._interrupts.get(generation)) is not None:
+                    interrupt()
             await asyncio.sleep(_INTERRUPT_EVERY_S)

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
-from chameleon_ft.runtime.communicators import Communicators, Membership
+from chameleon_ft.runtime.communicators import Communicators, Membership, Rendezvous
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.executor import channels_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
@@ -75,9 +74,9 @@ class Generation:
         """Note the first step, which is not known before the switch."""
         self.order = self.order.model_copy(update={"first_step": first_step})
 
-    def open(self, store_host: str) -> None:
+    def open(self, rendezvous: Rendezvous) -> None:
         """Connect with all participants. Raises CommunicationError."""
-        self.communicators.open(self._membership(store_host))
+        self.communicators.open(self._membership(rendezvous))
         self.is_open = True
 
     def interrupt(self, allocator: LayerAllocator) -> None:
@@ -85,7 +84,7 @@ class Generation:
         allocator.hurry()
         self.communicators.interrupt()
 
-    def _membership(self, store_host: str) -> Membership:
+    def _membership(self, rendezvous: Rendezvous) -> Membership:
         order, worker = self.order, self.worker
         groups = dict.fromkeys(segment.holders for segment in self.segments if len(segment.holders) > 1)
         channels = {*channels_of(worker, self.operations)}
@@ -99,7 +98,7 @@ class Generation:
             members=order.participants,
             groups=tuple(dict.fromkeys((order.members, *groups))),
             channels=tuple(sorted(channels)),
-            store=join_address(store_host, order.store_port),
+            rendezvous=rendezvous,
         )
 
 
@@ -134,7 +133,6 @@ class Preparations:
     """Prepares the next generation, and begins migrations, in a thread of its own while the present one trains.
 
     Args:
-        store_host: host of the rendezvous store.
         new_communicators: makes communicators that are not open yet.
         is_training: returns whether the rank has layers, with their gradients.
     """
@@ -144,7 +142,6 @@ class Preparations:
         worker: int,
         *,
         client: ControlClient,
-        store_host: str,
         new_communicators: Callable[[], Communicators],
         faults: FaultInjector,
         allocator: LayerAllocator,
@@ -152,7 +149,6 @@ class Preparations:
     ) -> None:
         self._worker = worker
         self._client = client
-        self._store_host = store_host
         self._new_communicators = new_communicators
         self._faults = faults
         self._allocator = allocator
@@ -213,7 +209,7 @@ class Preparations:
             if not self._client.enter(order.generation, partial(generation.interrupt, self._allocator)):
                 return None
             self._faults.at("preparation", order.first_step)
-            generation.open(self._store_host)
+            generation.open(self._client.rendezvous(order.generation))
             self._allocate(generation)
         except Exception as error:  # noqa: BLE001 - training does not depend on it
             if generation is not None:

@@ -18,7 +18,7 @@ from chameleon_ft.job import load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
-from chameleon_ft.runtime.device import device_name
+from chameleon_ft.runtime.device import claim_device, device_name
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.workload import TiedParameters
 
@@ -57,7 +57,10 @@ def inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
-    boundaries = boundary_specs(job, config.batch.micro_batch_size)
+    device = _device_name(config)
+    # The device of emulated workers is the CPU. A coordinator's host may lack the device of the workers.
+    run_on = claim_device(config) if device or config.device == "emulated" else torch.device("meta")
+    boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     sizes, tied = param_bytes(job), tied_bytes(job)
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
     num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
@@ -72,7 +75,7 @@ def inspect_job(config: RunConfig) -> JobInfo:
         param_bytes=sizes,
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
-        device=_device_name(config),
+        device=device,
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from chameleon_ft.config import config_type, parse_config
-from chameleon_ft.control.wire.address import split_address
+from chameleon_ft.control.wire.address import require_worker_ports
 from chameleon_ft.control.wire.messages import Crashed, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
@@ -42,11 +42,21 @@ def spawned_rank_main(*, worker: int, **arguments: Any) -> NoReturn:
     exit_immediately(code)
 
 
-def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, incarnation: int = 0) -> int:
+def rank_main(
+    *,
+    coordinator: str,
+    token: str,
+    tls: Path | None,
+    worker: int,
+    host: str,
+    local_index: int,
+    incarnation: int = 0,
+) -> int:
     """Join the run at `coordinator`, train until told to stop, and return the process's exit code.
 
     Args:
         coordinator: host:port.
+        tls: directory for `tls_context`; None: no TLS.
         host: address by which other ranks reach this one.
         local_index: number of this rank on its host, which picks its accelerator.
         incarnation: number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
@@ -55,7 +65,9 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
         ControlError: the coordinator cannot be joined.
     """
     ignore_interrupts()
-    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, incarnation=incarnation)
+    client = ControlClient(
+        coordinator=coordinator, token=token, tls=tls, worker=worker, host=host, incarnation=incarnation
+    )
     client.start()
     if not incarnation:  # otherwise its agent has it drained
         _drain_on_sigterm(client)
@@ -65,7 +77,7 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
             print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
         if not isinstance(welcome, Welcome):
             return 1  # told to exit before it began
-        trainer = _trainer(welcome, client, worker=worker, host=host, coordinator=coordinator, local_index=local_index)
+        trainer = _trainer(welcome, client, worker=worker, host=host, local_index=local_index)
         client.send(Ready())
         code = trainer.serve()
     except Exception as error:  # noqa: BLE001
@@ -88,13 +100,12 @@ def _drain_on_sigterm(client: ControlClient) -> None:
     signal.signal(signal.SIGTERM, drain)
 
 
-def _trainer(
-    welcome: Welcome, client: ControlClient, *, worker: int, host: str, coordinator: str, local_index: int
-) -> Trainer:
+def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str, local_index: int) -> Trainer:
     run = RunDirectory(Path(welcome.run))
     data = tomllib.loads(welcome.config)
     config = run.own(parse_config(config_type(data), data, source="the coordinator's configuration"))
     _redirect_output(run.logs / f"worker-{worker}.log")
+    require_worker_ports(config.control.worker_ports)
     device = claim_device(config, local_index)
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
@@ -108,7 +119,6 @@ def _trainer(
         job=load_job(config.job, config),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
-        coordinator_host=split_address(coordinator)[0],
         new_communicators=new_communicators if emulated is None else lambda: emulated.links(new_communicators()),
         pace=None if emulated is None else emulated.pace,
         client=client,

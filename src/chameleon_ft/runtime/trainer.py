@@ -50,7 +50,6 @@ class Trainer:
     """Carries out a rank's orders in the training thread. The fields stay the same for the life of the rank.
 
     Attributes:
-        coordinator_host: where the rendezvous store is too.
         pace: of an emulated device.
     """
 
@@ -60,7 +59,6 @@ class Trainer:
     job: Job
     boundaries: tuple[BoundarySpec, ...]
     device: torch.device
-    coordinator_host: str
     new_communicators: Callable[[], Communicators]
     pace: Pace | None
     client: ControlClient
@@ -90,7 +88,6 @@ class Trainer:
         self._preparations = Preparations(
             self.worker,
             client=self.client,
-            store_host=self.coordinator_host,
             new_communicators=self.new_communicators,
             faults=self.faults,
             allocator=self._allocator,
@@ -180,7 +177,7 @@ class Trainer:
         try:
             if not generation.is_open:
                 with self._activity.waiting("regroup"):
-                    generation.open(self.coordinator_host)
+                    generation.open(self.client.rendezvous(order.generation))
             if order.transition is not None:
                 self._carry_out_transition(generation)
             if self._committer is None:
@@ -310,7 +307,7 @@ class Trainer:
         self._committer.buffers.regroup(held, generation.segments)
 
     def _new_layers(self, layers: set[int] | tuple[()]) -> HeldLayers:
-        return HeldLayers(self.job, layers, seed=self.config.seed, device=self.device)
+        return HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""

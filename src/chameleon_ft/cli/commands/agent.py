@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(AgentArguments, arguments, command="agent")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: should be 1 or more")
-    address, token = given.find_coordinator()
+    address, token, tls = given.find_coordinator()
     from chameleon_ft.launch import run_agent
 
-    return run_agent(coordinator=address, token=token, workers=given.workers, host=given.host)
+    return run_agent(coordinator=address, token=token, tls=tls, workers=given.workers, host=given.host)

@@ -26,7 +26,7 @@ class WorkerArguments(JoinArguments):
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(WorkerArguments, arguments, command="worker")
-    address, token = given.find_coordinator()
+    address, token, tls = given.find_coordinator()
     environ = os.environ
     wrong = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if not environ.get(name, "").isdecimal()]
     if wrong:
@@ -39,4 +39,4 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"RANK = {rank}: should be lower than WORLD_SIZE = {world_size}")
     from chameleon_ft.launch import work
 
-    return work(coordinator=address, token=token, environ=environ)
+    return work(coordinator=address, token=token, tls=tls, environ=environ)

@@ -237,7 +237,7 @@ class Planner:
         self._costs(hosts)
 
     def orders(
-        self, recovery_plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int, store_port: int
+        self, recovery_plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
         """Return the record of a generation, whose program is checked, and the orders of each of its workers.
 
@@ -272,7 +272,6 @@ class Planner:
             worker: StartGeneration(
                 generation=generation,
                 members=plan.workers,
-                store_port=store_port,
                 first_step=recovery_plan.first_step,
                 operations=pack_operations(program.records_of(worker)),
                 segments=segments,

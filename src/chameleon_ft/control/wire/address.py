@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["bearer", "join_address", "local_address_towards", "split_address", "websocket_url"]
+__all__ = [
+    "bearer",
+    "join_address",
+    "local_address_towards",
+    "require_worker_ports",
+    "split_address",
+    "websocket_url",
+]
+
+_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -22,14 +32,31 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def websocket_url(address: str) -> str:
+def websocket_url(address: str, *, tls: bool = False) -> str:
     """Return the URL of the coordinator at host:port."""
-    return f"ws://{join_address(*split_address(address))}/"
+    return f"{'wss' if tls else 'ws'}://{join_address(*split_address(address))}/"
 
 
 def bearer(token: str) -> dict[str, str]:
     """Return the header that carries the join token."""
     return {"Authorization": f"Bearer {token}"}
+
+
+def require_worker_ports(allowed: str, *, kernel_range: Path = _KERNEL_RANGE) -> None:
+    """Raise ConfigError if this host may give a listening worker another port than those of `control.worker_ports`.
+
+    The communication libraries listen on ports that the kernel picks from its own range, and offer no choice.
+    """
+    if not allowed:
+        return
+    first, last = map(int, kernel_range.read_text(encoding="ascii").split())
+    low, high = map(int, allowed.split("-"))
+    if first < low or last > high:
+        raise ConfigError(
+            f"control.worker_ports = {allowed}: this host gives workers ports from {first} to {last}; "
+            f'run `sysctl -w net.ipv4.ip_local_port_range="{low} {high}"` on it, or in the network namespace of the '
+            "workers, or allow these ports"
+        )
 
 
 def local_address_towards(address: str) -> str:

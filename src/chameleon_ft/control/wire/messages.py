@@ -38,6 +38,7 @@ __all__ = [
     "HostHello",
     "Inject",
     "Kill",
+    "LookUp",
     "Message",
     "Migrate",
     "PeerFailed",
@@ -46,6 +47,8 @@ __all__ = [
     "Prepared",
     "Probe",
     "ProcessState",
+    "Publish",
+    "Published",
     "Quiesced",
     "Ready",
     "Refused",
@@ -151,6 +154,31 @@ class Committed(Message):
     times: OperationTimes
 
 
+class Publish(Message):
+    """A rank publishes a value in the rendezvous store of a generation; `value` is in base 64."""
+
+    type: Literal["publish"] = "publish"
+    generation: int
+    key: str
+    value: str
+
+
+class LookUp(Message):
+    """A rank needs the value of a key of the rendezvous store, and is sent `Published` as soon as there is one."""
+
+    type: Literal["look_up"] = "look_up"
+    generation: int
+    key: str
+
+
+class Published(Message):
+    """Values of the rendezvous store of a generation: the one that was looked up, and others beside it."""
+
+    type: Literal["published"] = "published"
+    generation: int
+    values: tuple[tuple[str, str], ...]  # (key, value)
+
+
 class PeerFailed(Message):
     """A message failed; `peer` is the other end, or None if a collective does not tell."""
 
@@ -240,7 +268,6 @@ class StartGeneration(Message):
     type: Literal["start_generation"] = "start_generation"
     generation: int
     members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
-    store_port: int  # port of the rendezvous store, on the coordinator's host
     first_step: int
     operations: str  # this worker's program: its records, in base 64; see `parts.pack_operations`
     segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
@@ -18,6 +19,7 @@ from websockets.http11 import Request, Response
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Departure, Message, Refused
+from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Handler", "Peer", "control_server", "listening_address"]
@@ -123,15 +125,19 @@ class _Server:
 
 
 def control_server(
-    handler: Handler, *, host: str, port: int, token: str, heartbeat_timeout_s: float
+    handler: Handler, *, host: str, port: int, token: str, heartbeat_timeout_s: float, tls: Path | None = None
 ) -> AbstractAsyncContextManager[Server]:
-    """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_timeout_s` is departed."""
+    """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_timeout_s` is departed.
+
+    With `tls`, a directory for `tls_context`, peers also need a certificate of its authority.
+    """
     server = _Server(handler, token)
     # These add up when a peer falls silent: time to the next ping, to its answer, and to the closing handshake.
     return serve(
         server.connected,
         host,
         port,
+        ssl=tls_context(tls, server=True),
         process_request=server.authorize,
         ping_interval=heartbeat_timeout_s / 4,
         ping_timeout=heartbeat_timeout_s / 2,

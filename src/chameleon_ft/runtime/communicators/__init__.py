@@ -5,9 +5,24 @@ from __future__ import annotations
 import torch
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.runtime.communicators.base import Channel, CommunicationError, Communicators, InFlight, Membership
+from chameleon_ft.runtime.communicators.base import (
+    Channel,
+    CommunicationError,
+    Communicators,
+    InFlight,
+    Membership,
+    Rendezvous,
+)
 
-__all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "communicators_for"]
+__all__ = [
+    "Channel",
+    "CommunicationError",
+    "Communicators",
+    "InFlight",
+    "Membership",
+    "Rendezvous",
+    "communicators_for",
+]
 
 
 def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Store, Work
 
 from chameleon_ft.errors import ChameleonError
 
-__all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "issue"]
+__all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "Rendezvous", "issue"]
 
 
 class CommunicationError(ChameleonError):
@@ -34,6 +34,19 @@ class Channel:
     forward: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """How the members of a generation find and recognize each other.
+
+    Attributes:
+        open_store: called with `timeout_s`, connects to the rendezvous store. Raises CommunicationError.
+        key: a secret of the members, of this generation alone; connections on which it is not known are refused.
+    """
+
+    open_store: Callable[..., Store]
+    key: bytes = b""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """The workers of a generation and the groups of them that reduce together.
@@ -43,7 +56,7 @@ class Membership:
         members: all workers of the generation, ascending.
         groups: groups that all-reduce, each ascending, in one order on all workers.
         channels: channels that this rank sends or receives on.
-        store: host:port of the rendezvous store.
+        rendezvous: how this rank finds and recognizes the others.
     """
 
     generation: int
@@ -51,7 +64,7 @@ class Membership:
     members: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
     channels: tuple[Channel, ...]
-    store: str
+    rendezvous: Rendezvous
 
 
 class InFlight(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, issue
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
-from chameleon_ft.runtime.communicators.store import open_store
 
 __all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
 
@@ -44,13 +44,14 @@ class GlooCommunicators:
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
+        self._store: Store | None = None  # a store in Python must outlive the groups
 
     def open(self, membership: Membership) -> None:
         with _LEFTOVERS_LOCK:
             _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
         self._sockets.start()
         try:
-            store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
+            store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
             device = ProcessGroupGloo.create_device(hostname=self._address)
             for index, group in enumerate((membership.members, *membership.groups)):
                 if membership.worker in group and group not in self._groups:
@@ -64,6 +65,7 @@ class GlooCommunicators:
                             len(group),
                             device=device,
                             timeout_s=self._timeouts.collective_timeout_s,
+                            key=membership.rendezvous.key,
                         )
                     )
                     self._wait(forming)
@@ -132,18 +134,39 @@ class GlooCommunicators:
             raise CommunicationError(None, "the generation is over")
 
 
-def gloo_group(store: Store, prefix: str, rank: int, size: int, *, device: Any, timeout_s: float) -> Any:
+def gloo_group(
+    store: Store, prefix: str, rank: int, size: int, *, device: Any, timeout_s: float, key: bytes = b""
+) -> Any:
     """Connect a group with all its members, which are numbered from 0; blocks until they are there.
 
+    Gloo accepts any connection that presents a small number, so each pair of members then proves to the other over
+    their connection that it knows `key`.
+
     Raises:
-        RuntimeError: a member is gone.
+        RuntimeError: a member is gone, or does not know `key`.
     """
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
-    return gloo(PrefixStore(prefix, store), rank, size, options)
+    group = gloo(PrefixStore(prefix, store), rank, size, options)
+    given = _proofs(key, prefix, [(rank, other) for other in range(size)])
+    found = torch.empty_like(given)
+    group.alltoall_base(found, given, [], []).wait()
+    expected = _proofs(key, prefix, [(other, rank) for other in range(size)])
+    if strangers := (found != expected).any(1).nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"the connections to members {strangers} of {prefix} lead to processes without the secret of this run; "
+            "keep foreign processes from connecting to the ports of the workers"
+        )
+    return group
+
+
+def _proofs(key: bytes, prefix: str, directions: Sequence[tuple[int, int]]) -> Tensor:
+    """Return what each (sender, receiver) of a group proves its knowledge of `key` with, as rows of bytes."""
+    digests = [hmac.digest(key, f"{prefix} {sender} {receiver}".encode(), "sha256") for sender, receiver in directions]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(directions), -1)
 
 
 @dataclass(slots=True)

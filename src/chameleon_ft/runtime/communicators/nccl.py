@@ -27,7 +27,6 @@ from torch._C import _distributed_c10d as c10d
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import Channel, CommunicationError, InFlight, Membership, issue
-from chameleon_ft.runtime.communicators.store import open_store
 
 __all__ = ["NcclCommunicators"]
 
@@ -49,13 +48,14 @@ class NcclCommunicators:
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._channels: dict[Channel, _Group] = {}
         self._worker = -1
+        self._store: c10d.Store | None = None  # a store in Python must outlive the groups
         self._watching = torch.cuda.Stream(self._device)
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
         prefix = f"generation-{membership.generation}"
         try:
-            store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
+            store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
             for channel in sorted(membership.channels):
                 name = f"{prefix}/channel-{channel.sender}-{channel.receiver}-{channel.forward}"
                 rank = 0 if channel.sender == membership.worker else 1

@@ -1,38 +1,93 @@
-"""The rendezvous store, through which the ranks of a generation find each other.
+"""Rendezvous stores, through which the members of a generation find each other.
 
-A process of its own beside the coordinator serves it, never a rank, since any rank may be lost.
+In a run, the coordinator serves the store over the authenticated control connections. Torch's own store, which accepts
+every client, serves only processes that measure links, without a coordinator.
 """
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import ctypes
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from chameleon_ft.control.wire.address import split_address
+from chameleon_ft.control.wire.messages import LookUp, Message, Publish
 from chameleon_ft.runtime.communicators.base import CommunicationError
-from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 
-__all__ = ["open_store", "serve_store", "store_main"]
+__all__ = ["GenerationStore", "open_store", "serve_store"]
 
 _BACKLOG = 1024
 _TIMEOUT = timedelta(seconds=30)
 
 
-def store_main(host: str, pipe: Connection) -> None:
-    """Serve a store on `host`, send its port through `pipe`, and end when the other end of `pipe` is closed."""
-    end_with_parent()
-    ignore_interrupts()
-    with serve_store(host) as port, contextlib.suppress(EOFError, OSError):
-        pipe.send(port)
-        pipe.recv()
+class GenerationStore(Store):
+    """The store of one generation, on a rank: what it looks up or publishes goes over the control connection.
+
+    Torch calls it from the threads that form groups, the control thread calls `take_in` and `end`.
+
+    Args:
+        send: hands a message to the control connection; called from any thread.
+    """
+
+    def __init__(self, generation: int, send: Callable[[Message], None]) -> None:
+        super().__init__()
+        self._generation = generation
+        self._send = send
+        self._timeout = _TIMEOUT
+        self._values: dict[str, bytes] = {}
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def opened(self, *, timeout_s: float) -> Store:
+        """Return this store, whose waits end after `timeout_s` unless they have a timeout of their own."""
+        self._timeout = timedelta(seconds=timeout_s)
+        return self
+
+    def take_in(self, values: Iterable[tuple[str, str]]) -> None:
+        """Take in values that were looked up, and others beside them."""
+        with self._changed:
+            self._values.update({key: base64.b64decode(value) for key, value in values})
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """End all waits, because the generation is over."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    # --- what torch calls --------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
+        text = base64.b64encode(value).decode("ascii")
+        self._send(Publish(generation=self._generation, key=key, value=text))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        for key in keys:
+            with self._changed:
+                if key in self._values:
+                    continue
+                self._send(LookUp(generation=self._generation, key=key))
+                while key not in self._values:
+                    if self._is_over:
+                        raise RuntimeError("the generation is over")
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                        raise RuntimeError(f"no member has published {key} in time")
 
 
 @contextmanager

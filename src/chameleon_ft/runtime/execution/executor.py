@@ -90,6 +90,7 @@ class Executor:
 
         Raises:
             CommunicationError: the generation is over.
+            ConfigError: a result has another shape or type than its receiver expects.
         """
         return _StepExecution(self, state, operations, _middle_of_each_kind(operations)).run(after)
 
@@ -202,9 +203,16 @@ class _StepExecution:
             return
         result = _result_of(operation)
         if operation.send_to is not None:
+            self._require_boundary(result, tensor)
             self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
         elif result in self._used_here:
             self._state.results[result] = tensor
+
+    def _require_boundary(self, result: Result, tensor: Tensor) -> None:
+        """Raise ConfigError if the receiver's buffer, which is a boundary, is of another shape or type."""
+        forward, _, layer = result
+        boundary = layer if forward else layer - 1
+        self._executor.boundaries[boundary].require(tensor, layer=boundary, gradient=not forward)
 
     def _message(self, index: int, operation: Operation) -> Tensor | None:
         """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""

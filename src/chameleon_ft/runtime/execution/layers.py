@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.job import Job
+from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import blank_layer, build_layer, generator_lock, seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
@@ -39,13 +39,25 @@ def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn
 class HeldLayers:
     """The modules of the layers a rank holds, on its device, and one optimizer over all their parameters.
 
+    Args:
+        boundaries: expected output of each layer of the model; empty: any.
+
     Attributes:
         arriving: layers of which there is a blank module, and whose state has not arrived yet. They are not held: no
             update changes them, but they have gradients.
     """
 
-    def __init__(self, job: Job, layers: Iterable[int], *, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: Job,
+        layers: Iterable[int],
+        *,
+        seed: int,
+        device: torch.device,
+        boundaries: Sequence[BoundarySpec] = (),
+    ) -> None:
         self._job = job
+        self._checked = boundaries[:-1]  # the last output goes into the loss, and is not sent
         self._seed = seed
         self._device = device
         self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
@@ -94,11 +106,17 @@ class HeldLayers:
     def forward(
         self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int, selective: Collection[int] = ()
     ) -> Tensor:
-        """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers."""
+        """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers.
+
+        Raises:
+            ConfigError: an output differs from the expected one in shape or type.
+        """
         for layer in layers:
             with generator_lock, selective_recomputation() if layer in selective else nullcontext():
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
                 boundary = self._modules[layer](boundary)
+            if layer < len(self._checked):
+                self._checked[layer].require(boundary, layer=layer)
         return boundary
 
     def parameters(self, layers: Iterable[int]) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from multiprocessing.connection import Connection
 from typing import Final
@@ -20,7 +21,8 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.profiles import AllReduceTime, Spread
-from chameleon_ft.runtime.communicators import Channel, Communicators, Membership, communicators_for
+from chameleon_ft.runtime.communicators import Channel, Communicators, Membership, Rendezvous, communicators_for
+from chameleon_ft.runtime.communicators.store import open_store
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.process import (
     end_with_parent,
@@ -167,7 +169,7 @@ def _take_part(member: Member) -> MeasuredLinks | None:
         members=members,
         groups=tuple(members[:count] for count in member.exchange.reducing),
         channels=(Channel(0, 1, forward=True), Channel(1, 0, forward=True)) if member.worker < 2 else (),
-        store=member.store,
+        rendezvous=Rendezvous(partial(open_store, member.store)),
     )
     try:
         communicators.open(membership)

@@ -36,7 +36,7 @@ class ModelOnDevice:
     def __init__(self, job: Job, config: RunConfig, device: torch.device) -> None:
         size = config.batch.micro_batch_size
         self.job = job
-        self.boundaries = boundary_specs(job, size)
+        self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
         self._ids = SampleOrder(len(job.dataset), config.seed).ids(0, size)

@@ -9,7 +9,6 @@ works on the previous one.
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.execution.layers import LayerState
+from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
 
 __all__ = [
@@ -73,6 +74,7 @@ class OutgoingLayers:
 
     Raises:
         CommunicationError: the peer is gone. The methods raise it too.
+        ConfigError: a state has a value that cannot be sent; see `encode_description`.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class OutgoingLayers:
         self._peer = peer
         self._tag = tag
         self._device = device
-        entries = [{key: _described(value) for key, value in layer.state.items()} for layer in layers]
-        description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
+        encoded = encode_description([layer.state for layer in layers])
+        description = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         size = torch.tensor([description.numel(), checksum(description)], dtype=torch.int64, device=device)
         self._description = [self._send(size), self._send(description.to(device))]
 
@@ -127,7 +129,8 @@ class OutgoingLayers:
 class IncomingLayers:
     """Layers received from one worker in order, with their tensors on `device`.
 
-    All methods raise CommunicationError if the peer is gone or a checksum differs from the sender's.
+    All methods raise CommunicationError if the peer is gone, a checksum differs from the sender's or the description is
+    not one.
     """
 
     def __init__(self, communicators: Communicators, *, peer: int, tag: int, device: torch.device) -> None:
@@ -135,7 +138,7 @@ class IncomingLayers:
         self._peer = peer
         self._tag = tag
         self._device = device
-        self._described: deque[dict[str, tuple[Any, ...]]] = deque()
+        self._described: deque[dict[str, Any]] = deque()
         self._in_flight: deque[tuple[LayerState, list[tuple[InFlight, Tensor]]]] = deque()
 
     def describe(self) -> None:
@@ -143,7 +146,10 @@ class IncomingLayers:
         size, expected = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
         description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
         self._require([checksum(description)], [expected])
-        self._described = deque(pickle.loads(description.numpy().data))
+        try:
+            self._described = deque(decode_description(description.numpy().tobytes()))
+        except ControlError as error:
+            raise CommunicationError(self._peer, str(error)) from None
 
     def start_next(self, targets: Mapping[str, Tensor], memory: Memory | None = None) -> None:
         """Start receiving the next layer.
@@ -181,11 +187,11 @@ class IncomingLayers:
         receive.wait()
         return tensor.cpu()
 
-    def _target(self, entry: tuple[Any, ...], target: Tensor | None, memory: Memory | None) -> Any:
+    def _target(self, entry: Any, target: Tensor | None, memory: Memory | None) -> Any:
         """Return the value of an entry of the description, or the tensor to receive into."""
-        if len(entry) == 1:
-            return entry[0]
-        dtype, shape = entry
+        if not isinstance(entry, Tensor):
+            return entry
+        dtype, shape = entry.dtype, entry.shape
         if (
             target is not None
             and (target.dtype, target.shape, target.device) == (dtype, shape, self._device)
@@ -239,10 +245,6 @@ def checksum_of_sums(data: Tensor) -> int:
         rows.append(part.sum(1))
         columns += part.sum(0)
     return zlib.crc32(torch.cat([*rows, columns]).cpu().numpy().data, rest)
-
-
-def _described(value: Any) -> tuple[Any, ...]:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (value,)
 
 
 def _pieces_of(state: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:

@@ -1,0 +1,55 @@
+"""The rendezvous store, in which the ranks of a generation publish where they listen and look up the others.
+
+The coordinator serves it over the control connections, so it is open to whoever has the join token, and to no other
+process. It lives and ends with the coordinator, without which no generation begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chameleon_ft.control.wire.messages import LookUp, Publish, Published
+
+__all__ = ["RendezvousStore"]
+
+_Answer = tuple[int, Published]
+"""(connection, message)"""
+
+
+class RendezvousStore:
+    """Keys and values of generations, and the connections that wait for a key."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, dict[str, str]] = {}  # by generation and key
+        self._waiting: dict[int, list[tuple[int, str]]] = {}  # by generation: (connection, key)
+
+    def publish(self, message: Publish) -> Iterator[_Answer]:
+        """Keep a value; yield what to answer to those who have waited for it."""
+        generation = message.generation
+        self._values.setdefault(generation, {})[message.key] = message.value
+        waiting = self._waiting.pop(generation, [])
+        if left := [each for each in waiting if each[1] != message.key]:
+            self._waiting[generation] = left
+        for connection, key in waiting:
+            if key == message.key:
+                yield connection, self._published(generation, key)
+
+    def look_up(self, connection: int, message: LookUp) -> Iterator[_Answer]:
+        """Yield the answer, or none yet if there is no such key."""
+        if message.key in self._values.get(message.generation, {}):
+            yield connection, self._published(message.generation, message.key)
+        else:
+            self._waiting.setdefault(message.generation, []).append((connection, message.key))
+
+    def forget_before(self, generation: int) -> None:
+        """Drop earlier generations."""
+        for by_generation in (self._values, self._waiting):
+            for earlier in [number for number in by_generation if number < generation]:
+                del by_generation[earlier]
+
+    def _published(self, generation: int, key: str) -> Published:
+        """Return all values known in the folder of `key`: whoever needs one member of a group needs the others too."""
+        folder = key.rpartition("/")[0]
+        values = self._values[generation]
+        known = tuple(each for each in values.items() if each[0].rpartition("/")[0] == folder)
+        return Published(generation=generation, values=known)
