@@ -23,7 +23,12 @@ pytestmark = pytest.mark.multiprocess
 
 ADDRESSES = {"coordinator": "10.77.0.1", "first": "10.77.0.2", "second": "10.77.0.3"}
 TIMEOUTS = Timeouts(
-    heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, collective_timeout_s=60.0, rendezvous_s=90.0
+    heartbeat_timeout_s=2.0,
+    watchdog_min_s=3.0,
+    watchdog_factor=50.0,
+    collective_timeout_s=60.0,
+    rendezvous_s=90.0,
+    reconnect_s=3.0,
 )
 
 

@@ -25,8 +25,9 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.start_plan import read_start_plan
-from chameleon_ft.control.wire.address import local_address_towards
+from chameleon_ft.control.wire.address import local_address_towards, split_address
 from chameleon_ft.control.wire.server import control_server, listening_address
 from chameleon_ft.control.wire.tls import generate_certificates
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, ControlError
@@ -45,7 +46,7 @@ from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately, fork_server, ignore_interrupts
 
-__all__ = ["coordinate", "run_agent", "train", "work"]
+__all__ = ["coordinate", "run_agent", "take_over", "train", "work"]
 
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
@@ -59,6 +60,15 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
 def coordinate(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
     """Run the coordinator alone; the workers join from other processes. Returns the exit code."""
     return asyncio.run(_coordinate(config, run=run, resume=resume, agent_here=False))
+
+
+def take_over(config: RunConfig, *, run: RunDirectory) -> int:
+    """Continue a run whose coordinator is lost, at the address where that one was. Returns the exit code.
+
+    Raises:
+        ControlError: the run has no journal, or a damaged one.
+    """
+    return asyncio.run(_coordinate(config, run=run, resume=True, agent_here=False, lost=run.read_control()))
 
 
 def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
@@ -89,10 +99,12 @@ def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str
     exit_immediately(code)
 
 
-async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool) -> int:
+async def _coordinate(
+    config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool, lost: ControlAddress | None = None
+) -> int:
+    """Coordinate a run until it ends; with `lost`, from where the coordinator at that address has left it."""
     context = _fork_server()
     solvers = _start_loading_solvers()
-    token = secrets.token_urlsafe(16)
     job = await _inspect(context, config)
     # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
     await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
@@ -105,10 +117,19 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
         config = run.own(config)
     if agent_here:
         _require_device(config, job)
-    tls = _tls_directory(config, run)
+    if lost is None:
+        host, port, last = config.control.host, config.control.port, None
+        token, tls = secrets.token_urlsafe(16), _tls_directory(config, run)
+    else:
+        host, port = split_address(lost.address)
+        token, tls, last = lost.token, lost.tls, LastEntry.read(run.journal_file)
     profile = _profile(config, job)
     plan = _plan(config, job)
-    with Recorder(run, TerminalView()) as recorder, _background(context) as background:
+    with (
+        Recorder(run, TerminalView()) as recorder,
+        Journal(run.journal_file) as journal,
+        _background(context) as background,
+    ):
         coordinator = Coordinator(
             config=config,
             run=run,
@@ -118,16 +139,19 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
             plan=plan,
             resume=resume,
             executor=background,
+            journal=journal,
+            last=last,
         )
         async with control_server(
             coordinator,
-            host=config.control.host,
-            port=config.control.port,
+            host=host,
+            port=port,
             token=token,
             tls=tls,
             heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
+            first_number=coordinator.first_connection,
         ) as server:
-            address = listening_address(server, config.control.host)
+            address = listening_address(server, host)
             control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
             run.write_control(control)
             try:

@@ -12,7 +12,6 @@ from chameleon_ft.control.commands import (
     Drop,
     Finish,
     Launch,
-    OtherRecord,
     Record,
     Send,
     Task,
@@ -30,6 +29,7 @@ from chameleon_ft.control.events import (
     PrepareFailed,
     Received,
     Ticked,
+    TookOver,
 )
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import Phase, Settings, State
@@ -54,7 +54,7 @@ from chameleon_ft.control.wire.messages import (
     WorkerExited,
 )
 from chameleon_ft.control.wire.parts import OperationTimes, Vote
-from chameleon_ft.observe import FailureRecord, StepRecord
+from chameleon_ft.observe import FailureRecord, OtherRecord, StepRecord
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.transfer import Message as Transferred
 from chameleon_ft.transfer import Transfer
@@ -152,6 +152,8 @@ class History:
         """A worker that the next plan moves a layer to."""
         self.began: list[int] = []
         """Generations that were begun, by an order or by a switch."""
+        self.moved: dict[int, int] = {}
+        """Connection -> the one that has replaced it, since coordinators were replaced."""
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -196,10 +198,37 @@ class History:
         self.happen(Decided(at=self.at, question=asked.question, plan=plan))
 
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
-        return self.happen(Received(at=self.at, connection=connection, message=message))
+        return self.happen(Received(at=self.at, connection=self.now_at(connection), message=message))
 
     def depart(self, connection: int, how: Departure = "connection") -> tuple[Command, ...]:
-        return self.happen(Disconnected(at=self.at, connection=connection, how=how))
+        return self.happen(Disconnected(at=self.at, connection=self.now_at(connection), how=how))
+
+    def now_at(self, connection: int) -> int:
+        """The connection that has replaced this one."""
+        return self.moved.get(connection, connection)
+
+    def take_over(self) -> None:
+        """Replace the coordinator; its questions are lost, and all peers are to come back."""
+        self.state = State.from_json(self.state.to_json())
+        self.questions.clear()
+        self.considerations.clear()
+        self.happen(TookOver(at=self.at))
+
+    def return_worker(self, worker: int, *, known: int = 0) -> tuple[Command, ...]:
+        """Have a worker come back from its lost connection."""
+        member = self.state.members[worker]
+        hello = Hello(worker=worker, host="10.0.0.1", incarnation=member.incarnation, known=known)
+        return self._return(self.connection(worker), hello)
+
+    def return_agent(self, agent: int = AGENT, *, ranks: Collection[tuple[int, int]] | None = None) -> None:
+        """Have an agent come back that runs these ranks, or all that are its own."""
+        own = [(each.id, each.incarnation) for each in self.state.members if each.agent == self.now_at(agent)]
+        self._return(agent, HostHello(host="a host", slots=4, ranks=tuple(own if ranks is None else ranks)))
+
+    def _return(self, connection: int, hello: Hello | HostHello) -> tuple[Command, ...]:
+        before = self.now_at(connection)
+        self.moved[connection] = before + 10_000
+        return self.say(connection, hello.model_copy(update={"resumes": before}))
 
     def wait(self, seconds: float) -> list[Command]:
         """Let time go on, tick by tick; return what is commanded meanwhile."""
@@ -225,9 +254,11 @@ class History:
         self.tell(worker, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation))
 
     def gather(self) -> None:
-        count = self.state.settings.workers
-        self.say(AGENT, HostHello(host="a host", slots=count))
-        for worker in range(count):
+        self.gather_some(self.state.settings.workers)
+
+    def gather_some(self, workers: int) -> None:
+        self.say(AGENT, HostHello(host="a host", slots=self.state.settings.workers))
+        for worker in range(workers):
             self.join(worker)
 
     def start(self) -> None:
@@ -272,7 +303,7 @@ class History:
         self.commit(switch=True)
         self.start()
 
-    def quiesce(self, *workers: int, placed: int = 0) -> None:
+    def quiesce(self, *workers: int, placed: int = 0, layers: Collection[int] = range(LAYERS)) -> None:
         """Have workers, or all live ones, quiesce."""
         for worker in workers or self.live():
             self.tell(
@@ -283,7 +314,7 @@ class History:
                     reduced=False,
                     last_vote=None,
                     placed=placed,
-                    layers=tuple(range(LAYERS)),
+                    layers=tuple(layers),
                 ),
             )
 
@@ -378,13 +409,14 @@ def check(before: State, event: Event, after: State, commands: Iterable[Command]
         stored = State.from_json(before.to_json())
         assert stored == before
         assert step(stored, event) == (after, commands), "a state that was loaded goes on as the one that was stored"
-    _check_numbers(before, after, commands)
-    _check_commands(before, after, commands)
+    is_return = isinstance(event, Received) and getattr(event.message, "resumes", None) is not None
+    _check_numbers(before, after, commands, is_return=is_return)
+    _check_commands(before, after, commands, is_return=is_return)
     _check_members(after)
     _check_progress(after)
 
 
-def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -> None:
+def _check_numbers(before: State, after: State, commands: tuple[Command, ...], *, is_return: bool) -> None:
     assert before.generation <= after.generation
     assert before.question <= after.question
     assert before.newest <= after.newest
@@ -410,6 +442,8 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -
                 assert before.generation == after.generation < number
             case Send(message=Begin(generation=number, first_step=first)):
                 assert (number, first) == (after.generation, after.committed)
+            case Send(message=Discard(generation=number)) if is_return:
+                assert number > after.generation
             case Send(message=Discard(generation=number)):
                 assert before.next is not None
                 assert number == before.next.number
@@ -427,7 +461,7 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -
                 assert number == before.committed, "steps are recorded once, in order"
 
 
-def _check_commands(before: State, after: State, commands: tuple[Command, ...]) -> None:
+def _check_commands(before: State, after: State, commands: tuple[Command, ...], *, is_return: bool) -> None:
     connected = {*after.members.agents, *_connections(after)}
     newly_fenced = after.members.fenced - before.members.fenced
     for command in commands:
@@ -435,7 +469,8 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...]) 
             assert command.connection not in before.members.fenced, f"{command} goes to a lost worker"
         if isinstance(command, Send) and isinstance(command.message, Stop):
             assert command.connection in connected | newly_fenced
-            assert before.generation < command.message.generation <= after.generation
+            assert is_return or before.generation < command.message.generation
+            assert command.message.generation <= after.generation
     drained = {
         command.connection
         for command in commands

@@ -15,6 +15,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import (
+    Acknowledged,
     Drain,
     Exit,
     HostHello,
@@ -83,6 +84,7 @@ def play(
 
         async def handler(connection: ServerConnection) -> None:
             assert isinstance(decode(await connection.recv()), HostHello)
+            await tell(connection, Acknowledged(connection=1, received=0, reconnect_s=0.0))
             try:
                 await coordinator(connection)
             except BaseException as error:

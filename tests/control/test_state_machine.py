@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from random import Random
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -244,7 +246,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(agent=st.sampled_from([AGENT, AGENT + 1]))
     def agent_is_drained(self, agent: int) -> None:
-        if agent in self.history.state.members.agents:
+        if self.history.now_at(agent) in self.history.state.members.agents:
             self.history.say(agent, Drain())
 
     @rule(worker=WORKERS)
@@ -277,6 +279,28 @@ class Runs(RuleBasedStateMachine):
         if self.connected(worker):
             generation = self.history.state.generation - late
             self.history.tell(worker, PeerFailed(generation=generation, peer=peer, error="reset"))
+
+    # --- coordinators ---
+
+    @precondition(lambda self: self.history.state.phase is not Phase.OVER)
+    @rule(absent=st.sets(WORKERS, max_size=1), ahead=st.integers(0, 1), order=st.randoms(use_true_random=False))
+    def coordinator_is_replaced(self, absent: set[int], ahead: int, order: Random) -> None:
+        history = self.history
+        history.take_over()
+        agents = [agent for agent in (AGENT, AGENT + 1) if history.now_at(agent) in history.state.members.agents]
+        peers: list[Callable[[], object]] = [partial(history.return_agent, agent) for agent in agents]
+        peers += [
+            partial(history.return_worker, worker, known=history.state.newest + ahead)
+            for worker in range(5)
+            if self.connected(worker) and worker not in absent
+        ]
+        order.shuffle(peers)
+        for come_back in peers:
+            come_back()
+        if history.state.returning:
+            assert history.state.returning == {history.now_at(history.connection(worker)) for worker in absent}
+            history.wait(6.0)
+        assert not history.state.returning
 
     # --- decisions ---
 

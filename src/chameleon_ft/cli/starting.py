@@ -5,6 +5,7 @@ Modules that load numpy or torch are imported lazily, because `--help` must not 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -31,6 +32,7 @@ from chameleon_ft.config import (
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
+from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
@@ -44,6 +46,7 @@ __all__ = [
     "PreparedRun",
     "Resume",
     "absolute_job",
+    "lost_run",
     "parse_start",
     "prepare_data_of",
     "prepare_run",
@@ -63,6 +66,7 @@ Resume = Annotated[
 ]
 
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
+_ANSWER_S = 2.0  # for a connection, where nothing answers
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
 
@@ -134,6 +138,20 @@ def prepare_run(
     config = directory.own(config)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=False)
+
+
+def lost_run(path: Path) -> PreparedRun:
+    """Return the live run in a directory, whose coordinator is lost. Raises ConfigError if it is not."""
+    directory = RunDirectory.open(path)
+    control = directory.read_control()
+    with contextlib.suppress(OSError), socket.create_connection(split_address(control.address), timeout=_ANSWER_S):
+        raise ConfigError(
+            f"--take-over {path}: the coordinator at {control.address} still listens; end it first, by "
+            f"`kill -9 {control.pid}` on its host"
+        )
+    if not directory.journal_file.exists():
+        raise ConfigError(f"--take-over {path}: the run has no {directory.journal_file.name}; begin with --resume")
+    return PreparedRun(directory.own(directory.config()), directory, resume=False)
 
 
 def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: str | None) -> PreparedRun:

@@ -181,6 +181,12 @@ class Timeouts(Section):
         default=120.0, gt=0, description="Seconds the workers have to form their communicators together."
     )
 
+    reconnect_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds for which workers and agents look for another coordinator once they have lost theirs.",
+    )
+
     def problems(self) -> Iterator[tuple[str, str]]:
         ordered = ("heartbeat_timeout_s", "watchdog_min_s", "collective_timeout_s", "rendezvous_s")
         for shorter, longer in itertools.pairwise(ordered):

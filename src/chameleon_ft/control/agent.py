@@ -9,23 +9,20 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import InvalidHandshake
 
 from chameleon_ft.control.wire.address import local_address_towards
-from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Drain,
     Exit,
     HostHello,
     Kill,
-    Message,
     Probe,
     ProcessState,
     Refused,
@@ -42,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Agent:
-    """Serves one coordinator until the run ends, its workers are drained or the connection is lost.
+    """Serves a run until it ends, its workers are drained or its coordinator is lost for good.
 
     Args:
         coordinator: host:port.
@@ -68,13 +65,14 @@ class Agent:
         self._coordinator = coordinator
         self._token = token
         self._tls = tls
+        self._connection = ControlConnection(coordinator, token, self._hello, tls=tls)
+        self._is_connected = False
         self._slots = slots
         self._host = host or local_address_towards(coordinator)
         self._context = context
         self._entry = entry
         self._ranks: dict[tuple[int, int], BaseProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
-        self._connection: ClientConnection | None = None
         self._is_over = False
         self._exit_grace_s = 0.0
         self._is_draining = False
@@ -88,35 +86,38 @@ class Agent:
 
         Returns:
             True if the coordinator told it to exit, because the run is over or all workers have left; False if the
-            connection was lost.
+            coordinator is lost, and no other has taken its place in time.
 
         Raises:
             ControlError: the coordinator does not answer, or refuses this host.
         """
         try:
-            async with control_connection(self._coordinator, self._token, tls=self._tls) as connection:
-                host = f"{socket.gethostname()} ({self._host})"
-                await connection.send(encode(HostHello(host=host, slots=self._slots)))
-                self._connection = connection
-                await self._obey(connection)
+            await self._connection.connect()
+            self._is_connected = True
+            await self._obey()
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
                 f"cannot connect to the coordinator at {self._coordinator}: {error}; "
                 "check the address, the token and --tls"
             ) from None
         finally:
+            await self._connection.close()
             await self.end_all()
         return self._is_over
+
+    def _hello(self, resumes: int | None) -> HostHello:
+        ranks = () if resumes is None else tuple({*self._ranks, *self._pending})
+        return HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, resumes=resumes, ranks=ranks)
 
     def drain(self) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
 
         If the coordinator refuses, the agent continues to serve. Returns False if it is not connected.
         """
-        if self._connection is None:
+        if not self._is_connected:
             return False
         self._is_draining = True
-        self._run(_try_to_send(self._connection, Drain()))
+        self._connection.send(Drain())
         return True
 
     async def end_all(self) -> None:
@@ -135,44 +136,45 @@ class Agent:
         for rank in list(self._ranks.values()):  # a thread may add one meanwhile
             _kill(rank)
 
-    async def _obey(self, connection: ClientConnection) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            async for text in connection:
-                match message := decode(text):
-                    case Spawn(workers=workers, incarnations=incarnations):
-                        ranks = list(zip(workers, incarnations, strict=True))
-                        self._pending.update(ranks)
-                        # A cold fork server is slow to start, and the event loop must answer pings meanwhile.
-                        self._run(self._start(ranks, connection))
-                    case Kill(worker=worker):
-                        self._pending = {rank for rank in self._pending if rank[0] != worker}
-                        for (number, _), process in list(self._ranks.items()):
-                            if number == worker:
-                                _kill(process)
-                    case Probe(probe=probe):
-                        for (worker, incarnation), rank in list(self._ranks.items()):
-                            if rank.pid is not None and rank.is_alive():
-                                rank_id = {"worker": worker, "incarnation": incarnation}
-                                state = ProcessState(probe=probe, stopped=_is_stopped(rank.pid), **rank_id)
-                                await connection.send(encode(state))
-                    case Exit(reason=reason):
-                        self._is_over = True
-                        # Drained workers may still be writing their parts of a checkpoint.
-                        self._exit_grace_s = math.inf if reason == "drained" else _EXIT_GRACE_S
-                        return
-                    case Drain(workers=workers):
-                        _logger.info("workers %s are drained; this agent ends after them", workers)
-                    case Refused(reason=reason) if self._is_draining:
-                        self._is_draining = False
-                        _logger.warning("the workers of this agent are not drained: %s", reason)
-                    case Refused(reason=reason):
-                        raise ControlError(reason)
-                    case _:
-                        raise ControlError(f"an agent does not expect {message.type!r}")
+    async def _obey(self) -> None:
+        async for message in self._connection.messages():
+            match message:
+                case Spawn(workers=workers, incarnations=incarnations):
+                    ranks = list(zip(workers, incarnations, strict=True))
+                    self._pending.update(ranks)
+                    # A cold fork server is slow to start, and the event loop must answer pings meanwhile.
+                    task = asyncio.get_running_loop().create_task(self._start(ranks))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case Kill(worker=worker):
+                    self._pending = {rank for rank in self._pending if rank[0] != worker}
+                    for (number, _), process in list(self._ranks.items()):
+                        if number == worker:
+                            _kill(process)
+                case Probe(probe=probe):
+                    for (worker, incarnation), rank in list(self._ranks.items()):
+                        if rank.pid is not None and rank.is_alive():
+                            rank_id = {"worker": worker, "incarnation": incarnation}
+                            stopped = _is_stopped(rank.pid)
+                            self._connection.send(ProcessState(probe=probe, stopped=stopped, **rank_id))
+                case Exit(reason=reason):
+                    self._is_over = True
+                    # Drained workers may still be writing their parts of a checkpoint.
+                    self._exit_grace_s = math.inf if reason == "drained" else _EXIT_GRACE_S
+                    return
+                case Drain(workers=workers):
+                    _logger.info("workers %s are drained; this agent ends after them", workers)
+                case Refused(reason=reason) if self._is_draining:
+                    self._is_draining = False
+                    _logger.warning("the workers of this agent are not drained: %s", reason)
+                case Refused(reason=reason):
+                    raise ControlError(reason)
+                case _:
+                    raise ControlError(f"an agent does not expect {message.type!r}")
         if self._failure is not None:
             raise self._failure
 
-    async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
+    async def _start(self, ranks: Sequence[tuple[int, int]]) -> None:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
         async with self._spawn_lock:
             for worker, incarnation in ranks:
@@ -182,17 +184,12 @@ class Agent:
                     await asyncio.to_thread(self._spawn, worker, incarnation)
                 except Exception as error:  # noqa: BLE001
                     self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
-                    await connection.close()
+                    await self._connection.close()
                     return
-                self._watch(worker, incarnation, connection)
+                self._watch(worker, incarnation)
                 if (worker, incarnation) not in self._pending:
                     _kill(self._ranks[worker, incarnation])
                 self._pending.discard((worker, incarnation))
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _spawn(self, worker: int, incarnation: int) -> None:
         rank = self._context.Process(
@@ -212,7 +209,7 @@ class Agent:
         rank.start()
         self._ranks[worker, incarnation] = rank
 
-    def _watch(self, worker: int, incarnation: int, connection: ClientConnection) -> None:
+    def _watch(self, worker: int, incarnation: int) -> None:
         """Have the event loop reap a rank as soon as it ends, and report its exit to the coordinator."""
         loop = asyncio.get_running_loop()
         rank = self._ranks[worker, incarnation]
@@ -222,14 +219,9 @@ class Agent:
             rank.join()
             del self._ranks[worker, incarnation]
             exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
-            self._run(_try_to_send(connection, exited))
+            self._connection.send(exited)
 
         loop.add_reader(rank.sentinel, reap)
-
-
-async def _try_to_send(connection: ClientConnection, message: Message) -> None:
-    with contextlib.suppress(ConnectionClosed):
-        await connection.send(encode(message))
 
 
 def _is_stopped(pid: int) -> bool:

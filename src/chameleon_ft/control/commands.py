@@ -5,16 +5,14 @@ They are carried out in their order, with the state that the event led to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.control.wire.parts import OperationTimes
-from chameleon_ft.observe import FailureCostRecord, FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
+from chameleon_ft.observe import RunRecord, RunStatus
 from chameleon_ft.transfer import Transfer
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "MeasureStep",
     "MeasureTransfer",
     "Migrate",
-    "OtherRecord",
     "Record",
     "Send",
     "Task",
@@ -95,18 +92,10 @@ class Drop(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class OtherRecord:
-    """An event that has no record type of its own; the fields are JSON values."""
-
-    event: str
-    fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Record(Command):
     """Write a record and show it."""
 
-    record: StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | OtherRecord
+    record: RunRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
@@ -28,17 +29,13 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import (
-    FailureCostRecord,
-    FailureRecord,
     FaultLog,
     GenerationPlan,
-    JoinRecord,
-    OutcomeRecord,
     Recorder,
     RunDirectory,
     RunStatus,
-    StepRecord,
     complete_checkpoints,
+    line_of,
     mark_complete,
     prune_checkpoints,
 )
@@ -47,6 +44,7 @@ from chameleon_ft.profiles import Profile
 
 __all__ = ["Coordinator"]
 
+_ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run: set checkpoint.every to have some"
 
@@ -56,7 +54,8 @@ class Coordinator:
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
     event is handled. `executor` prepares decisions on losses while training goes on; without it, each is made after the
-    loss.
+    loss. Every change is written to `journal` first. With `last`, the entry of a journal, the coordinator continues the
+    run of one that is lost.
     """
 
     def __init__(
@@ -70,6 +69,8 @@ class Coordinator:
         plan: Plan | None = None,
         resume: bool,
         executor: Executor | None = None,
+        journal: Journal | None = None,
+        last: LastEntry | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -88,10 +89,39 @@ class Coordinator:
         self._rejected = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
+        self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
+        self._clock_ahead_s = 0.0
         settings = Settings.of(config, run, num_layers=job.num_layers)
         self.state = State.before(settings, last_generation=run.last_generation())
+        self._journal = journal
+        if last is not None:
+            self._take_over(last)
 
     # --- the run -----------------------------------------------------------------------------------------------------
+
+    def _take_over(self, last: LastEntry) -> None:
+        """Continue from the last state of another coordinator, and by its clock."""
+        self.state = last.state
+        self._received = dict(last.received)
+        self._recorder.complete(last.records)
+        passed_s = max(0.0, time.time() - last.at.unix_s)
+        self._clock_ahead_s = last.at.monotonic_s + passed_s - asyncio.get_running_loop().time()
+        if last.state.ended is not None:
+            self._finish(*last.state.ended)
+        if last.state.active is not None:
+            planned, _ = self._orders(last.state, RecoveryPlan.kept(last.state.active, None), last.state.generation)
+            self._planner.begin(planned, last.state.members.hosts())
+        if (upcoming := last.state.switching_to) is not None:
+            kept = RecoveryPlan.kept(upcoming.plan, None)
+            self._prepared, _ = self._orders(last.state, kept, upcoming.number)
+        self._handle(events.TookOver(at=self._now()))
+
+    @property
+    def first_connection(self) -> int:
+        """The number of the first connection: no other coordinator of the run has used it."""
+        members = self.state.members
+        known = (*members.agents, *members.fenced, *(worker.connection or 0 for worker in members))
+        return 1 + max(known, default=0)
 
     async def wait(self) -> RunStatus:
         """Return how the run ended, once it has; all records are written by then."""
@@ -106,16 +136,16 @@ class Coordinator:
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        self._handle(events.Interrupted(at=_now()))
+        self._handle(events.Interrupted(at=self._now()))
 
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
-        self._handle(events.EndRequested(at=_now(), status=status, reason=reason))
+        self._handle(events.EndRequested(at=self._now(), status=status, reason=reason))
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._handle(events.Ticked(at=_now()))
+            self._handle(events.Ticked(at=self._now()))
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -127,18 +157,28 @@ class Coordinator:
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
         self._peers[peer.number] = peer
+        number = peer.number
+        if isinstance(message, messages.Hello | messages.HostHello):
+            received = self._received.get(message.resumes or 0, 0)
+        else:
+            received = self._received.get(number, 0) + 1
         match message:
             case messages.Publish():
                 self._send_all(self._rendezvous.publish(message))
             case messages.LookUp():
-                self._send_all(self._rendezvous.look_up(peer.number, message))
+                self._send_all(self._rendezvous.look_up(number, message))
             case _:
-                self._handle(events.Received(at=_now(), connection=peer.number, message=message))
+                event = events.Received(at=self._now(), connection=number, message=message)
+                self._handle(event, received={number: received})
+        self._received[number] = received
+        if isinstance(message, messages.Hello | messages.HostHello) or not received % _ACKNOWLEDGE_EVERY:
+            reconnect_s = self._config.timeouts.reconnect_s
+            peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
 
     def departed(self, peer: Peer, how: messages.Departure) -> None:
         """Handle the end of a connection."""
         if self._peers.pop(peer.number, None) is not None:
-            self._handle(events.Disconnected(at=_now(), connection=peer.number, how=how))
+            self._handle(events.Disconnected(at=self._now(), connection=peer.number, how=how))
 
     def refused(self, address: str, reason: str) -> None:
         """Record that a connection was turned away; of very many, ever fewer are recorded."""
@@ -161,16 +201,23 @@ class Coordinator:
 
     # --- events and commands -----------------------------------------------------------------------------------------
 
-    def _handle(self, event: events.Event) -> None:
-        """Change the state by an event and by the answers to its commands. Raises ControlError, see `step`."""
+    def _handle(self, event: events.Event, *, received: Mapping[int, int] | None = None) -> None:
+        """Change the state by an event and by the answers to its commands. Raises ControlError, see `step`.
+
+        Args:
+            received: what `Journal.write` is to note of it.
+        """
         self._refresh_faults(event)
         events = deque([event])
         while events:
             event = events.popleft()
-            state, commands = step(self.state, event)
+            state, orders = step(self.state, event)
             self._require_costs(state, event)
-            self.state = state
-            for command in commands:
+            records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
+            if self._journal is not None:
+                self._journal.write(state, event.at, received=received, records=records)
+            self.state, received = state, None
+            for command in orders:
                 if (answer := self._execute(command)) is not None:
                     events.append(answer)
 
@@ -213,7 +260,7 @@ class Coordinator:
                 if (peer := self._peers.get(connection)) is not None:
                     peer.drop()
             case commands.Record(record=record):
-                self._record(record)
+                self._recorder.record(record)
             case commands.Task.RECORD_SCALE_UP:
                 if (fields := self._decisions.describe_scale_up()) is not None:
                     self._recorder.event("decision", generation=state.generation, **fields)
@@ -263,23 +310,6 @@ class Coordinator:
         for connection, message in answers:
             self._send(connection, message)
 
-    def _record(
-        self, record: StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | commands.OtherRecord
-    ) -> None:
-        match record:
-            case StepRecord():
-                self._recorder.step(record)
-            case FailureRecord():
-                self._recorder.failure(record)
-            case FailureCostRecord():
-                self._recorder.failure_cost(record)
-            case JoinRecord():
-                self._recorder.join(record)
-            case OutcomeRecord():
-                self._recorder.outcome(record)
-            case commands.OtherRecord(event=event, fields=fields):
-                self._recorder.event(event, **fields)
-
     def _finish(self, status: RunStatus, reason: str) -> None:
         if not self._end.done():
             self._end.set_result((status, reason))
@@ -288,17 +318,17 @@ class Coordinator:
 
     def _decide(self, state: State) -> events.Event:
         question, checkpoints = state.question, complete_checkpoints(self._run.checkpoints)
-        if state.active is None:
+        if state.holds_nothing:
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
             plan = self._planner.start(state.members.live(), checkpoint=checkpoint)
-            return events.Decided(at=_now(), question=question, plan=plan)
+            return events.Decided(at=self._now(), question=question, plan=plan)
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
-            return events.DecisionFailed(at=_now(), question=question, reason=f"{error}{_NO_CHECKPOINT}")
+            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{_NO_CHECKPOINT}")
         except (ControlError, ProfileError) as error:
-            return events.DecisionFailed(at=_now(), question=question, reason=str(error))
-        return events.Decided(at=_now(), question=question, plan=plan, chosen_at=chosen_at)
+            return events.DecisionFailed(at=self._now(), question=question, reason=str(error))
+        return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
 
     def _launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
         """Send the orders of a generation."""
@@ -306,11 +336,11 @@ class Coordinator:
         try:
             planned, orders = self._orders(state, plan, generation)
         except ProfileError as error:  # a link between hosts without costs
-            return events.DecisionFailed(at=_now(), question=state.question, reason=str(error))
+            return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
         for connection, order in orders.items():
             self._send(connection, order)
         self._planner.begin(planned, state.members.hosts())
-        launched = events.Launched(at=_now(), generation=generation)
+        launched = events.Launched(at=self._now(), generation=generation)
         # Before any answer is handled: records of a generation mean nothing without its plan.
         self._recorder.plan(planned, policy=plan.policy)
         if is_first:
@@ -324,7 +354,7 @@ class Coordinator:
         try:
             self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
         except ProfileError as error:
-            return events.PrepareFailed(at=_now(), generation=upcoming.number, reason=str(error))
+            return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
         for connection, order in orders.items():
             self._send(connection, messages.Prepare(order=order))
         return None
@@ -359,10 +389,10 @@ class Coordinator:
             found = await self._decisions.consider(state)
         except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
             reason = f"{type(error).__name__}: {error}"
-            answer = events.Considered(at=_now(), question=question, error=reason)
+            answer = events.Considered(at=self._now(), question=question, error=reason)
         else:
             answer = events.Considered(
-                at=_now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
+                at=self._now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
             )
         self._handle(answer)
 
@@ -370,6 +400,6 @@ class Coordinator:
         generation = self.state.generation
         self._recorder.event("prepared", generation=generation, losses=losses, prepare_s=prepare_s, error=error)
 
-
-def _now() -> events.Moment:
-    return events.Moment(unix_s=time.time(), monotonic_s=asyncio.get_running_loop().time())
+    def _now(self) -> events.Moment:
+        monotonic_s = asyncio.get_running_loop().time() + self._clock_ahead_s
+        return events.Moment(unix_s=time.time(), monotonic_s=monotonic_s)

@@ -23,6 +23,7 @@ __all__ = [
     "PrepareFailed",
     "Received",
     "Ticked",
+    "TookOver",
 ]
 
 
@@ -60,6 +61,11 @@ class Disconnected(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked(Event):
     """Time went on; comes about every `TICK_S` seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TookOver(Event):
+    """This coordinator continues the run of one that is lost; all connections are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

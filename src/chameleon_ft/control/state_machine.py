@@ -11,7 +11,7 @@ from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import drains, incidents, scale_up, switches
+from chameleon_ft.control.handlers import drains, incidents, scale_up, switches, takeover
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -48,10 +48,12 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     match event:
         case events.Received(connection=connection, message=message):
             _received(draft, connection, message)
-        case events.Disconnected():
-            _disconnected(draft, event)
+        case events.Disconnected(connection=connection, how=how):
+            _lose_connection(draft, connection, how)
         case events.Ticked():
             _ticked(draft)
+        case events.TookOver():
+            takeover.took_over(draft)
         case events.Decided():
             incidents.decided(draft, event)
         case events.DecisionFailed():
@@ -75,6 +77,8 @@ def _ticked(draft: Draft) -> None:
     state, now = draft.state, draft.at.monotonic_s
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
     draft.set(ticked_at_s=now)
+    for connection in takeover.missing(draft):
+        _lose_connection(draft, connection, "connection")
     if state.phase not in _WATCHED:
         return
     is_stopping = state.phase is Phase.STOPPING
@@ -83,7 +87,8 @@ def _ticked(draft: Draft) -> None:
     if draft.state.phase in _WATCHED and not draft.state.interrupted:
         scale_up.respawn_due(draft)
         drains.release(draft)
-        scale_up.advance(draft)
+        if not draft.state.returning:  # orders would not reach all
+            scale_up.advance(draft)
 
 
 def _interrupt(draft: Draft) -> None:
@@ -96,18 +101,18 @@ def _interrupt(draft: Draft) -> None:
     draft.tell_live(messages.Finish())
 
 
-def _disconnected(draft: Draft, event: events.Disconnected) -> None:
+def _lose_connection(draft: Draft, connection: int, how: messages.Departure) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
     state, settings = draft.state, draft.state.settings
-    host = state.members.agents.get(event.connection)
+    host = state.members.agents.get(connection)
     if host is not None:
-        draft.set(members=state.members.without_agent(event.connection))
+        draft.set(members=state.members.without_agent(connection))
         draft.record("host_lost", host=host)
         if state.phase is Phase.GATHERING:
             incidents.end(draft, "failed", f"host {host} was lost before the run began; see {settings.logs}")
-    if (worker := draft.state.members.worker_of(event.connection)) is not None:
+    if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
-        incidents.detect(draft, signals.ConnectionEnded(worker.id, event.how))
+        incidents.detect(draft, signals.ConnectionEnded(worker.id, how))
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -120,6 +125,10 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             _checkpoint_saved(draft, message)
         return
     match message:
+        case messages.Hello(resumes=int()):
+            takeover.worker_returned(draft, connection, message)
+        case messages.HostHello(resumes=int()):
+            takeover.host_returned(draft, connection, message)
         case messages.Hello():
             _hello(draft, connection, message)
         case messages.HostHello() if state.phase is Phase.GATHERING:

@@ -65,6 +65,7 @@ class RunDirectory:
         self.profile_file = path / "profile.json"  # a copy of the configured profile, if any
         self.metrics_file = path / "metrics.jsonl"  # one StepRecord per line
         self.events_file = path / "events.jsonl"  # one event per line: `event`, its name, and `time`, in Unix seconds
+        self.journal_file = path / "journal.jsonl"  # see `chameleon_ft.control.journal`
         self.faults_file = path / "faults.jsonl"  # see `FaultLog`
         self.summary_file = path / "summary.json"  # the Summary, written when the run ends
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token

@@ -5,27 +5,47 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TextIO
+from typing import Any, Final, TextIO, TypeAlias
 
-from chameleon_ft.observe.files import RunDirectory, open_for_appending
+from chameleon_ft.observe.files import RunDirectory, open_for_appending, read_lines
 from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.records import (
     FailureCostRecord,
     FailureRecord,
     JoinRecord,
+    OtherRecord,
     OutcomeRecord,
     RunInfo,
+    RunRecord,
     RunStatus,
     StepRecord,
     Summary,
     summarize,
 )
 
-__all__ = ["Recorder", "View"]
+__all__ = ["RecordLine", "Recorder", "View", "line_of"]
 
 _logger = logging.getLogger(__name__)
+
+RecordLine: TypeAlias = tuple[str, Mapping[str, Any]]
+"""A file of the run, "metrics" or "events", and the fields of a line in it but for the time of writing."""
+
+_NAMES: Final[Mapping[type, str]] = {
+    FailureRecord: "failure",
+    FailureCostRecord: "failure_cost",
+    JoinRecord: "join",
+    OutcomeRecord: "outcome",
+}
+
+
+def line_of(record: RunRecord) -> RecordLine:
+    """Return the line of a record."""
+    if isinstance(record, StepRecord):
+        return "metrics", record.to_json()
+    name = record.event if isinstance(record, OtherRecord) else _NAMES[type(record)]
+    return "events", {"event": name, **record.to_json()}
 
 
 class View:
@@ -82,6 +102,31 @@ class Recorder(AbstractContextManager["Recorder"]):
         plan.write(file)
         self.event("plan", generation=plan.generation, policy=policy, file=str(file.relative_to(self.run.path)))
 
+    def record(self, record: RunRecord) -> None:
+        """Write a record and show it."""
+        match record:
+            case StepRecord():
+                self.step(record)
+            case FailureRecord():
+                self.failure(record)
+            case FailureCostRecord():
+                self.failure_cost(record)
+            case JoinRecord():
+                self.join(record)
+            case OutcomeRecord():
+                self.outcome(record)
+            case OtherRecord(event=event, fields=fields):
+                self.event(event, **fields)
+
+    def complete(self, lines: Iterable[RecordLine]) -> None:
+        """Write those of these lines that are missing; a coordinator may be lost before it has written all."""
+        files = {"metrics": (self.run.metrics_file, self._metrics), "events": (self.run.events_file, self._events)}
+        known = {name: [_without_time(line) for line in read_lines(path)] for name, (path, _) in files.items()}
+        for name, fields in lines:
+            line = json.loads(json.dumps(dict(fields)))
+            if _without_time(line) not in known[name]:
+                _append(files[name][1], line if name == "metrics" else {"time": self._clock(), **line})
+
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""
         _append(self._metrics, record.to_json())
@@ -137,6 +182,10 @@ class Recorder(AbstractContextManager["Recorder"]):
             scalars = (f"{key}={value}" for key, value in fields.items() if not isinstance(value, list | dict))
             _logger.info("%s: %s", name, ", ".join(scalars))
         _append(self._events, {"time": self._clock(), "event": name, **fields})
+
+
+def _without_time(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "time"}
 
 
 def _append(file: TextIO, data: Mapping[str, Any]) -> None:

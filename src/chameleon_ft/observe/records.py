@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.quantities import duration
@@ -17,8 +17,10 @@ __all__ = [
     "FailureRecord",
     "JoinRecord",
     "NoticedBy",
+    "OtherRecord",
     "OutcomeRecord",
     "RunInfo",
+    "RunRecord",
     "RunStatus",
     "StepRecord",
     "Summary",
@@ -300,6 +302,22 @@ class Summary(_Record):
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return {**dataclasses.asdict(self), "outcomes": [outcome.to_json() for outcome in self.outcomes]}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRecord:
+    """An event that has no record type of its own; the fields are JSON values."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return dict(self.fields)
+
+
+RunRecord: TypeAlias = StepRecord | FailureRecord | FailureCostRecord | JoinRecord | OutcomeRecord | OtherRecord
+"""A record that is one line of a file of the run."""
 
 
 def summarize(

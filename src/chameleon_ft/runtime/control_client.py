@@ -10,12 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import ConnectionClosed
-
 from chameleon_ft.config import Failure
-from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Begin,
     Discard,
@@ -51,7 +47,7 @@ _INTERRUPT_EVERY_S = 0.005
 
 
 class ControlClient:
-    """Connects to the coordinator and stays connected for the life of the process.
+    """Connects to the coordinator, and reconnects to one that replaces it, for the life of the process.
 
     Orders go into `orders`, for the training thread to take. The control thread itself does what cannot wait for it: it
     interrupts the communicators of generations that are over until they have been left, and answers probes.
@@ -76,11 +72,16 @@ class ControlClient:
     ) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._tls = tls
         self._hello = Hello(worker=worker, host=host, incarnation=incarnation)
+        self._known = 0  # newest generation of which there was an order
+        self._was_welcomed = False
         self._loop = asyncio.new_event_loop()
-        self._connection: ClientConnection | None = None
-        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._connection = ControlConnection(
+            coordinator,
+            token,
+            lambda resumes: self._hello.model_copy(update={"resumes": resumes, "known": self._known}),
+            tls=tls,
+        )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
         self._ended = 0  # highest generation that is known to be over, with all before it
         self._discarded: set[int] = set()
@@ -98,7 +99,7 @@ class ControlClient:
     def start(self) -> None:
         """Connect. Raises ControlError where the coordinator does not answer or does not accept the token."""
         try:
-            self._connection = self._loop.run_until_complete(self._connect())
+            self._loop.run_until_complete(self._connection.connect())
         except Exception as error:  # noqa: BLE001
             raise ControlError(
                 f"cannot connect to the coordinator at {self._coordinator}: {error}; "
@@ -108,11 +109,11 @@ class ControlClient:
 
     def send(self, message: Message) -> None:
         """Send from any thread; messages go out in the order they were given."""
-        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+        self._loop.call_soon_threadsafe(self._connection.send, message)
 
     def flush(self, timeout_s: float = 1.0) -> None:
         """Wait until everything sent so far has been handed to the network."""
-        asyncio.run_coroutine_threadsafe(self._outbox.join(), self._loop).result(timeout_s)
+        asyncio.run_coroutine_threadsafe(self._connection.flush(), self._loop).result(timeout_s)
 
     def drain(self) -> None:
         """Ask the coordinator to take this rank out of the run; it trains on until told to exit."""
@@ -121,8 +122,7 @@ class ControlClient:
 
     def disconnect(self) -> None:
         """Cut the connection without a word, as a lost network would."""
-        assert self._connection is not None
-        self._loop.call_soon_threadsafe(self._connection.transport.abort)
+        self._loop.call_soon_threadsafe(self._connection.abort)
 
     def arm(self, faults: FaultInjector) -> None:
         """Make this rank fail when told to; failures that were ordered before happen now."""
@@ -149,43 +149,35 @@ class ControlClient:
     def rendezvous(self, generation: int) -> Rendezvous:
         """Return how this rank meets the others of a generation that it has entered, until it leaves it."""
         store = self._stores[generation] = GenerationStore(generation, self.send)
-        # The token is new with every coordinator, and no number of a generation is used twice.
+        # The token is new with every start of a run, and no number of a generation is used twice.
         key = hmac.digest(self._token.encode(), f"generation {generation}".encode(), "sha256")
         return Rendezvous(store.opened, key)
-
-    async def _connect(self) -> ClientConnection:
-        connection = await control_connection(self._coordinator, self._token, tls=self._tls)
-        await connection.send(encode(self._hello))
-        return connection
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            # Without the coordinator this rank belongs to no run.
+            # Without a coordinator this rank belongs to no run.
             self._ended = sys.maxsize
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
             self._loop.run_until_complete(self._interrupt_until_left())
 
     async def _serve(self) -> None:
-        assert self._connection is not None
-        sender = asyncio.create_task(self._send_all(self._connection))
-        try:
-            async for text in self._connection:
-                self._receive(decode(text))
-        except ConnectionClosed:
-            pass
-        finally:
-            sender.cancel()
-
-    async def _send_all(self, connection: ClientConnection) -> None:
-        while True:
-            await connection.send(encode(await self._outbox.get()))
-            self._outbox.task_done()
+        async for message in self._connection.messages():
+            if isinstance(message, Exit) or (isinstance(message, Refused) and not self._is_draining):
+                self._connection.end()
+            self._receive(message)
 
     def _receive(self, message: Message) -> None:
         match message:
+            case StartGeneration(generation=generation) | Stop(generation=generation) | Switch(generation=generation):
+                self._known = max(self._known, generation)
+            case Prepare(order=order):
+                self._known = max(self._known, order.generation)
+        match message:
+            case Welcome() if self._was_welcomed:
+                pass  # this coordinator could not know
             case Stop() | Exit():
                 # An Exit ends this generation, and any that is on its way.
                 self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
@@ -197,6 +189,7 @@ class ControlClient:
                 self._is_draining = False
                 print(f"this worker stays: {reason}; another SIGTERM ends it at once", file=sys.stderr)
             case StartGeneration() | Begin() | Welcome() | Refused():
+                self._was_welcomed = True
                 self.orders.put(message)
             case Published(generation=generation, values=values):
                 if (store := self._stores.get(generation)) is not None:
@@ -213,7 +206,7 @@ class ControlClient:
                 self.switch_to = generation
             case Probe(probe=probe):
                 doing, waiting, since_s = self.activity.read()
-                self._outbox.put_nowait(Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s))
+                self._connection.send(Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s))
             case Inject():
                 self._inject(message)
             case _:

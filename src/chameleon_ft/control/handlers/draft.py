@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chameleon_ft.control.commands import Command, OtherRecord, Record, Send
+from chameleon_ft.control.commands import Command, Record, Send
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Message
-from chameleon_ft.observe import OutcomeRecord
+from chameleon_ft.observe import OtherRecord, OutcomeRecord
 
 __all__ = ["Draft"]
 

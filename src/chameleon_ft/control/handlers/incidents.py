@@ -26,6 +26,7 @@ __all__ = [
     "peer_failed",
     "quiesced",
     "started",
+    "stop",
     "switched",
 ]
 
@@ -110,7 +111,9 @@ def _continue_without(draft: Draft, worker: int) -> None:
         _decide_if_quiesced(draft)
     elif state.is_needed(worker):
         if worker not in state.finished:
-            _stop(draft)
+            stop(draft)
+        elif state.switching_to is None:
+            switches.participant_lost(draft, worker)
     elif state.phase is Phase.TRAINING:
         assert state.active is not None
         switches.participant_lost(draft, worker)
@@ -130,10 +133,10 @@ def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None
         return  # all workers, or this one, have left their operations
     detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
-        _stop(draft)
+        stop(draft)
 
 
-def _stop(draft: Draft) -> None:
+def stop(draft: Draft) -> None:
     """End the generation, and one that is being prepared: all workers leave their operations and report their state."""
     incident = draft.state.incident
     if incident.is_switch:

@@ -20,7 +20,17 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.recovery import without_shadow_holders
 
-__all__ = ["adopt", "advance", "discard", "participant_lost", "prepare", "prepare_failed", "prepared", "resume"]
+__all__ = [
+    "abandon",
+    "adopt",
+    "advance",
+    "discard",
+    "participant_lost",
+    "prepare",
+    "prepare_failed",
+    "prepared",
+    "resume",
+]
 
 _CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
 
@@ -164,6 +174,18 @@ def discard(draft: Draft) -> None:
             draft.send(worker, messages.Discard(generation=upcoming.number))
     if active.migration is None:
         _cancel(draft)
+
+
+def abandon(draft: Draft) -> None:
+    """Give up the next generation and layers that move, whose orders may be lost; what to do is decided anew."""
+    active = draft.state.active
+    assert active is not None
+    if draft.state.next is None and not draft.state.following:
+        return
+    discard(draft)
+    if active.migration is not None:
+        draft.set(following=(_without_migration(active),))
+    draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
 
 
 def _cancel(draft: Draft) -> None:

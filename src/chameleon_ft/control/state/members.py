@@ -153,6 +153,21 @@ class Members:
         if number not in self.workers and not 0 <= number < self.count:
             raise ControlError(f"worker {number} does not exist: the run has {self.count}, numbered from 0")
 
+    def reconnected(self, before: int, connection: int) -> Self:
+        """Return the members after a worker or an agent has replaced its connection."""
+
+        def moved(worker: Worker) -> Worker:
+            own = connection if worker.connection == before else worker.connection
+            return replace(worker, connection=own, agent=connection if worker.agent == before else worker.agent)
+
+        return replace(
+            self,
+            workers={number: moved(worker) for number, worker in self.workers.items()},
+            former=tuple(map(moved, self.former)),
+            agents={connection if each == before else each: host for each, host in self.agents.items()},
+            drain_requests=frozenset(connection if each == before else each for each in self.drain_requests),
+        )
+
     def without_agent(self, agent: int) -> Self:
         """Remove an agent whose connection has ended, with its workers that have not joined."""
         orphans = {

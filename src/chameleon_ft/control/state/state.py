@@ -104,6 +104,8 @@ class State:
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
     interrupted: bool = False  # whether the run is to end after the current step
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
+    returning: frozenset[int] = frozenset()  # connections with a lost coordinator whose peers have not come back
+    return_by_s: float = 0.0  # when they count as lost, in monotonic seconds
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
@@ -130,6 +132,11 @@ class State:
     def nothing_trained(self) -> bool:
         """Whether ending the run now would lose no training of this run or of the one it resumes."""
         return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self.last_vote is None)
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether nothing is trained and no worker holds a layer: the first orders have not been sent."""
+        return self.last_vote is None and not any(report.layers for report in self.quiesced.values())
 
     @property
     def placed(self) -> ActivePlan | None:

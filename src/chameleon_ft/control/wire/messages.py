@@ -24,6 +24,7 @@ from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
 __all__ = [
+    "Acknowledged",
     "Begin",
     "CheckpointSaved",
     "Committed",
@@ -77,6 +78,17 @@ class Hello(Message):
     worker: int
     host: str
     incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
+    resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
+    known: int = 0  # if it resumes: the newest generation of which it has an order
+
+
+class Acknowledged(Message):
+    """Answer to the first message on a connection, and sent from time to time: messages that need not be sent again."""
+
+    type: Literal["acknowledged"] = "acknowledged"
+    connection: int  # its number
+    received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
+    reconnect_s: float  # seconds for which to look for a coordinator if the connection is lost
 
 
 class Ready(Message):
@@ -91,6 +103,8 @@ class HostHello(Message):
     type: Literal["host_hello"] = "host_hello"
     host: str
     slots: int  # workers it can run
+    resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
+    ranks: tuple[tuple[int, int], ...] = ()  # if it resumes: (worker, incarnation) of the ranks that it runs
 
 
 class WorkerExited(Message):

@@ -30,16 +30,13 @@ _PING_TIMEOUT_CODE = 1011
 class Peer:
     """One connection: a rank, an agent or a command. Each has a number of its own."""
 
-    _numbers = itertools.count(1)
-
-    def __init__(self, connection: ServerConnection) -> None:
-        self.number = next(self._numbers)
+    def __init__(self, connection: ServerConnection, number: int) -> None:
+        self.number = number
         self._connection = connection
 
     @property
     def address(self) -> str:
-        host, port, *_ = self._connection.remote_address
-        return join_address(host, port)
+        return _address_of(self._connection)
 
     def send(self, message: Message) -> None:
         """Hand a message to the network without waiting; a closing connection drops it."""
@@ -74,7 +71,7 @@ class _Connection(ServerConnection):
         self._handler = handler
 
     async def handshake(self, *arguments: Any, **named: Any) -> None:
-        address = Peer(self).address  # unknown once the connection is gone
+        address = _address_of(self)  # unknown once the connection is gone
         await super().handshake(*arguments, **named)
         if self.request is None:
             why = self.protocol.handshake_exc or "it left without a word"
@@ -85,9 +82,10 @@ class _Connection(ServerConnection):
 class _Server:
     handler: Handler
     token: str
+    numbers: Iterator[int]
 
     async def connected(self, connection: ServerConnection) -> None:
-        peer = Peer(connection)
+        peer = Peer(connection, next(self.numbers))
         how: Departure = "connection"
         with self._mistakes_reported():
             how = await self._listen(connection, peer)
@@ -119,19 +117,26 @@ class _Server:
         given = "".join(request.headers.get_all("Authorization"))  # with a second header it matches nothing
         if hmac.compare_digest(given.encode(), bearer(self.token)["Authorization"].encode()):
             return None
-        host, port, *_ = connection.remote_address
-        self.handler.refused(join_address(host, port), "wrong join token")
+        self.handler.refused(_address_of(connection), "wrong join token")
         return connection.respond(http.HTTPStatus.UNAUTHORIZED, "wrong join token\n")
 
 
 def control_server(
-    handler: Handler, *, host: str, port: int, token: str, heartbeat_timeout_s: float, tls: Path | None = None
+    handler: Handler,
+    *,
+    host: str,
+    port: int,
+    token: str,
+    heartbeat_timeout_s: float,
+    tls: Path | None = None,
+    first_number: int = 1,
 ) -> AbstractAsyncContextManager[Server]:
     """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_timeout_s` is departed.
 
-    With `tls`, a directory for `tls_context`, peers also need a certificate of its authority.
+    With `tls`, a directory for `tls_context`, peers also need a certificate of its authority. Connections are numbered
+    from `first_number` on.
     """
-    server = _Server(handler, token)
+    server = _Server(handler, token, itertools.count(first_number))
     # These add up when a peer falls silent: time to the next ping, to its answer, and to the closing handshake.
     return serve(
         server.connected,
@@ -151,3 +156,8 @@ def control_server(
 def listening_address(server: Server, host: str) -> str:
     """Return host:port of a listening server."""
     return join_address(host, next(iter(server.sockets)).getsockname()[1])
+
+
+def _address_of(connection: ServerConnection) -> str:
+    host, port, *_ = connection.remote_address
+    return join_address(host, port)

@@ -1,0 +1,120 @@
+"""Another coordinator continues a run: workers and agents reconnect, and whatever orders they may lack are repeated.
+
+Workers train on meanwhile. A generation that begins, and a decision, are interrupted, because nothing tells which
+orders have been sent; what is only prepared beside training is given up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.control.commands import Send, Task, Welcome
+from chameleon_ft.control.detectors import base as signals
+from chameleon_ft.control.handlers import incidents, switches
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.members import Worker
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire.messages import (
+    Discard,
+    Exit,
+    Finish,
+    Hello,
+    HostHello,
+    Kill,
+    Refused,
+    Spawn,
+    Stop,
+    Switch,
+)
+
+__all__ = ["host_returned", "missing", "took_over", "worker_returned"]
+
+
+def took_over(draft: Draft) -> None:
+    """Continue from the last state of a coordinator that is lost, with all of its connections."""
+    state, now = draft.state, draft.at.monotonic_s
+    connections = {worker.connection for worker in state.members if worker.connection is not None}
+    draft.set(
+        returning=frozenset(connections.union(state.members.agents)),
+        return_by_s=now + state.settings.timeouts.heartbeat_timeout_s,
+        ticked_at_s=now,
+        scale_up=replace(state.scale_up, considering=None),
+    )
+    draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
+    incidents.detect(draft, signals.Progressed(now))
+    match state.phase:
+        case Phase.GATHERING if len(state.members.live()) == state.settings.workers:
+            draft.set(question=state.question + 1)
+            draft.do(Task.DECIDE)
+        case Phase.STOPPING:
+            incidents.detect(draft, signals.StopRequested(now))
+        case Phase.DECIDING | Phase.REGROUPING:
+            incidents.stop(draft)
+        case Phase.TRAINING if state.switching_to is None:
+            switches.abandon(draft)
+
+
+def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
+    """Take a worker back on another connection, and repeat the orders that it may lack."""
+    assert hello.resumes is not None
+    worker = draft.state.members.worker_of(hello.resumes)
+    if worker is None or worker.id != hello.worker:
+        draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
+        return
+    _reconnected(draft, hello.resumes, connection)
+    if worker.first_step is None and not worker.takes_part:
+        draft.do(Welcome(connection, worker.incarnation))
+    if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
+        draft.set(newest=hello.known)
+        incidents.stop(draft)
+        return
+    state = draft.state
+    match state.phase:
+        case Phase.STOPPING if worker.id not in state.quiesced:
+            draft.send(worker.id, Stop(generation=state.generation))
+        case Phase.TRAINING:
+            upcoming = state.switching_to
+            switching = None if upcoming is None else upcoming.number
+            for generation in range(state.generation + 1, state.newest + 1):
+                is_next = generation == switching
+                order = Switch(generation=generation) if is_next else Discard(generation=generation)
+                draft.send(worker.id, order)
+            if state.interrupted:
+                draft.send(worker.id, Finish())
+        case Phase.OVER:
+            draft.send(worker.id, Exit(reason="the run is over"))
+
+
+def host_returned(draft: Draft, connection: int, hello: HostHello) -> None:
+    """Take an agent back on another connection; have it end ranks that are lost, and start those that it has not."""
+    assert hello.resumes is not None
+    if hello.resumes not in draft.state.members.agents:
+        draft.do(Send(connection, Refused(reason=f"host {hello.host} is not in the run any more")))
+        return
+    _reconnected(draft, hello.resumes, connection)
+    own = [worker for worker in draft.state.members if worker.agent == connection]
+    for worker in own:
+        if worker.lost and _runs(worker, hello):
+            draft.do(Send(connection, Kill(worker=worker.id)))
+    unstarted = [each for each in own if not each.lost and each.connection is None and not _runs(each, hello)]
+    if unstarted:
+        numbers = tuple(worker.id for worker in unstarted)
+        draft.do(Send(connection, Spawn(workers=numbers, incarnations=tuple(each.incarnation for each in unstarted))))
+
+
+def missing(draft: Draft) -> list[int]:
+    """Return the connections whose peers have not come back in time, which are lost."""
+    state = draft.state
+    if not state.returning or draft.at.monotonic_s < state.return_by_s:
+        return []
+    draft.set(returning=frozenset())
+    return sorted(state.returning)
+
+
+def _reconnected(draft: Draft, before: int, connection: int) -> None:
+    members, returning = draft.state.members, draft.state.returning
+    draft.set(members=members.reconnected(before, connection), returning=returning - {before})
+
+
+def _runs(worker: Worker, hello: HostHello) -> bool:
+    return (worker.id, worker.incarnation) in hello.ranks

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.control.events import Moment
+from chameleon_ft.control.journal import Journal, LastEntry
+from chameleon_ft.control.state.state import State
+from chameleon_ft.errors import ControlError
+from tests.control.histories import History
+
+
+def states(*, steps: int) -> list[State]:
+    """The states of a short run, one for each change."""
+    history = History()
+    found: list[State] = []
+    happen = history.happen
+
+    def noting(*arguments: object) -> object:
+        answer = happen(*arguments)  # type: ignore[arg-type]
+        found.append(history.state)
+        return answer
+
+    history.happen = noting  # type: ignore[assignment, method-assign]
+    history.train(steps)
+    history.reap(1)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.wait(1.0)
+    return found
+
+
+def moment(second: float) -> Moment:
+    return Moment(unix_s=1e9 + second, monotonic_s=second)
+
+
+@given(until=st.integers(1, 30))
+def test_the_last_state_is_read_whatever_came_before(tmp_path_factory: pytest.TempPathFactory, until: int) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
+    written = states(steps=2)[:until]
+    with Journal(path) as journal:
+        for number, state in enumerate(written):
+            journal.write(state, moment(number))
+    last = LastEntry.read(path)
+    assert last is not None
+    # The clock alone is not worth a line.
+    assert replace(last.state, ticked_at_s=None) == replace(written[-1], ticked_at_s=None)
+
+
+def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *_, last = states(steps=2)
+    with Journal(path) as journal:
+        journal.write(first, moment(1.0), received={7: 1})
+        size = path.stat().st_size
+        journal.write(last, moment(2.0), received={7: 2}, records=[("metrics", {"step": 1})])
+    text = path.read_bytes()
+    for length in range(size, len(text) - 1):
+        path.write_bytes(text[:length])
+        found = LastEntry.read(path)
+        assert found == LastEntry(first, moment(1.0), {7: 1}, [])
+    path.write_bytes(text)
+    assert LastEntry.read(path) == LastEntry(last, moment(2.0), {7: 2}, [("metrics", {"step": 1})])
+
+
+def test_only_what_has_changed_is_written_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *others = states(steps=2)
+    with Journal(path, longest_bytes=20_000) as journal:
+        journal.write(first, moment(0.0))
+        whole = path.stat().st_size
+        journal.write(first, moment(1.0))
+        assert path.stat().st_size == whole, "nothing has changed"
+        journal.write(replace(first, committed=1), moment(2.0), received={3: 9})
+        assert path.stat().st_size - whole < 100
+        for number in range(200):
+            journal.write(replace(others[number % len(others)], committed=number), moment(3.0 + number))
+            assert path.stat().st_size < 40_000
+    last = LastEntry.read(path)
+    assert last is not None
+    assert (last.state.committed, last.received, last.at) == (199, {3: 9}, moment(202.0))
+
+
+def test_no_journal_is_no_entry_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    assert LastEntry.read(path) is None
+    path.write_text("")
+    assert LastEntry.read(path) is None
+    path.write_text('{"at": [1, 2], "state": {"phase": "nowhere"}}\n')
+    with pytest.raises(ControlError, match="the journal of the run cannot be read"):
+        LastEntry.read(path)

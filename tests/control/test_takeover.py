@@ -1,0 +1,272 @@
+"""Coordinators that are replaced in the middle of a run, replayed through the state machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from chameleon_ft.config import Recovery
+from chameleon_ft.control.commands import Launch, Task
+from chameleon_ft.control.events import Interrupted
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire.messages import (
+    Discard,
+    Exit,
+    Finish,
+    Hello,
+    HostHello,
+    Kill,
+    Refused,
+    Spawn,
+    Stop,
+    Switch,
+)
+from tests.control.histories import AGENT, History, new_state
+
+
+def training(steps: int = 3, **changes: object) -> History:
+    history = History(new_state(**changes))
+    history.train(steps)
+    return history
+
+
+def replaced(history: History, *, ranks: set[tuple[int, int]] | None = None, absent: tuple[int, ...] = ()) -> None:
+    """Replace the coordinator, and have its peers come back."""
+    history.commands.clear()
+    history.take_over()
+    history.return_agent(ranks=ranks)
+    for worker in history.live():
+        if worker not in absent:
+            history.return_worker(worker, known=history.state.newest)
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    history = training()
+    replaced(history)
+    assert not history.state.returning
+    assert history.sent(Stop) == []
+    assert history.sent(Discard) == []
+    history.wait(1.0)
+    history.commit()
+    assert (history.state.generation, history.state.committed) == (1, 4)
+    assert history.failures == []
+    assert [event["step"] for event in history.events("took_over")] == [3]
+
+
+def test_a_worker_that_does_not_come_back_is_lost() -> None:
+    history = training()
+    replaced(history, absent=(2,))
+    history.wait(4.0)
+    assert history.state.phase is Phase.TRAINING, "it may still come"
+    history.wait(2.0)
+    history.quiesce()
+    history.start()
+    assert history.failures == [(2, "connection", "control connection closed")]
+    assert history.launched == (0, 1, 3)
+
+
+def test_a_worker_that_ended_meanwhile_is_lost_as_soon_as_its_agent_says_so() -> None:
+    history = training()
+    replaced(history, absent=(2,), ranks={(0, 1), (1, 1), (3, 1)})
+    history.reap(2)
+    history.quiesce()
+    history.start()
+    assert history.failures == [(2, "child", "SIGKILL")]
+    assert history.sent(Spawn) == [], "it was started before"
+
+
+def test_an_agent_that_does_not_come_back_leaves_its_workers_in_the_run() -> None:
+    history = training()
+    history.take_over()
+    for worker in history.live():
+        history.return_worker(worker)
+    history.wait(6.0)
+    assert history.events("host_lost") == [{"host": "a host"}]
+    assert history.live() == (0, 1, 2, 3)
+    assert history.failures == []
+
+
+def test_a_recovery_is_begun_anew_and_no_loss_is_forgotten() -> None:
+    history = training()
+    history.holds = True
+    history.reap(1)
+    history.quiesce()
+    assert history.state.phase is Phase.DECIDING
+    replaced(history)
+    assert [stop.generation for stop in history.sent(Stop, to=history.now_at(history.connection(0)))] == [3]
+    history.holds = False
+    history.quiesce()
+    history.start()
+    assert history.failures == [(1, "child", "SIGKILL")]
+    assert history.launched == (0, 2, 3)
+
+
+def test_a_generation_whose_orders_may_not_have_been_sent_gives_way_to_another() -> None:
+    history = training()
+    history.reap(1)
+    history.quiesce()
+    assert history.state.phase is Phase.REGROUPING
+    replaced(history)
+    history.quiesce()
+    history.start()
+    history.commit()
+    assert history.state.committed == 4
+    assert history.failures == [(1, "child", "SIGKILL")]
+
+
+def test_workers_that_have_quiesced_are_not_asked_again() -> None:
+    history = training()
+    history.reap(1)
+    history.quiesce(0)
+    replaced(history)
+    assert history.sent(Stop, to=history.now_at(history.connection(0))) == []
+    assert len(history.sent(Stop)) == 2
+    history.quiesce(2, 3)
+    history.start()
+    assert history.launched == (0, 2, 3)
+
+
+def test_the_first_plan_is_asked_for_again() -> None:
+    history = History()
+    history.holds = True
+    history.gather()
+    replaced(history)
+    (question,) = history.questions
+    assert question.holds_nothing
+    history.answer(history.questions.pop())
+    history.start()
+    history.commit()
+    assert history.state.committed == 1
+
+
+def test_first_orders_that_were_not_sent_are_made_again() -> None:
+    history = History()
+    history.gather()
+    assert history.state.phase is Phase.REGROUPING
+    history.holds = True
+    replaced(history)
+    history.quiesce(layers=())
+    (question,) = history.questions
+    assert question.holds_nothing
+
+
+def test_a_run_that_waits_for_workers_waits_on() -> None:
+    history = History()
+    history.holds = True
+    history.gather_some(2)
+    replaced(history)
+    assert history.questions == []
+    history.join(2)
+    history.join(3)
+    assert len(history.questions) == 1
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_prepared: bool) -> None:
+    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.wait(0.3)
+    history.come_back(3)
+    history.wait(0.7)
+    history.consider(0, 1, 2, 3)
+    assert history.state.next is not None
+    number = history.state.next.number
+    if is_prepared:
+        history.prepare()
+    replaced(history)
+    assert {each.generation for each in history.sent(Switch)} == ({number} if is_prepared else set())
+    assert {each.generation for each in history.sent(Discard)} == (set() if is_prepared else {number})
+    if is_prepared:
+        history.commit(switch=True)
+        history.start()
+        assert history.state.generation == number
+        assert history.members() == (0, 1, 2, 3)
+    else:
+        history.wait(0.1)
+        assert history.considerations, "it is considered anew"
+
+
+def test_layers_that_move_are_given_up() -> None:
+    history = training()
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.say(AGENT + 1, HostHello(host="late", slots=1))
+    history.come_back(4)
+    history.wait(0.7)
+    history.consider(*history.state.members.staying(), waves=1)
+    history.prepare()
+    history.commit(switch=True)
+    history.start()
+    assert history.state.active is not None
+    assert history.state.active.migration is not None
+    history.commands.clear()
+    history.take_over()
+    history.return_agent()
+    history.return_agent(AGENT + 1)
+    for worker in history.live():
+        history.return_worker(worker, known=history.state.newest)
+    history.wait(0.1)
+    assert Task.PREPARE_GENERATION in history.commands
+    assert history.state.next is not None
+    assert history.state.next.plan.policy == "cancelled-migration"
+
+
+def test_a_coordinator_that_was_behind_stops_what_it_does_not_know() -> None:
+    history = training()
+    history.take_over()
+    history.return_worker(0, known=5)
+    for worker in (1, 2, 3):
+        history.return_worker(worker)
+    assert {stop.generation for stop in history.sent(Stop)} == {6}
+    history.quiesce()
+    history.start()
+    history.commit()
+    assert history.state.generation == 6
+    assert history.state.committed == 4
+
+
+def test_a_lost_worker_is_refused_and_its_agent_ends_it() -> None:
+    history = training()
+    history.depart(history.connection(1), "heartbeat")
+    history.quiesce()
+    history.start()
+    replaced(history, ranks={(0, 1), (1, 1), (2, 1), (3, 1)})
+    assert history.sent(Kill, to=history.now_at(AGENT)) == [Kill(worker=1)]
+    history.say(77, Hello(worker=1, host="10.0.0.1", incarnation=1, resumes=21))
+    assert history.sent(Refused, to=77) == [Refused(reason="worker 1 is not in the run any more")]
+
+
+def test_a_rank_that_was_not_started_is_started() -> None:
+    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
+    history.reap(1)
+    history.quiesce()
+    history.start()
+    history.wait(0.3)
+    assert history.state.members[1].incarnation == 2
+    replaced(history, ranks={(0, 1), (2, 1), (3, 1)})
+    assert history.sent(Spawn) == [Spawn(workers=(1,), incarnations=(2,))]
+
+
+def test_an_interrupted_run_still_ends() -> None:
+    history = training()
+    history.happen(Interrupted(at=history.at))
+    replaced(history)
+    assert len(history.sent(Finish)) == 4
+    history.commit(finish=True)
+    history.finish()
+    assert history.state.ended == ("interrupted", "interrupted by the user, with a checkpoint")
+    assert len(history.sent(Exit)) == 5
+
+
+def test_a_second_replacement_finds_the_peers_of_the_first() -> None:
+    history = training()
+    replaced(history, absent=(2,))
+    replaced(history)
+    assert not history.state.returning
+    history.commit()
+    assert history.state.committed == 4
+    assert not [command for command in history.commands if isinstance(command, Launch)]
