@@ -31,6 +31,7 @@ from benchmarks._transitions import Moved, moved_in, run_until
 from chameleon_ft.config import (
     STAND_IN_JOB,
     Batch,
+    Checkpoint,
     Failure,
     LlamaConfig,
     Parallel,
@@ -108,6 +109,7 @@ def pair_config(dim: int) -> TrainConfig:
         steps=_ALWAYS,
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=2, micro_batch_size=1),
+        checkpoint=Checkpoint(every=0),
         model=_llama(dim, num_layers=4),
         recovery=Recovery(policy="repartition", respawn=True, respawn_delay_s=0.0),
         failures=(Failure(step=2, worker=1),),
@@ -121,6 +123,7 @@ def several_config(dim: int) -> TrainConfig:
         steps=_ALWAYS,
         parallel=Parallel(dp=4, pp=2),
         batch=Batch(micro_batches=8, micro_batch_size=1),
+        checkpoint=Checkpoint(every=0),
         model=_llama(dim, num_layers=6),
         recovery=Recovery(policy="repartition"),
         failures=(Failure(step=2, worker=1),),
@@ -137,6 +140,7 @@ def regroup_config(policy: PolicyName, profile: Path) -> RunConfig:
         steps=_ALWAYS,
         parallel=Parallel(dp=8, pp=4),
         batch=Batch(micro_batches=64, micro_batch_size=1),
+        checkpoint=Checkpoint(every=0),
         recovery=Recovery(policy=policy),
         failures=tuple(
             Failure(step=step, worker=worker, phase="backward")

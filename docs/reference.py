@@ -6,7 +6,7 @@ A test compares the page with the code.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -56,10 +56,13 @@ def _table(fields: dict[str, FieldInfo]) -> list[str]:
 
 
 def _values(info: FieldInfo) -> str:
-    kind = _plain(info.annotation)
+    return " or ".join(_values_of(kind, info.metadata) for kind in _alternatives(info.annotation))
+
+
+def _values_of(kind: Any, constraints: Sequence[object]) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{_toml(value)}`" for value in get_args(kind))
-    limits = [limit for constraint in info.metadata if (limit := _limit(constraint))]
+    limits = [limit for constraint in constraints if (limit := _limit(constraint))]
     words = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
     return " ".join([words.get(kind, "list of tables"), " and ".join(limits)]).strip()
 
@@ -81,13 +84,13 @@ def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _plain(annotation: Any) -> Any:
-    """Return the type without None and without metadata."""
+def _alternatives(annotation: Any) -> list[Any]:
+    """Return the types of a union but None, or the type itself, without metadata."""
     if get_origin(annotation) is Annotated:
-        return _plain(get_args(annotation)[0])
+        return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return _plain(next(kind for kind in get_args(annotation) if kind is not type(None)))
-    return annotation
+        return [kind for each in get_args(annotation) for kind in _alternatives(each) if kind is not type(None)]
+    return [annotation]
 
 
 def _is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:

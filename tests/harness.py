@@ -21,6 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from chameleon_ft import launch
 from chameleon_ft.config import (
     Batch,
+    Checkpoint,
     Data,
     Failure,
     FailureKind,
@@ -56,6 +57,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "seed": 3,
         "parallel": Parallel(dp=3, pp=2),
         "batch": Batch(micro_batches=6, micro_batch_size=2),
+        "checkpoint": Checkpoint(every=0),
         "timeouts": PATIENT,
         "recovery": Recovery(policy="reroute"),
         "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
@@ -158,7 +160,7 @@ def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> En
     return _train(run.own(config), run, resume=False, view=view)
 
 
-def resume_here(ended: Ended, *, view: ScriptedView | None = None, **changes: Any) -> Ended:
+def resume_here(ended: Ended, *, view: View | None = None, **changes: Any) -> Ended:
     """Resume a run as `--resume` does, with `changes` to its configuration."""
     values = {**ended.run.config().model_dump(exclude={"failures", "output_dir"}), **changes}
     config = type(ended.run.config()).model_validate(values)

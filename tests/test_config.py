@@ -87,7 +87,10 @@ def test_all_mistakes_are_listed_at_once() -> None:
             {"failures": [{"step": 1, "worker": 1}, {"step": 2, "worker": 1}]},
             "failures[1].worker = 1: already fails in failures[0]",
         ),
-        ({"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}]}, 'failures[0].phase = "checkpoint": no chec'),
+        (
+            {"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}], "checkpoint": {"every": 0}},
+            'failures[0].phase = "checkpoint": no chec',
+        ),
         ({"backend": "nccl"}, 'backend = "nccl": nccl sends tensors between GPUs only'),
         (
             {"timeouts": {"heartbeat_timeout_s": 20.0}},
@@ -174,7 +177,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
         "seed": draw(st.integers(0, 2**63 - 1)),
         "parallel": Parallel(dp=dp, pp=pp, split_backward=draw(st.booleans())),
         "batch": Batch(micro_batches=dp * draw(st.integers(1, 4)), micro_batch_size=draw(st.integers(1, 8))),
-        "checkpoint": Checkpoint(every=draw(st.integers(1, 9))),
+        "checkpoint": Checkpoint(every=draw(st.integers(1, 9) | st.just("auto"))),
         "failures": tuple(
             Failure(step=draw(st.integers(0, steps - 1)), worker=worker, phase=draw(st.sampled_from(["sync", "vote"])))
             for worker in workers

@@ -16,7 +16,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Drain, Exit, Hello, HostHello, Message, Refused, Spawn
@@ -29,12 +29,14 @@ from tests.harness import (
     Command,
     Ended,
     ScriptedView,
+    StoppingView,
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     create_run,
     every_process_ends,
     fails,
     in_thread,
+    resume_here,
     small_config,
     train_here,
 )
@@ -113,6 +115,28 @@ def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunD
     with Command("inject", run.path, "--worker", "1") as injecting:
         assert injecting.wait() == 2
         assert "this run is not live any more" in injecting.printed
+
+
+def test_by_default_a_killed_coordinator_loses_only_the_steps_since_a_checkpoint(
+    tmp_path: Path, run: RunDirectory
+) -> None:
+    layout = {"workers": 4, "parallel": Parallel(dp=2, pp=2)}
+    config = small_config(tmp_path, steps=100_000, checkpoint=Checkpoint(), **layout)
+    with Command("train", written(config, tmp_path), "--output-dir", run.path) as training:
+        step = 0
+        while not complete_checkpoints(run.checkpoints):
+            training.read_until(STEP.format(step))
+            step += 1
+        with every_process_ends(training.session()):
+            training.signal(signal.SIGKILL)
+            training.wait()
+    (newest,) = complete_checkpoints(run.checkpoints)
+    killed_at = len(run.steps())
+    view = StoppingView(run, lambda ended: ended.steps[-1] >= killed_at, more_steps=2)
+    resumed = resume_here(Ended(0, run), view=view)
+    assert resumed.code == 130
+    assert resumed.steps[: killed_at + 1] == [*range(killed_at), newest]
+    assert_as_the_plain_loop(resumed, steps=60)
 
 
 def test_a_failure_is_injected_by_a_command(endless: Path, run: RunDirectory) -> None:

@@ -7,7 +7,8 @@
       PlanError              a placement, route or plan that breaks a rule
         NoHolderError        layers that no live worker holds any more
       ProgramError           operations out of order, missing or stuck
-      CheckpointError        a checkpoint that is missing, incomplete or of another model
+      CheckpointError        a checkpoint that is missing, incomplete, unreadable or of another model
+        DamagedCheckpointError  files of a checkpoint that are not as they were written
       ControlError           the control plane: membership, messages, joining
 
 The message of each names the input, what was expected and what to try next.
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ControlError",
+    "DamagedCheckpointError",
     "DataError",
     "NoHolderError",
     "PlanError",
@@ -87,7 +89,11 @@ class ProgramError(ChameleonError):
 
 
 class CheckpointError(ChameleonError):
-    """A checkpoint is missing, incomplete, or was written by another model."""
+    """A checkpoint is missing, incomplete, cannot be read, or was written by another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's files are not as they were written."""
 
 
 class ControlError(ChameleonError):

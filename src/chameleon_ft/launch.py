@@ -37,7 +37,7 @@ from chameleon_ft.observe import (
     RunDirectory,
     RunStatus,
     checkpoint_model,
-    complete_checkpoints,
+    sound_checkpoint,
 )
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.plan import Plan
@@ -308,13 +308,13 @@ _rank_entry = partial(_call, "rank", "spawned_rank_main")
 
 
 def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
-    """Raise CheckpointError if the newest checkpoint of `run` is of another model than `job`."""
-    for step in complete_checkpoints(run.checkpoints)[-1:]:
-        if checkpoint_model(run.checkpoints, step) != job.fingerprint:
-            raise CheckpointError(
-                f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
-                "now; undo the change to the model, or begin a new run"
-            )
+    """Raise CheckpointError if the newest sound checkpoint of `run` is of another model than `job`."""
+    step, _ = sound_checkpoint(run.checkpoints)
+    if step is not None and checkpoint_model(run.checkpoints, step) != job.fingerprint:
+        raise CheckpointError(
+            f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
+            "now; undo the change to the model, or begin a new run"
+        )
 
 
 def _require_device(config: RunConfig, job: JobInfo) -> None:

@@ -12,7 +12,7 @@ import pytest
 from chameleon_ft.config import RENAMED_KEYS, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress, RunDirectory
-from chameleon_ft.observe.files import mark_complete, step_directory
+from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 from tests.cli.conftest import CommandLine
 
 
@@ -39,7 +39,7 @@ def finished_run(chameleon: CommandLine, config_file: Path, *, checkpoint: int |
     run = chameleon.launched.pop().run
     if checkpoint is not None:
         step_directory(run.checkpoints, checkpoint).mkdir()
-        mark_complete(run.checkpoints, checkpoint, model="some model")
+        mark_complete(run.checkpoints, checkpoint, model="some model", num_layers=0)
     return run
 
 
@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_its_own_job(chameleon: CommandLine, own_model: Path)
     config = chameleon.configured("run", own_model, "--output-dir", "run", "--steps", "20")
     run = chameleon.launched.pop().run
     step_directory(run.checkpoints, 10).mkdir()
-    mark_complete(run.checkpoints, 10, model="some model")
+    mark_complete(run.checkpoints, 10, model="some model", num_layers=0)
     assert chameleon.configured("run", "--resume", "run").job == config.job
     assert chameleon.launched[-1].resume
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from chameleon_ft.config import Recovery, Timeouts
+from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.control.commands import (
     Command,
     Drop,
@@ -71,6 +71,7 @@ def new_state(**changes: Any) -> State:
         "workers": 4,
         "steps": 10,
         "num_layers": LAYERS,
+        "checkpoint": Checkpoint(),
         "recovery": Recovery(),
         "timeouts": Timeouts(),
         "workers_per_host": None,
@@ -129,8 +130,16 @@ def in_waves(
     return (*plans[:-1], final)
 
 
-def vote(step: int, *, switch: bool = False, finish: bool = False) -> Vote:
-    return Vote(grad_square_sum=4.0, loss_sum=12.0 * (step + 1), terms=12, samples=12, finish=finish, switch=switch)
+def vote(step: int, *, switch: bool = False, finish: bool = False, checkpoint: bool = False) -> Vote:
+    return Vote(
+        grad_square_sum=4.0,
+        loss_sum=12.0 * (step + 1),
+        terms=12,
+        samples=12,
+        finish=finish,
+        switch=switch,
+        checkpoint=checkpoint,
+    )
 
 
 class History:
@@ -268,21 +277,28 @@ class History:
             self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
         self.tell(first, Started(generation=self.state.generation))
 
-    def commit(self, *, switch: bool = False, finish: bool = False) -> None:
-        """Have the workers of the generation apply a step; after it, they may switch."""
+    def commit(self, *, switch: bool = False, finish: bool = False, checkpoint: bool = False) -> None:
+        """Have the workers of the generation apply a step; after it, they may switch, or begin a checkpoint."""
         number, generation = self.state.committed, self.state.generation
         for worker in self.members():
-            self.commit_by(worker, number, switch=switch, finish=finish, generation=generation)
+            self.commit_by(worker, number, switch=switch, finish=finish, checkpoint=checkpoint, generation=generation)
 
     def commit_by(
-        self, worker: int, number: int, *, switch: bool = False, finish: bool = False, generation: int | None = None
+        self,
+        worker: int,
+        number: int,
+        *,
+        switch: bool = False,
+        finish: bool = False,
+        checkpoint: bool = False,
+        generation: int | None = None,
     ) -> None:
         self.tell(
             worker,
             Committed(
                 generation=self.state.generation if generation is None else generation,
                 step=number,
-                vote=vote(number, switch=switch, finish=finish),
+                vote=vote(number, switch=switch, finish=finish, checkpoint=checkpoint),
                 grad_norm=0.5,
                 lr=0.1,
                 step_s=0.1,

@@ -34,8 +34,7 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.control.wire.parts import BoundaryMessage, OperationTimes, Vote
 from chameleon_ft.control.wire.server import Peer
-from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View
-from chameleon_ft.observe.files import layer_directory
+from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View, layer_directory, seal_layer
 from chameleon_ft.profiles import Profile
 
 LAYERS = 4
@@ -252,7 +251,11 @@ class Stage:
     def save(self, step: int, worker: int, *layers: int, copy_s: float = 0.0, write_s: float = 0.0) -> None:
         """Have a worker report layers of a checkpoint, which are then on disk."""
         for layer in layers:
-            layer_directory(self.run.checkpoints, step, layer).mkdir(parents=True, exist_ok=True)
+            directory = layer_directory(self.run.checkpoints, step, layer)
+            if not directory.exists():
+                directory.mkdir(parents=True)
+                (directory / "tensors").write_text(f"layer {layer}")
+                seal_layer(directory, {})
         generation = self.order().generation
         saved = CheckpointSaved(generation=generation, step=step, layers=layers, copy_s=copy_s, write_s=write_s)
         self.say(self.ranks[worker], saved)

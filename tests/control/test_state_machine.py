@@ -16,6 +16,7 @@ from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
+    CheckpointUnreadable,
     Crashed,
     Drain,
     Finished,
@@ -195,7 +196,8 @@ class Runs(RuleBasedStateMachine):
     @rule(finish=RARELY)
     def commit(self, finish: bool) -> None:
         upcoming = self.history.state.next
-        self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish)
+        checkpoint = self.history.state.schedule.is_requested
+        self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish, checkpoint=checkpoint)
 
     @rule(worker=WORKERS, number=st.integers(0, 30), late=st.integers(-1, 2), switch=st.booleans())
     def commit_anything(self, worker: int, number: int, late: int, switch: bool) -> None:
@@ -363,6 +365,13 @@ class Runs(RuleBasedStateMachine):
             part = CheckpointSaved(generation=generation, step=step, layers=tuple(layers), error=error)
             self.history.tell(worker, part)
             self.history.tell(worker, SlowIO(generation=generation, doing="writing", since_s=10.0))
+
+    @rule(worker=WORKERS, step=st.integers(0, 2), is_damaged=st.booleans())
+    def checkpoint_cannot_be_read(self, worker: int, step: int, is_damaged: bool) -> None:
+        if self.connected(worker):
+            generation = self.history.state.generation
+            message = CheckpointUnreadable(generation=generation, step=step, error="why", is_damaged=is_damaged)
+            self.history.tell(worker, message)
 
     @rule(worker=WORKERS, kind=st.sampled_from(["kill", "disconnect"]))
     def fault(self, worker: int, kind: str) -> None:

@@ -35,7 +35,7 @@ from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import CheckpointError, ConfigError
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.observe import RunDirectory, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
 if TYPE_CHECKING:
@@ -233,13 +233,14 @@ def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def _require_steps_left(config: RunConfig, directory: RunDirectory) -> None:
-    checkpoints = complete_checkpoints(directory.checkpoints)
-    if not checkpoints:
+    newest, damages = sound_checkpoint(directory.checkpoints)
+    if newest is None:
+        found = f" ({'; '.join(damages.values())})" if damages else ""
         raise CheckpointError(
-            f"--resume {directory.path}: it has no complete checkpoint to resume from; begin a new run, "
-            "with checkpoint.every set if it should survive the loss of every holder of a layer"
+            f"--resume {directory.path}: it has no complete checkpoint to resume from{found}; begin a new run, and do "
+            "not set checkpoint.every to 0 if it should survive the loss of its coordinator"
         )
-    if checkpoints[-1] >= config.steps:
+    if newest >= config.steps:
         raise ConfigError(
             f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to continue"
         )

@@ -109,8 +109,20 @@ class Batch(Section):
 class Checkpoint(Section):
     """Checkpoints, written in the background of training."""
 
-    every: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0: none during training.")
+    every: Literal["auto"] | int = Field(
+        default="auto",
+        description="Steps between two checkpoints; auto: as often as loses least time, by the measured cost of a "
+        "checkpoint and the rate of failures; 0: none during training.",
+    )
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _require_steps_or_auto(cls, every: object) -> object:
+        # The errors of a union would name both of its parts.
+        if every == "auto" or (type(every) is int and every >= 0):
+            return every
+        raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
 
 
 class Recovery(Section):

@@ -22,6 +22,7 @@ __all__ = [
     "Finish",
     "Launch",
     "LogFault",
+    "MarkDamaged",
     "MeasureMigration",
     "MeasureOperations",
     "MeasureStep",
@@ -108,6 +109,13 @@ class LogFault(Command):
 @dataclass(frozen=True, slots=True)
 class CompleteCheckpoint(Command):
     """Mark the checkpoint that resumes at `step` as complete, and remove those that are not needed any more."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkDamaged(Command):
+    """Mark the checkpoint that resumes at `step` as damaged, so that no run reads it."""
 
     step: int
 

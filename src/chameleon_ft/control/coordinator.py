@@ -22,6 +22,7 @@ from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
@@ -35,8 +36,12 @@ from chameleon_ft.observe import (
     RunDirectory,
     RunStatus,
     complete_checkpoints,
+    damage_of,
+    has_checksums,
+    incomplete_checkpoints,
     line_of,
     mark_complete,
+    mark_damaged,
     prune_checkpoints,
 )
 from chameleon_ft.plan import Plan
@@ -46,7 +51,7 @@ __all__ = ["Coordinator"]
 
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
-_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run: set checkpoint.every to have some"
+_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
 
 
 class Coordinator:
@@ -87,6 +92,7 @@ class Coordinator:
         self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
         self._peers: dict[int, Peer] = {}  # by number
         self._rejected = 0
+        self._has_warned = False  # that a checkpoint has no checksums
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
@@ -273,10 +279,13 @@ class Coordinator:
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.CompleteCheckpoint(step=checkpoint):
-                mark_complete(self._run.checkpoints, checkpoint, model=self._job.fingerprint)
+                model, num_layers = self._job.fingerprint, self._job.num_layers
+                mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)
                 # Removing old ones may be slow.
                 prune = partial(prune_checkpoints, self._run.checkpoints, keep=self._config.checkpoint.keep)
                 asyncio.get_running_loop().run_in_executor(None, prune)
+            case commands.MarkDamaged(step=checkpoint):
+                self._mark_damaged(checkpoint)
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
             case commands.Task.DECIDE:
@@ -317,18 +326,58 @@ class Coordinator:
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def _decide(self, state: State) -> events.Event:
-        question, checkpoints = state.question, complete_checkpoints(self._run.checkpoints)
+        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage."""
+        unreadable = dict(state.checkpoints.unreadable)
+        while True:
+            complete = complete_checkpoints(self._run.checkpoints)
+            answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
+            if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+                return answer
+            damage = damage_of(self._run.checkpoints, step)
+            if damage is None:
+                self._report_checkpoint(state, step)
+                return answer
+            unreadable[step] = damage
+            self._mark_damaged(step)
+            message = describe_unreadable(step, damage)
+            self._recorder.event("checkpoint_unreadable", step=step, error=damage, message=message)
+
+    def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
+        question = state.question
+        damages = "".join(f"; {describe_unreadable(step, why)}" for step, why in sorted(unreadable.items()))
         if state.holds_nothing:
+            if self._resume and damages and not checkpoints:
+                reason = f"there is no checkpoint that can be read{damages}"
+                return events.DecisionFailed(at=self._now(), question=question, reason=reason)
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
             plan = self._planner.start(state.members.live(), checkpoint=checkpoint)
             return events.Decided(at=self._now(), question=question, plan=plan)
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
-            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{_NO_CHECKPOINT}")
+            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to have some"
+            reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
+            return events.DecisionFailed(at=self._now(), question=question, reason=reason)
         except (ControlError, ProfileError) as error:
-            return events.DecisionFailed(at=self._now(), question=question, reason=str(error))
+            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
         return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
+
+    def _report_checkpoint(self, state: State, step: int) -> None:
+        """Record which checkpoints a resumed run does not use, and whether the chosen one can be checked."""
+        checkpoints = self._run.checkpoints
+        if state.active is None:
+            for newer in incomplete_checkpoints(checkpoints):
+                if newer > step:
+                    message = f"that of step {newer} is not complete and not used"
+                    self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+        if not has_checksums(checkpoints, step) and not self._has_warned:
+            self._has_warned = True
+            message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"
+            self._recorder.event("checkpoint_unchecked", step=step, message=message)
+
+    def _mark_damaged(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # this run does not read it again either way
+            mark_damaged(self._run.checkpoints, step)
 
     def _launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
         """Send the orders of a generation."""

@@ -11,14 +11,13 @@ from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import drains, incidents, scale_up, switches, takeover
+from chameleon_ft.control.handlers import checkpoints, drains, incidents, scale_up, switches, takeover
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import StepRecord
-from chameleon_ft.quantities import duration
 
 __all__ = ["TICK_S", "step"]
 
@@ -32,6 +31,7 @@ _OF_A_GENERATION: Final = (
     | messages.PeerFailed
     | messages.Finished
     | messages.Prepared
+    | messages.CheckpointUnreadable
 )
 _WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
 
@@ -122,7 +122,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
     if connection in state.members.fenced:
         if isinstance(message, messages.CheckpointSaved):  # what is written counts, even if its worker has left
-            _checkpoint_saved(draft, message)
+            checkpoints.saved(draft, message)
         return
     match message:
         case messages.Hello(resumes=int()):
@@ -174,12 +174,14 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             incidents.peer_failed(draft, worker.id, message)
         case messages.Finished() if message.generation == generation:
             _finished(draft, worker.id)
+        case messages.CheckpointUnreadable() if message.generation == generation:
+            incidents.checkpoint_unreadable(draft, worker.id, message)
         case messages.Crashed(error=error):
             _crashed(draft, worker, error)
         case messages.CheckpointSaved():
-            _checkpoint_saved(draft, message)
+            checkpoints.saved(draft, message)
         case messages.SlowIO():
-            _slow_io(draft, worker.id, message)
+            checkpoints.slow_io(draft, worker.id, message)
         case _ if not isinstance(message, _OF_A_GENERATION):  # those of an earlier generation are ignored
             raise ControlError(f"a rank does not say {message.type!r}")
 
@@ -299,6 +301,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     draft.record_outcome(outcome)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
+    checkpoints.committed(draft, message)
 
 
 def _finished(draft: Draft, worker: int) -> None:
@@ -311,39 +314,3 @@ def _finished(draft: Draft, worker: int) -> None:
         incidents.end(draft, "interrupted", "interrupted by the user, with a checkpoint")
     else:
         incidents.end(draft, "finished", "all steps are trained")
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def _checkpoint_saved(draft: Draft, part: messages.CheckpointSaved) -> None:
-    """Record that a checkpoint is complete, or that a rank could not write its layers."""
-    state, events = draft.state, draft.state.checkpoints
-    if part.error is not None:
-        news = {} if part.step in events.failed else {"message": f"no complete one of step {part.step}: {part.error}"}
-        draft.set(checkpoints=replace(events, failed=events.failed | {part.step}))
-        draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
-        return
-    events, saved = events.saved(part, num_layers=state.settings.num_layers)
-    draft.set(checkpoints=events)
-    if saved is not None:
-        draft.do(commands.CompleteCheckpoint(part.step))
-        draft.record("checkpoint", step=part.step, copy_s=saved.copy_s, write_s=saved.write_s)
-
-
-def _slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
-    """Record that a rank has been reading or writing for long; no worker is given up for that."""
-    events = draft.state.checkpoints
-    if message in events.slow:
-        return
-    draft.set(checkpoints=replace(events, slow=events.slow | {message}))
-    draft.record(
-        "waiting",
-        worker=worker,
-        doing=message.doing,
-        since_s=message.since_s,
-        message=(
-            f"worker {worker} has been {message.doing} for {duration(message.since_s)}, and there is no limit to "
-            f"that; should it never end, look at the file system of {draft.state.settings.checkpoints}"
-        ),
-    )

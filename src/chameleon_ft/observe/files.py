@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -22,21 +21,11 @@ __all__ = [
     "ControlAddress",
     "FaultLog",
     "RunDirectory",
-    "checkpoint_model",
-    "complete_checkpoints",
     "describe_invalid",
-    "layer_directory",
-    "mark_complete",
     "open_for_appending",
-    "prune_checkpoints",
     "read_lines",
     "replace_file",
-    "step_directory",
 ]
-
-_COMPLETE = "complete.json"
-_STEP = "step-"
-_STEP_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,51 +261,3 @@ class FaultLog:
     def since(self, time: float) -> list[dict[str, Any]]:
         """Return the failures of all workers from `time` on, in Unix seconds, oldest first."""
         return [line for line in read_lines(self._path) if line["time"] >= time]
-
-
-def step_directory(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint from which training resumes at `step`."""
-    return checkpoints / f"{_STEP}{step:0{_STEP_DIGITS}d}"
-
-
-def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
-    """Return the folder of one layer of a checkpoint."""
-    return step_directory(checkpoints, step) / f"layer-{layer:04d}"
-
-
-def mark_complete(checkpoints: Path, step: int, *, model: str) -> None:
-    """Mark a checkpoint whose layers are all on disk; `model` is the fingerprint of its model.
-
-    Only marked checkpoints are read.
-    """
-    text = json.dumps({"step": step, "model": model}) + "\n"
-    replace_file(step_directory(checkpoints, step) / _COMPLETE, text, mode=0o644)
-
-
-def checkpoint_model(checkpoints: Path, step: int) -> str:
-    """Return the fingerprint of the model of a complete checkpoint."""
-    return str(json.loads((step_directory(checkpoints, step) / _COMPLETE).read_text(encoding="utf-8"))["model"])
-
-
-def complete_checkpoints(checkpoints: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending."""
-    return sorted(step for directory, step in _step_directories(checkpoints) if (directory / _COMPLETE).exists())
-
-
-def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
-    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones."""
-    complete = complete_checkpoints(checkpoints)
-    if len(complete) < keep:
-        return
-    for directory, step in _step_directories(checkpoints):
-        if step < complete[-keep]:
-            # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
-            (directory / _COMPLETE).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                shutil.rmtree(directory)
-
-
-def _step_directories(checkpoints: Path) -> list[tuple[Path, int]]:
-    """Return the folders of checkpoints with their steps, and no other files that a user keeps beside them."""
-    names = ((entry, entry.name.removeprefix(_STEP)) for entry in checkpoints.glob(f"{_STEP}*"))
-    return [(entry, int(name)) for entry, name in names if len(name) == _STEP_DIGITS and name.isdecimal()]

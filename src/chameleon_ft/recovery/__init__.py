@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.checkpoints import Checkpoints
+from chameleon_ft.recovery.checkpoints import Checkpoints, return_gap_s
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
@@ -45,6 +45,7 @@ __all__ = [
     "remap_decision",
     "reroute",
     "rescore",
+    "return_gap_s",
     "risk_of",
     "score",
     "uniform_limits",

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.recovery.failure_model import FailureModel
+from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["Checkpoints", "daly_interval_s", "expected_unsaved_s"]
+__all__ = ["Checkpoints", "daly_interval_s", "expected_unsaved_s", "return_gap_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +79,15 @@ def expected_unsaved_s(unsaved_s: float, interval_s: float, mean_gap_s: float) -
     written = math.exp(-(interval_s - now_s) / mean_gap_s) / -math.expm1(-interval_s / mean_gap_s)
     # If checkpoints are much more frequent than incidents, this is the rounded difference of two large numbers.
     return min(interval_s, max(0.0, now_s + mean_gap_s - interval_s * written))
+
+
+def return_gap_s(failures: FailureModel, risk: LossRisk | None, workers: int) -> float:
+    """Return the mean seconds between two returns to a checkpoint of a run with so many live workers.
+
+    A return follows an incident that takes all holders of some layer of `risk`, or all workers, and a failure of the
+    coordinator's machine, which counts as one more worker. If `risk` is None, every incident leads to a return.
+    """
+    fatal = 1.0
+    if risk is not None:
+        fatal = failures.fatal_probability(risk) + failures.total_loss_probability(risk)
+    return 1 / (fatal / failures.horizon_s(workers) + 1 / failures.horizon_s(1))

@@ -2,16 +2,20 @@
 
 A checkpoint has a folder for each layer, written by one of the layer's holders alone. No rank waits for another, a
 failure spoils only the unfinished layers of the lost rank, and any other placement can read the layers it needs.
+Beside the files of a layer are checksums of them and of its tensors, which are checked when the layer is read.
 """
 
 from __future__ import annotations
 
+import errno
 import queue
+import shutil
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.control.wire.messages import CheckpointSaved
-from chameleon_ft.errors import CheckpointError
-from chameleon_ft.observe import complete_checkpoints, layer_directory
+from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
+from chameleon_ft.observe import checked_files, complete_checkpoints, has_checksums, layer_directory, seal_layer
 from chameleon_ft.runtime.execution.layers import LayerState
+from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 
 __all__ = ["CheckpointWriter", "read_layer"]
 
 _POLL_S = 0.005
+_CPU = torch.device("cpu")
 
 
 class CheckpointWriter:
@@ -39,6 +45,9 @@ class CheckpointWriter:
         checkpoints: the run's folder of checkpoints.
         saved: called in that thread when a checkpoint's layers are written or could not be.
         before_write: called in that thread before a checkpoint is written.
+
+    Attributes:
+        answered: the newest request of the coordinator that a checkpoint was begun for; see `BeginCheckpoint`.
     """
 
     def __init__(
@@ -47,6 +56,7 @@ class CheckpointWriter:
         self._checkpoints = checkpoints
         self._saved = saved
         self._before_write = before_write
+        self.answered = 0
         self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], float]] = queue.Queue()
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
@@ -79,10 +89,7 @@ class CheckpointWriter:
                 # After a failure workers may repeat this step. A complete checkpoint never changes.
                 if step not in complete_checkpoints(self._checkpoints):
                     for layer, state in layers.items():
-                        with _single_process():
-                            save(
-                                dict(state), checkpoint_id=layer_directory(self._checkpoints, step, layer), no_dist=True
-                            )
+                        _write_layer(layer_directory(self._checkpoints, step, layer), state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
             self._saved(
@@ -98,32 +105,113 @@ class CheckpointWriter:
             self._jobs.task_done()
 
 
+def _write_layer(path: Path, state: LayerState) -> None:
+    """Write a layer and its checksums. The folder appears as a whole: another rank may be writing the same layer."""
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with _single_process():
+            save(dict(state), checkpoint_id=draft, no_dist=True)
+        seal_layer(draft, {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()})
+        _replace_directory(path, draft)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _replace_directory(path: Path, draft: Path) -> None:
+    former = draft.with_name(f"{draft.name}.former")
+    while draft.exists():
+        try:
+            draft.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            with suppress(FileNotFoundError):  # another rank may have moved it
+                path.rename(former)
+            shutil.rmtree(former, ignore_errors=True)
+
+
 def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
-    """Read a layer's state, as `HeldLayers.snapshot` gave it. Raises CheckpointError."""
+    """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it if its checkpoint has checksums.
+
+    Raises:
+        DamagedCheckpointError: the layer is not as it was written; the message names the file, and the tensors.
+        CheckpointError: it cannot be read here.
+    """
     path = layer_directory(checkpoints, step, layer)
     try:
-        stored = FileSystemReader(path).read_metadata().state_dict_metadata
-        state: dict[str, Any] = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-            for key, entry in stored.items()
-        }
-        with _single_process():
-            load(state, checkpoint_id=path, no_dist=True)
+        try:
+            checksums, damaged = checked_files(path)
+        except FileNotFoundError:
+            if _promises_checksums(checkpoints, step):
+                raise
+            return _load(path)
+        if damaged is not None:
+            raise DamagedCheckpointError(f"{damaged} is not as it was written{_describe_damage(damaged, checksums)}")
+        state = _load(path)
+        if changed := _changed(state, checksums):
+            raise DamagedCheckpointError(f"{path} was written with other values of {', '.join(changed)} than it has")
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"layer {layer}: {error}") from None
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"layer {layer} cannot be read from {path}: {_describe(error)}; "
-            "remove that checkpoint's folder to fall back to an older one"
-        ) from error
+        cause = _cause_of(error)
+        kind = CheckpointError if isinstance(cause, OSError) else DamagedCheckpointError
+        raise kind(f"layer {layer} cannot be read from {path}: {_describe(error)}") from error
     return state
 
 
-def _describe(error: BaseException) -> str:
+def _promises_checksums(checkpoints: Path, step: int) -> bool:
+    try:
+        return has_checksums(checkpoints, step)
+    except FileNotFoundError:
+        return False
+
+
+def _load(path: Path, only: str | None = None) -> dict[str, Any]:
+    """Load a layer, or one entry of it, from its folder."""
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in stored.items()
+        if only in (None, key)
+    }
+    with _single_process():
+        load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def _tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
+
+
+def _changed(state: Mapping[str, Any], checksums: Mapping[str, list[int]]) -> list[str]:
+    """Return the keys of tensors whose checksums differ."""
+    found = {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()}
+    return sorted(key for key in found.keys() | checksums.keys() if found.get(key) != checksums.get(key))
+
+
+def _describe_damage(damaged: Path, checksums: Mapping[str, list[int]]) -> str:
+    """Name the tensors that are damaged with a file, as far as they can be told."""
+    if damaged.name == ".metadata":
+        return ""  # a damaged pickle must not be loaded
+    changed = [key for key in sorted(checksums) if _is_changed(damaged.parent, key, checksums)]
+    return f", in {', '.join(changed)}" if changed else ""
+
+
+def _is_changed(path: Path, key: str, checksums: Mapping[str, list[int]]) -> bool:
+    try:
+        return bool(_changed(_load(path, only=key), {key: checksums[key]}))
+    except (Exception, CheckpointException):  # noqa: BLE001 - it is damaged, however that shows
+        return True
+
+
+def _cause_of(error: BaseException) -> BaseException:
     # Torch's error is not an Exception; it holds the errors of all participating processes. Here that is one.
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _describe(error: BaseException) -> str:
+    cause = _cause_of(error)
+    return f"{type(cause).__name__}: {cause}"
 
 
 @contextmanager

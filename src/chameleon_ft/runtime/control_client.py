@@ -14,6 +14,7 @@ from chameleon_ft.config import Failure
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Begin,
+    BeginCheckpoint,
     Discard,
     Drain,
     Exit,
@@ -57,6 +58,7 @@ class ControlClient:
         orders: orders in the sequence they arrived.
         preparations: orders to prepare a generation beside training, to discard it, or to move layers; likewise.
         finishing: whether the run shall end after the current step.
+        checkpoint_request: number of the newest request for a checkpoint; 0 before the first.
         switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
     """
 
@@ -94,6 +96,7 @@ class ControlClient:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
         self.finishing = False
+        self.checkpoint_request = 0
         self.switch_to = 0
 
     def start(self) -> None:
@@ -202,6 +205,8 @@ class ControlClient:
                 self._interrupt_over()
             case Finish():
                 self.finishing = True
+            case BeginCheckpoint(request=request):
+                self.checkpoint_request = request
             case Switch(generation=generation):
                 self.switch_to = generation
             case Probe(probe=probe):

@@ -64,8 +64,8 @@ class StepLoop:
         """
         order, committer = self.generation.order, self.committer
         vote: Vote | None = None
-        if order.roll_forward is not None:
-            self._checkpoint_if_due()
+        if order.roll_forward is not None and order.roll_forward.checkpoint:
+            self._begin_checkpoint()
         if order.rest is not None:
             vote = self._rest_of_step(order.rest)
         with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
@@ -142,6 +142,7 @@ class StepLoop:
     def _commit(self, reductions: Reductions, stats: StepStats, *, contributions: int, start_s: float) -> Vote:
         """Commit and report the step that was just executed, and begin a checkpoint if one is due."""
         order, step = self.generation.order, self.committer.committed
+        request = self.client.checkpoint_request
         applied = self.committer.commit(
             stats,
             reductions,
@@ -150,6 +151,7 @@ class StepLoop:
             contributions=contributions,
             finish=self.client.finishing,
             switch=lambda: self.client.switch_to > order.generation,
+            checkpoint=self._wants_checkpoint(request),
             migration=self.migration,
         )
         self.client.send(
@@ -165,19 +167,25 @@ class StepLoop:
         )
         if step == order.first_step:
             self.first_committed()
-        if not applied.vote.finish:
-            self._checkpoint_if_due()
+        if applied.vote.checkpoint and not applied.vote.finish:
+            self.writer.answered = request
+            self._begin_checkpoint()
         return applied.vote
 
-    def _checkpoint_if_due(self) -> None:
-        """Begin a checkpoint on the way. The last one is written when training ends."""
-        config, step = self.config, self.committer.committed
-        every = config.checkpoint.every
-        if not every or step % every or step >= config.steps:
-            return
+    def _wants_checkpoint(self, request: int) -> bool:
+        """Return whether a checkpoint is due after the present step. The last one is written when training ends."""
+        every, step = self.config.checkpoint.every, self.committer.committed + 1
+        if step >= self.config.steps:
+            return False
+        if every == "auto":
+            return request > self.writer.answered and not self.writer.is_busy
+        return every > 0 and step % every == 0
+
+    def _begin_checkpoint(self) -> None:
+        step = self.committer.committed
         if self.writer.is_busy:
             # Copies of the model must not pile up when the disk is slower than training.
-            error = "left out, for the one before it is still being written; raise checkpoint.every"
+            error = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
             self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=error))
         else:
             self.submit_checkpoint()

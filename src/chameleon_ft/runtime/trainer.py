@@ -12,6 +12,7 @@ import torch
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import (
     Begin,
+    CheckpointUnreadable,
     Exit,
     Finished,
     PeerFailed,
@@ -22,7 +23,7 @@ from chameleon_ft.control.wire.messages import (
     Stop,
     Switched,
 )
-from chameleon_ft.errors import ControlError
+from chameleon_ft.errors import CheckpointError, ControlError, DamagedCheckpointError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.observe import RunDirectory, TimelineLog
 from chameleon_ft.runtime.activity import SlowIOReporter
@@ -167,7 +168,13 @@ class Trainer:
         if self._has_quiesced:
             self.faults.at("recovery", order.first_step)
             self._has_quiesced = False
-        self._prepare(generation)
+        try:
+            self._prepare(generation)
+        except CheckpointError as error:  # another generation follows, which begins with an older one
+            self._held = self._committer = None
+            self._report_unreadable(order, error)
+            communicators.close()
+            return None
 
         outcome = Outcome.OVER
         if not self.client.enter(order.generation, partial(generation.interrupt, self._allocator)):
@@ -228,7 +235,10 @@ class Trainer:
     # --- the state in which a generation begins ----------------------------------------------------------------------
 
     def _prepare(self, generation: Generation) -> None:
-        """Bring the held state to the beginning of the first step, or of a transition to it."""
+        """Bring the held state to the beginning of the first step, or of a transition to it.
+
+        Raises CheckpointError if the layers cannot be read from the checkpoint that it begins with.
+        """
         order, transition = generation.order, generation.order.transition
         if order.rest is None and self._committer is not None:
             self._committer.state = None  # before anything else takes memory
@@ -252,8 +262,16 @@ class Trainer:
         self._held.drop_gradients()
         self._transfer.begin(transition, self._held)
 
+    def _report_unreadable(self, order: StartGeneration, error: CheckpointError) -> None:
+        assert isinstance(order.load, int)
+        is_damaged = isinstance(error, DamagedCheckpointError)
+        generation, step = order.generation, order.load
+        self.client.send(
+            CheckpointUnreadable(generation=generation, step=step, error=str(error), is_damaged=is_damaged)
+        )
+
     def _load(self, order: StartGeneration, needed: set[int]) -> None:
-        """Load fresh weights or a checkpoint."""
+        """Load fresh weights or a checkpoint. Raises CheckpointError."""
         self._held = self._committer = None  # before the new state takes memory
         with self._slow_io.waiting("loading layers", order.generation):
             if order.load == "initial":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -75,7 +76,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
         ConfigError: the run has no plan, was resumed, or had no profile and measured nothing.
     """
     config, first = run.config(), _first(run)
-    recovery, every = config.recovery, config.checkpoint.every
+    recovery, every = config.recovery, _steps_between_checkpoints(run)
     step_s = estimate_step(first.plan, first.program, first.costs).step_s
     return RecordedRun(
         policy=recovery.policy,
@@ -215,6 +216,16 @@ def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list
             costs = first.costs if first.costs_from == "profile" else plan.costs
             found.append(statistics.median(usual) - estimate_step(plan.plan, plan.program, costs).step_s)
     return found
+
+
+def _steps_between_checkpoints(run: RunDirectory) -> float:
+    """Return the median if the run chose them itself; a run that wrote fewer than two would have been longer."""
+    config = run.config()
+    if config.checkpoint.every != "auto":
+        return config.checkpoint.every
+    written = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
+    gaps = [after - before for before, after in itertools.pairwise(written) if after > before]
+    return statistics.median(gaps) if gaps else config.steps
 
 
 def _first(run: RunDirectory) -> GenerationPlan:

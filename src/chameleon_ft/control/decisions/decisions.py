@@ -130,7 +130,7 @@ class Decisions:
 
         cluster = ClusterState.of(state, checkpoints)
         phases, repeat_s = incident.stall_so_far(state.outcomes.since, history.phases(looked_up=False))
-        if self._planner.salvages:
+        if self._planner.salvages and not cluster.is_unloaded:
             plan = self._decide_in_place(state, cluster, decide_s)
             if plan is not None:
                 return plan, chosen_at
@@ -185,6 +185,7 @@ class Decisions:
             phases=phases,
             repeat_s=repeat_s,
             unsaved=0 if cluster is None else cluster.committed - max(cluster.checkpoints, default=0),
+            checkpoint_interval_s=state.schedule.interval_s,
             leaving=without,
             held=None if cluster is None else cluster.held,
         )

@@ -95,6 +95,7 @@ class Planner:
         phases: StallModel,
         repeat_s: float,
         unsaved: int = 0,
+        checkpoint_interval_s: float | None = None,
         leaving: Collection[int] = (),
         held: Mapping[int, Collection[int]] | None = None,
     ) -> recovery.DecisionContext:
@@ -105,6 +106,7 @@ class Planner:
             phases: expected stall, without transfers.
             repeat_s: seconds of work of the interrupted step that is repeated.
             unsaved: steps since the newest complete checkpoint.
+            checkpoint_interval_s: seconds of steps between two checkpoints, if the run chooses that itself.
             leaving: workers that are to leave, which are not among `live`.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
@@ -114,6 +116,7 @@ class Planner:
         every = self._config.checkpoint.every
         # It costs a replay, and only runs with checkpoints need it.
         step_s = self.calibration.step_s(costs) if every else 0.0
+        longest_s = (checkpoint_interval_s or 0.0) if every == "auto" else every * step_s
         return recovery.DecisionContext(
             plan=in_force.plan,
             in_flight_limits=in_force.in_flight_limits,
@@ -121,8 +124,8 @@ class Planner:
             phases=phases,
             repeat_s=repeat_s,
             restart_cost_s=self._config.recovery.restart_cost_s,
-            has_checkpoints=every > 0,
-            checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
+            has_checkpoints=every != 0,
+            checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=longest_s),
             step_factor=self.calibration.unexplained(costs),
             transfer_factor=self.calibration.transfers,
             measured_migration_factor=self.calibration.migrations,

@@ -40,6 +40,7 @@ class ClusterState:
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
     shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
     rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
+    is_unloaded: bool = False  # whether workers wait for a checkpoint, because they could not read the last one
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -56,6 +57,7 @@ class ClusterState:
             newcomers=state.scale_up.newcomers,
             shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
             rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
+            is_unloaded=state.checkpoints.is_reread,
         )
 
     @property
@@ -152,6 +154,8 @@ def decide(
         ControlError: no plan is feasible and there is no checkpoint; or the survivors' states are inconsistent, which
             the commit protocol rules out.
     """
+    if cluster.is_unloaded:
+        return _reload(cluster, context)
     if not context.lost and not cluster.newcomers and prepared is None:
         return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     decision = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
@@ -257,16 +261,31 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     return first_step, vote
 
 
-def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
-    """Return new pipelines if no candidate is feasible, from the remaining copies or from a checkpoint."""
-    layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
-    plan = largest_symmetric_layout(
+def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+    """Return the present plan, or new pipelines if it has lost workers, from the newest checkpoint that is left."""
+    if not cluster.checkpoints:
+        raise ControlError("no checkpoint is left that can be read")
+    plan, limits = cluster.plan, context.in_flight_limits
+    if not set(plan.workers) <= set(cluster.live):
+        plan = _largest_layout(cluster, context)
+        limits = default_limits(plan)
+    return _from_checkpoint(cluster, context, plan, "checkpoint", limits)
+
+
+def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) -> Plan:
+    return largest_symmetric_layout(
         live=sorted(cluster.live),
-        layer_costs=[cost.forward_s + cost.backward_s for cost in layers],
+        layer_costs=[cost.forward_s + cost.backward_s for cost in context.costs.workload.layers],
         micro_batches=context.costs.workload.micro_batches,
         preferred_pp=max(len(route.hops) for route in cluster.plan.routes),
         split_backward=cluster.plan.split_backward,
     )
+
+
+def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
+    """Return new pipelines if no candidate is feasible, from the remaining copies or from a checkpoint."""
+    layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
+    plan = _largest_layout(cluster, context)
     held = placement_of(cluster.held, len(layers))
     if lost_layers and not held.unheld_layers:
         # A failed transition has left copies of layers whose other holders are all lost.

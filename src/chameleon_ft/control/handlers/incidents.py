@@ -10,6 +10,7 @@ from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.incident import Incident, Loss
 from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase
@@ -18,6 +19,7 @@ from chameleon_ft.observe import NoticedBy, RunStatus
 from chameleon_ft.quantities import counted
 
 __all__ = [
+    "checkpoint_unreadable",
     "decided",
     "decision_failed",
     "detect",
@@ -134,6 +136,18 @@ def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None
     detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         stop(draft)
+
+
+def checkpoint_unreadable(draft: Draft, worker: int, message: messages.CheckpointUnreadable) -> None:
+    """Stop a generation whose checkpoint a worker cannot read: all workers go back to an older one."""
+    if draft.state.phase not in (Phase.TRAINING, Phase.REGROUPING):
+        return
+    step, why = message.step, f"worker {worker}: {message.error}"
+    draft.set(checkpoints=draft.state.checkpoints.rejected(step, why))
+    if message.is_damaged:
+        draft.do(commands.MarkDamaged(step))
+    draft.record("checkpoint_unreadable", step=step, error=why, message=describe_unreadable(step, why))
+    stop(draft)
 
 
 def stop(draft: Draft) -> None:
@@ -259,6 +273,7 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         committed=plan.first_step,
         finished=frozenset(),
         checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.forgotten(state.generation),
+        schedule=state.schedule.interrupted() if plan.load == "keep" else state.schedule.returned(),
     )
     detect(draft, signals.Progressed(draft.at.monotonic_s))
     draft.do(commands.Launch(plan, is_first=state.active is None))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control import commands, events
+from chameleon_ft.control.handlers import checkpoints
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident
@@ -283,6 +284,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         trained = tuple(worker for worker in active.plan.workers if worker in before.plan.workers)
         draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
+    checkpoints.switched(draft)
     resume(draft)
 
 

@@ -9,7 +9,7 @@ from typing import Self
 from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["CheckpointEvents", "CheckpointParts"]
+__all__ = ["CheckpointEvents", "CheckpointParts", "describe_unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,12 @@ class CheckpointEvents:
     first_generation: int = 0  # parts of earlier generations are ignored: their state was discarded
     failed: frozenset[int] = frozenset()  # steps whose checkpoint could not be written
     slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
+    unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
+    is_reread: bool = False  # whether workers wait for another checkpoint, because they could not read the last
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
+        object.__setattr__(self, "unreadable", FrozenMap(self.unreadable))
 
     def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
         """Add a written part; also return the checkpoint if this part completes it."""
@@ -43,8 +46,19 @@ class CheckpointEvents:
         )
         if len(new.layers) < num_layers:
             return replace(self, parts={**self.parts, part.step: new}), None
-        return replace(self, parts={step: each for step, each in self.parts.items() if step != part.step}), new
+        parts = {step: each for step, each in self.parts.items() if step != part.step}
+        unreadable = {step: why for step, why in self.unreadable.items() if step != part.step}
+        return replace(self, parts=parts, unreadable=unreadable), new
 
     def forgotten(self, generation: int) -> Self:
         """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""
-        return replace(self, parts={}, first_generation=generation)
+        return replace(self, parts={}, first_generation=generation, is_reread=False)
+
+    def rejected(self, step: int, why: str) -> Self:
+        """Note that workers cannot read the checkpoint of a step."""
+        return replace(self, unreadable={**self.unreadable, step: why}, is_reread=True)
+
+
+def describe_unreadable(step: int, why: str) -> str:
+    """Return the line for the user about a checkpoint that cannot be read."""
+    return f"that of step {step} cannot be read and is not used again: {why}"

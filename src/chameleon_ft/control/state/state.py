@@ -11,10 +11,11 @@ from typing import Self
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from chameleon_ft.config import Recovery, RunConfig, Timeouts
+from chameleon_ft.config import Checkpoint, Recovery, RunConfig, Timeouts
 from chameleon_ft.control.detectors import Detectors
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
+from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members, Respawns, Worker
@@ -51,6 +52,7 @@ class Settings:
     workers: int
     steps: int
     num_layers: int
+    checkpoint: Checkpoint
     recovery: Recovery
     timeouts: Timeouts
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
@@ -64,6 +66,7 @@ class Settings:
             workers=config.workers,
             steps=config.steps,
             num_layers=num_layers,
+            checkpoint=config.checkpoint,
             recovery=config.recovery,
             timeouts=config.timeouts,
             workers_per_host=config.emulation.workers_per_host if config.device == "emulated" else None,
@@ -99,6 +102,7 @@ class State:
     scale_up: ScaleUp = field(default_factory=ScaleUp)
     respawns: Respawns
     checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
+    schedule: CheckpointSchedule = CheckpointSchedule()  # noqa: RUF009 - frozen
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first

@@ -26,7 +26,9 @@ from chameleon_ft.sync import Segment
 __all__ = [
     "Acknowledged",
     "Begin",
+    "BeginCheckpoint",
     "CheckpointSaved",
+    "CheckpointUnreadable",
     "Committed",
     "Crashed",
     "Departure",
@@ -224,6 +226,16 @@ class CheckpointSaved(Message):
     error: str | None = None
 
 
+class CheckpointUnreadable(Message):
+    """A rank cannot read its layers of the checkpoint that `generation` begins with, and waits for another one."""
+
+    type: Literal["checkpoint_unreadable"] = "checkpoint_unreadable"
+    generation: int
+    step: int
+    error: str
+    is_damaged: bool  # whether its files are not as they were written; otherwise this rank cannot read them
+
+
 class SlowIO(Message):
     """A rank has been reading or writing for `since_s` seconds, longer than it should take, and is not done."""
 
@@ -317,6 +329,16 @@ class Finish(Message):
     """End the run after the current step, with a checkpoint."""
 
     type: Literal["finish"] = "finish"
+
+
+class BeginCheckpoint(Message):
+    """Write a checkpoint after the first step at whose vote all ranks know this request and have written the last one.
+
+    Requests are numbered from 1; a rank answers only the newest.
+    """
+
+    type: Literal["begin_checkpoint"] = "begin_checkpoint"
+    request: int
 
 
 class Prepare(Message):

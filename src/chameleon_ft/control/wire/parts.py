@@ -134,6 +134,7 @@ class Vote(MessagePart):
     samples: int
     finish: bool  # whether some rank was told to end the run after this step
     switch: bool = False  # whether some rank was told to switch to the next generation after this step
+    checkpoint: bool = False  # whether all ranks write a checkpoint after this step
 
 
 class OperationTimes(MessagePart):

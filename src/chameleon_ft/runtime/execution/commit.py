@@ -253,6 +253,7 @@ class Committer:
         contributions: int,
         finish: bool,
         switch: Callable[[], bool] = lambda: False,
+        checkpoint: bool = False,
         migration: LayerMigration | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
@@ -261,6 +262,7 @@ class Committer:
             contributions: of micro-batches to layers that the gradients of this rank stand for.
             finish: whether this rank votes to finish.
             switch: returns whether it votes to switch to the next generation; called just before the vote.
+            checkpoint: whether it votes for a checkpoint after this step.
             migration: of layers that are to take part in the update.
 
         Raises:
@@ -276,7 +278,7 @@ class Committer:
                 migration.settle()
         self.reduced = True
         reduced_s = time.perf_counter()
-        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), contributions]
+        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, contributions]
         vote = self._vote(ballot, communicators, members)
         stats.vote_s = (reduced_s, time.perf_counter())
         applied = self.apply(vote)
@@ -320,7 +322,8 @@ class Committer:
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote"):
                 result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, switching, contributions, voters = ballot.tolist()
+        grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = ballot.tolist()
+        checkpointing, contributions, voters = counts
         if round(voters) != len(members):
             raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
         if round(contributions) != self.contributions:
@@ -335,4 +338,5 @@ class Committer:
             samples=round(samples),
             finish=finishing > 0,
             switch=switching > 0,
+            checkpoint=round(checkpointing) == len(members),
         )

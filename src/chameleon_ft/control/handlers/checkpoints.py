@@ -1,0 +1,123 @@
+"""Checkpoints: when ranks write one, and what they report about them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from chameleon_ft.control import commands
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire import messages
+from chameleon_ft.quantities import duration
+from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
+
+__all__ = ["committed", "saved", "slow_io", "switched"]
+
+
+def committed(draft: Draft, message: messages.Committed) -> None:
+    """Count a committed step, and request a checkpoint if one is due."""
+    state, config = draft.state, draft.state.settings.checkpoint
+    if config.every == 0:
+        _warn_once(draft, message)
+    if config.every != "auto" or message.vote.finish:
+        return
+    step = message.step + 1 if message.vote.checkpoint else None
+    schedule = state.schedule.committed(message.step_s, usual_s=state.detectors.watchdog.step_s, begun=step)
+    if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
+        schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
+    draft.set(schedule=schedule)
+    if not schedule.is_due or state.phase is not Phase.TRAINING:
+        return
+    if schedule.writing is not None:
+        since = duration(schedule.since_s)
+        draft.record(
+            "checkpoint_late",
+            step=schedule.writing,
+            message=f"that of step {schedule.writing} is not written after {since}, and the next one is due; look at "
+            f"the file system of {state.settings.checkpoints}",
+        )
+    draft.set(schedule=schedule.requested())
+    _request(draft)
+
+
+def switched(draft: Draft) -> None:
+    """Note that another plan is in force: some of its workers may not know the request, and its risk differs."""
+    draft.set(schedule=replace(draft.state.schedule, interval_s=None))
+    _request(draft)
+
+
+def _request(draft: Draft) -> None:
+    """Tell the workers that train about the request that they have not answered, if there is one."""
+    state = draft.state
+    if state.schedule.is_requested and state.active is not None:
+        for worker in state.active.plan.workers:
+            draft.send(worker, messages.BeginCheckpoint(request=state.schedule.request))
+
+
+def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
+    """Record that a checkpoint is complete, or that a rank could not write its layers."""
+    state, events = draft.state, draft.state.checkpoints
+    if part.error is not None:
+        news = {} if part.step in events.failed else {"message": f"no complete one of step {part.step}: {part.error}"}
+        draft.set(
+            checkpoints=replace(events, failed=events.failed | {part.step}),
+            schedule=state.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False),
+        )
+        draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
+        return
+    events, complete = events.saved(part, num_layers=state.settings.num_layers)
+    draft.set(checkpoints=events)
+    if complete is not None:
+        schedule = state.schedule.ended(part.step, copy_s=complete.copy_s, is_complete=True)
+        draft.set(schedule=schedule)
+        draft.do(commands.CompleteCheckpoint(part.step))
+        draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
+
+
+def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
+    """Record that a rank has been reading or writing for long; no worker is given up for that."""
+    events = draft.state.checkpoints
+    if message in events.slow:
+        return
+    draft.set(checkpoints=replace(events, slow=events.slow | {message}))
+    draft.record(
+        "waiting",
+        worker=worker,
+        doing=message.doing,
+        since_s=message.since_s,
+        message=(
+            f"worker {worker} has been {message.doing} for {duration(message.since_s)}, and there is no limit to "
+            f"that; should it never end, look at the file system of {draft.state.settings.checkpoints}"
+        ),
+    )
+
+
+def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
+    """Return the seconds of steps between two checkpoints that lose least."""
+    state = draft.state
+    assert state.active is not None
+    hosts = state.hosts()
+    live = {worker: hosts[worker] for worker in state.members.live()}
+    returns_always = POLICIES[state.settings.recovery.policy].restarts
+    risk = None if returns_always else risk_of(state.active.plan.placement, live)
+    gap_s = return_gap_s(state.history.rate, risk, len(live))
+    return Checkpoints(longest_s=math.inf, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
+
+
+def _warn_once(draft: Draft, message: messages.Committed) -> None:
+    """Say that a failure of the coordinator's machine loses all work, if there is more to do than a restart costs."""
+    state = draft.state
+    assert state.active is not None
+    # The first step of a generation also allocates memory, so its duration is no measure.
+    if state.schedule.is_warned or message.step == state.active.first_step:
+        return
+    draft.set(schedule=replace(state.schedule, is_warned=True))
+    left_s = (state.settings.steps - message.step - 1) * message.step_s
+    is_emulated = state.settings.workers_per_host is not None
+    if left_s > state.settings.recovery.restart_cost_s and not is_emulated:
+        draft.record(
+            "no_checkpoints",
+            message=f"none is written in the {duration(left_s)} that are left (checkpoint.every = 0): all work is lost "
+            "if the machine of the coordinator fails",
+        )
