@@ -28,6 +28,7 @@ from chameleon_ft.control.events import (
     Moment,
     PrepareFailed,
     Received,
+    Silent,
     Ticked,
     TookOver,
 )
@@ -37,7 +38,6 @@ from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire.messages import (
     Begin,
     Committed,
-    Departure,
     Discard,
     Exit,
     Finished,
@@ -209,8 +209,11 @@ class History:
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
         return self.happen(Received(at=self.at, connection=self.now_at(connection), message=message))
 
-    def depart(self, connection: int, how: Departure = "connection") -> tuple[Command, ...]:
-        return self.happen(Disconnected(at=self.at, connection=self.now_at(connection), how=how))
+    def depart(self, connection: int) -> tuple[Command, ...]:
+        return self.happen(Disconnected(at=self.at, connection=self.now_at(connection)))
+
+    def silence(self, connection: int, since_s: float = 2.5) -> tuple[Command, ...]:
+        return self.happen(Silent(at=self.at, connection=self.now_at(connection), since_s=since_s))
 
     def now_at(self, connection: int) -> int:
         """The connection that has replaced this one."""

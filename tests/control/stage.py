@@ -17,7 +17,6 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Committed,
-    Departure,
     Exit,
     Finished,
     Hello,
@@ -243,10 +242,14 @@ class Stage:
         incarnation = len(spawned) or 1
         self.say(self.host, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
 
-    def depart(self, puppet: Puppet, how: Departure = "connection") -> None:
+    def depart(self, puppet: Puppet) -> None:
         """Have a puppet's connection end."""
         puppet.dropped = True
-        self.coordinator.departed(cast(Peer, puppet), how)
+        self.coordinator.departed(cast(Peer, puppet))
+
+    def silence(self, puppet: Puppet) -> None:
+        """Have a puppet's heartbeats stop."""
+        self.coordinator.silent(cast(Peer, puppet), 2.5)
 
     def save(self, step: int, worker: int, *layers: int, copy_s: float = 0.0, write_s: float = 0.0) -> None:
         """Have a worker report layers of a checkpoint, which are then on disk."""

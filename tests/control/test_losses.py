@@ -91,20 +91,25 @@ async def test_the_cause_is_the_best_known_at_the_end(stage: Stage) -> None:
 @scene()
 async def test_a_lost_heartbeat(stage: Stage) -> None:
     stage.train()
-    stage.depart(stage.ranks[1], "heartbeat")
+    stage.silence(stage.ranks[1])
+    assert stage.host.last(Probe) == Probe(probe=0, worker=1)
+    stage.say(stage.host, ProcessState(probe=0, worker=1, stopped=True))
     stage.reap(1)  # fenced, and that is not why it is lost
     go_on(stage, 2)
-    assert lost(stage) == [(1, "heartbeat", "no heartbeat")]
+    assert lost(stage) == [(1, "heartbeat", "no heartbeat, because its process is stopped")]
 
 
 @scene()
 async def test_a_lost_host_is_the_loss_of_its_workers(stage: Stage) -> None:
     stage.train()
-    stage.depart(stage.host, "heartbeat")
+    for worker in (2, 3):
+        stage.silence(stage.ranks[worker])  # as yet, the agent may know that they live
+    stage.silence(stage.host)
     assert stage.ended is None
     assert [event["host"] for event in stage.events("host_lost")] == ["a host"]
+    assert not stage.ranks[2].dropped
     for worker in (2, 3):
-        stage.depart(stage.ranks[worker], "heartbeat")
+        stage.silence(stage.ranks[worker])
     stage.quiesce(2, 3, 0, 1)
     assert stage.ended is None
     assert stage.order().members == (0, 1)

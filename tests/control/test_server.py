@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
-from chameleon_ft.control.wire.messages import Departure, Exit, Finish, Message, Refused
+from chameleon_ft.control.wire.messages import Exit, Finish, Message, Refused
 from chameleon_ft.control.wire.server import Peer, control_server, listening_address
 from chameleon_ft.control.wire.tls import generate_certificates, tls_context
 from chameleon_ft.errors import ConfigError, ControlError
@@ -34,7 +34,8 @@ class Listener:
     heard: list[Message] = field(default_factory=list)
     turned_away: list[str] = field(default_factory=list)
     mistakes: list[Exception] = field(default_factory=list)
-    departures: asyncio.Queue[tuple[Peer, Departure]] = field(default_factory=asyncio.Queue)
+    departures: asyncio.Queue[Peer] = field(default_factory=asyncio.Queue)
+    silences: asyncio.Queue[tuple[Peer, float]] = field(default_factory=asyncio.Queue)
     peers: list[Peer] = field(default_factory=list)
 
     def message(self, peer: Peer, message: Message) -> None:
@@ -46,8 +47,11 @@ class Listener:
         self.heard.append(message)
         peer.send(message)
 
-    def departed(self, peer: Peer, how: Departure) -> None:
-        self.departures.put_nowait((peer, how))
+    def departed(self, peer: Peer) -> None:
+        self.departures.put_nowait(peer)
+
+    def silent(self, peer: Peer, since_s: float) -> None:
+        self.silences.put_nowait((peer, since_s))
 
     def refused(self, address: str, reason: str) -> None:
         assert address.startswith("127.0.0.1:")
@@ -94,8 +98,7 @@ def test_messages_go_both_ways() -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as connection:
             assert await echoed(connection) == HELLO
-        _, how = await listener.departures.get()
-        assert how == "connection"
+        await listener.departures.get()
         assert listener.turned_away == []
 
     serving(body)
@@ -181,8 +184,7 @@ def test_a_dropped_peer_is_gone_at_once() -> None:
             await echoed(connection)
             (peer,) = listener.peers
             peer.drop()
-            _, how = await listener.departures.get()
-            assert how == "connection"
+            assert await listener.departures.get() is peer
             with pytest.raises(ConnectionClosed):
                 await connection.recv()
             peer.send(HELLO)  # goes nowhere, and that is no error
@@ -190,7 +192,7 @@ def test_a_dropped_peer_is_gone_at_once() -> None:
     serving(body)
 
 
-def test_a_peer_that_answers_no_ping_has_lost_its_heartbeat() -> None:
+def test_a_peer_that_answers_no_ping_is_reported_until_it_leaves() -> None:
     async def body(listener: Listener) -> None:
         reader, writer = await asyncio.open_connection(*split_address(listener.address))
         key = base64.b64encode(b"sixteen bytes...").decode()
@@ -199,9 +201,13 @@ def test_a_peer_that_answers_no_ping_has_lost_its_heartbeat() -> None:
             f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
         )
         assert b"101" in await reader.readline()
-        _, how = await listener.departures.get()
-        assert how == "heartbeat"
+        peer, first_s = await listener.silences.get()
+        again, second_s = await listener.silences.get()
+        assert again is peer
+        assert second_s > first_s
+        assert listener.departures.empty()
         writer.close()
+        assert await listener.departures.get() is peer
 
     serving(body, heartbeat_timeout_s=0.2)
 
@@ -241,8 +247,7 @@ def test_messages_go_both_ways_over_tls(certificates: list[Path]) -> None:
             assert await echoed(connection) == HELLO
             transport = connection.transport
             assert transport.get_extra_info("ssl_object").version() == "TLSv1.3"
-        _, how = await listener.departures.get()
-        assert how == "connection"
+        await listener.departures.get()
 
     serving(body, tls=own)
 

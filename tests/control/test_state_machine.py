@@ -104,10 +104,14 @@ class Runs(RuleBasedStateMachine):
         if worker in self.history.state.members:
             self.attempt(lambda: self.history.reap(worker, code))
 
-    @rule(worker=WORKERS, silent=st.booleans())
-    def disconnect(self, worker: int, silent: bool) -> None:
+    @rule(worker=WORKERS, silent=st.booleans(), since_s=st.sampled_from([2.5, 1e4]))
+    def disconnect(self, worker: int, silent: bool, since_s: float) -> None:
         if self.connected(worker):
-            self.history.depart(self.history.connection(worker), "heartbeat" if silent else "connection")
+            connection = self.history.connection(worker)
+            if silent:
+                self.history.silence(connection, since_s)
+            else:
+                self.history.depart(connection)
 
     @precondition(lambda self: self.history.state.phase is not Phase.OVER)
     @rule(worker=WORKERS)

@@ -231,7 +231,7 @@ def test_a_coordinator_that_was_behind_stops_what_it_does_not_know() -> None:
 
 def test_a_lost_worker_is_refused_and_its_agent_ends_it() -> None:
     history = training()
-    history.depart(history.connection(1), "heartbeat")
+    history.depart(history.connection(1))
     history.quiesce()
     history.start()
     replaced(history, ranks={(0, 1), (1, 1), (2, 1), (3, 1)})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import (
     Finding,
     Lost,
+    MessagesOverdue,
     OperationsTimed,
     ProbeAnswered,
     Progressed,
@@ -21,7 +25,12 @@ from chameleon_ft.control.detectors.watchdog import Watchdog
 from chameleon_ft.control.wire.messages import Position, ProcessState
 
 TIMEOUTS = Timeouts(
-    heartbeat_timeout_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_timeout_s=30.0, rendezvous_s=60.0
+    heartbeat_timeout_s=1.0,
+    watchdog_min_s=1.5,
+    watchdog_factor=10.0,
+    collective_timeout_s=30.0,
+    rendezvous_s=60.0,
+    first_step_s=120.0,
 )
 
 
@@ -35,8 +44,8 @@ class Dog:
         self.detector, found = self.detector.observe(signal)
         return found
 
-    def operation(self, longest_s: float) -> None:
-        assert not self.tell(OperationsTimed(longest_s))
+    def operation(self, longest_s: float, *, in_first_step: bool = False) -> None:
+        assert not self.tell(OperationsTimed(longest_s, in_first_step))
 
     def committed(self, now: float, *, step_s: float) -> None:
         assert not self.tell(StepCommitted(now, step_s))
@@ -46,15 +55,17 @@ class Dog:
 
     def ask(self, now: float, *, held_up_s: float = 0.0) -> int | None:
         """The number of the probe that is sent out now; None if none is."""
-        found = self.tell(Ticked(now, held_up_s, ()))
+        found = self.tell(Ticked(now, held_up_s, (), (), ()))
         if not found:
             return None
         (probe,) = found
         assert isinstance(probe, SendProbe)
         return probe.probe
 
-    def judge(self, worker: int, answer: Position | ProcessState) -> Lost | None:
-        found = self.tell(ProbeAnswered(worker, answer))
+    def judge(
+        self, worker: int, answer: Position | ProcessState, *, now: float = 0.0, in_first_step: bool = False
+    ) -> Lost | None:
+        found = self.tell(ProbeAnswered(worker, answer, now, in_first_step))
         if not found:
             return None
         (lost,) = found
@@ -156,9 +167,90 @@ def test_before_the_first_step_silence_says_little() -> None:
     dog.progress(0.0)
     assert dog.ask(29.0) is None
     probe = dog.ask(31.0)
-    assert dog.judge(4, position(probe, since_s=59.0)) is None
-    assert dog.judge(4, position(probe, since_s=61.0)) is not None
-    assert dog.judge(5, state(probe, stopped=True)) is not None
+    assert dog.judge(4, position(probe, since_s=119.0), in_first_step=True) is None
+    assert dog.judge(4, position(probe, since_s=121.0), in_first_step=True) is not None
+    assert dog.judge(5, state(probe, stopped=True), in_first_step=True) is not None
+
+
+def test_the_first_step_of_a_worker_may_take_longer_than_those_of_others() -> None:
+    dog = watchdog(longest_s=0.1)
+    probe = dog.ask(5.0)
+    assert dog.judge(5, position(probe, since_s=100.0), in_first_step=True) is None
+    assert dog.judge(4, position(probe, since_s=100.0)) is not None
+
+
+def test_operations_of_first_steps_are_a_measure_only_until_there_is_a_better() -> None:
+    dog = Dog()
+    dog.operation(5.0, in_first_step=True)
+    dog.committed(0.0, step_s=1.0)
+    probe = dog.ask(60.0)
+    assert dog.judge(4, position(probe, since_s=49.0)) is None
+    dog.operation(0.1)
+    assert dog.judge(4, position(probe, since_s=49.0)) is not None
+
+
+# --- workers that do not answer, and messages that do not come -------------------------------------------------------
+
+
+def test_a_worker_that_does_not_answer_has_as_long_as_an_operation() -> None:
+    dog = watchdog(step_s=1.0)
+    assert dog.judge(4, state(dog.ask(50.0), stopped=False), now=50.0) is None, "it has not been asked before"
+    assert dog.judge(4, state(dog.ask(51.0), stopped=False), now=51.0) is None
+    verdict = dog.judge(4, state(dog.ask(51.7), stopped=False), now=51.7)
+    assert verdict is not None
+    assert verdict.cause == "hung: its process lives, but has not answered for 1.7 s"
+
+
+def test_an_answer_ends_the_silence() -> None:
+    dog = watchdog(step_s=1.0)
+    for now in range(10, 100):
+        probe = dog.ask(float(now))
+        assert dog.judge(4, state(probe, stopped=False), now=float(now)) is None
+        assert dog.judge(4, position(probe, waiting=True), now=now + 0.5) is None
+
+
+def test_in_its_first_step_a_worker_may_be_silent_for_longer() -> None:
+    dog = watchdog(step_s=1.0)
+    for now in (50.0, 60.0, 169.0):
+        assert dog.judge(4, state(dog.ask(now), stopped=False), now=now, in_first_step=True) is None
+    assert dog.judge(4, state(dog.ask(171.0), stopped=False), now=171.0, in_first_step=True) is not None
+
+
+def waits(dog: Dog, now: float, positions: dict[int, Position]) -> tuple[Finding, ...]:
+    """What is found at the tick after these workers, of three, have answered a probe."""
+    for worker, answer in positions.items():
+        assert dog.judge(worker, answer, now=now) is None
+    return dog.tell(Ticked(now, 0.0, (), (1, 2, 3), ()))
+
+
+def for_message(probe: int | None, peer: int | None, *, since_s: float = 31.0) -> Position:
+    assert probe is not None
+    return Position(probe=probe, doing="a message", waiting=True, since_s=since_s, for_message=True, peer=peer)
+
+
+def test_messages_are_lost_if_all_workers_wait_for_them() -> None:
+    dog = watchdog()
+    probe = dog.ask(40.0)
+    (found,) = waits(dog, 40.1, {1: for_message(probe, 2), 2: for_message(probe, 1), 3: for_message(probe, None)})
+    assert isinstance(found, MessagesOverdue)
+    assert [(report.reporter, report.peer) for report in found.reports] == [(1, 2), (2, 1), (3, None)]
+    assert dog.ask(40.2) is None, "the generation ends"
+
+
+@pytest.mark.parametrize(
+    "third",
+    [
+        lambda probe: {},
+        lambda probe: {3: position(probe, since_s=1.0)},
+        lambda probe: {3: position(probe, waiting=True, since_s=1e6)},
+        lambda probe: {3: for_message(probe, 1, since_s=29.0)},
+    ],
+    ids=["it does not answer", "it computes", "it waits for its disk", "it has received a message"],
+)
+def test_messages_are_only_late_if_a_worker_is_slow(third: Callable[[int | None], dict[int, Position]]) -> None:
+    dog = watchdog()
+    probe = dog.ask(40.0)
+    assert waits(dog, 40.1, {1: for_message(probe, 2), 2: for_message(probe, 1), **third(probe)}) == ()
 
 
 def test_the_longest_operation_is_forgotten_slowly() -> None:

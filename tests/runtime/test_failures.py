@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -130,15 +131,19 @@ def test_a_hang(tmp_path: Path, phase: FailurePhase) -> None:
     failure = the_failure(ended)
     assert (failure.worker, failure.noticed_by) == (3, "watchdog")
     assert failure.cause.startswith("hung: its process is stopped")
+    (hang,) = ended.events("hang")
+    assert hang["process"].startswith("state T")
+    assert re.search(r"fault_injection.py:\d+ in fail$", hang["place"]), "it writes its stacks once it continues"
 
 
 def test_a_hang_in_the_first_step_is_found_by_its_heartbeat(tmp_path: Path) -> None:
-    # No step time is known yet that silence could be measured by.
+    # No step time is known yet that silence could be measured by, but its agent sees that its process is stopped.
     config = small_config(tmp_path, timeouts=WATCHFUL, failures=(fails(4, step=0, phase="backward", kind="hang"),))
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     failure = the_failure(ended)
-    assert (failure.worker, failure.noticed_by, failure.cause) == (4, "heartbeat", "no heartbeat")
+    assert (failure.worker, failure.noticed_by) == (4, "heartbeat")
+    assert failure.cause.startswith("no heartbeat, because its process is stopped")
 
 
 @pytest.mark.parametrize("phase", ["forward", "sync"])

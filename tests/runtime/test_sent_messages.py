@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from chameleon_ft.control.wire.messages import Position
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
@@ -139,7 +140,7 @@ def test_a_gradient_that_could_not_be_sent_is_held_with_those_before_it() -> Non
 
 def test_a_waiting_worker_names_its_peer() -> None:
     activity = Activity()
-    seen: list[tuple[str, bool]] = []
+    seen: list[Position] = []
 
     class Watched(Network):
         def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
@@ -147,13 +148,15 @@ def test_a_waiting_worker_names_its_peer() -> None:
 
     class Looking:
         def wait(self) -> None:
-            seen.append(activity.read()[:2])
+            seen.append(activity.position(1))
 
     messages = sending(Watched(), activity=activity)
     for number in range(IN_FLIGHT + 1):
         messages.send(gradient(4 + number), torch.zeros(2), receiver=1)
 
-    assert seen == [("worker 1 to take the gradient of micro-batch 4", True)]
+    (position,) = seen
+    assert position.doing == "worker 1 to take the gradient of micro-batch 4"
+    assert (position.waiting, position.for_message, position.peer) == (True, True, 1)
 
 
 def test_nothing_waits_for_what_is_sent_again_and_it_is_held() -> None:

@@ -14,9 +14,9 @@ def test_who_waits_long_says_so_again_and_again_until_it_is_over() -> None:
     activity = Activity()
     activity.begin("F3")
     with SlowIOReporter(activity, told.put, first_s=0.001).waiting("loading layers", generation=4):
-        assert activity.read()[:2] == ("loading layers", True)
+        assert activity.position(1).doing == "loading layers"
         said = [told.get() for _ in range(3)]
-    assert activity.read()[:2] == ("F3", False)
+    assert activity.position(1).doing == "F3"
     assert said == [SlowIO(generation=4, doing="loading layers", since_s=0.001 * factor) for factor in (1, 2, 4)]
     for thread in threading.enumerate():
         if thread.name == "disk waits":

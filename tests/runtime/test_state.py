@@ -450,13 +450,19 @@ def test_a_disconnect_is_noted_and_carried_out(tmp_path: Path) -> None:
 
 def test_what_a_rank_is_doing() -> None:
     activity = Activity()
-    assert activity.read()[:2] == ("starting", True)
+
+    def state() -> tuple[str, bool, bool, int | None]:
+        found = activity.position(1)
+        assert found.since_s >= 0
+        return found.doing, found.waiting, found.for_message, found.peer
+
+    assert state() == ("starting", True, False, None)
     activity.begin("F3")
-    assert activity.read()[:2] == ("F3", False)
-    with activity.waiting("F4 of worker 2"):
-        assert activity.read()[:2] == ("F4 of worker 2", True)
-    assert activity.read()[:2] == ("F3", False)
+    assert state() == ("F3", False, False, None)
+    with activity.waiting("F4 of worker 2", for_message=True, peer=2):
+        assert state() == ("F4 of worker 2", True, True, 2)
+    with activity.waiting("loading layers"):
+        assert state() == ("loading layers", True, False, None)
+    assert state() == ("F3", False, False, None)
     activity.idle("quiesced")
-    doing, waiting, since_s = activity.read()
-    assert (doing, waiting) == ("quiesced", True)
-    assert since_s >= 0
+    assert state() == ("quiesced", True, False, None)

@@ -28,6 +28,7 @@ COMMANDS: Final = {
     "simulate": "Compare policies over months of simulated failures.",
     "report": "Compare the measured steps of a run with the predicted ones.",
     "explain": "Show each decision of a run: the candidates, the reason and the outcome.",
+    "diagnose": "Say for each incident of a run which worker failed, where and why, and what was done.",
     "drain": "Take workers out of a live run before their machine leaves.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",

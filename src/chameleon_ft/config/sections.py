@@ -173,7 +173,7 @@ class Recovery(Section):
 
 
 class Timeouts(Section):
-    """Waits before a worker or a message counts as lost; each must be longer than the one before it."""
+    """Waits before a worker or a message counts as lost; but for the last, each must be longer than the one before."""
 
     heartbeat_timeout_s: float = Field(
         default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
@@ -187,10 +187,18 @@ class Timeouts(Section):
         description="A worker counts as hung in an operation that takes this many times the longest one seen.",
     )
     collective_timeout_s: float = Field(
-        default=60.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."
+        default=60.0,
+        gt=0,
+        description="Seconds for which all workers may wait for each other's messages before these count as failed.",
     )
     rendezvous_s: float = Field(
         default=120.0, gt=0, description="Seconds the workers have to form their communicators together."
+    )
+    first_step_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds in one operation after which a worker counts as hung until it has finished a step with "
+        "the layers that it has, since it may have to compile them. Must be longer than collective_timeout_s.",
     )
 
     reconnect_s: float = Field(
@@ -201,7 +209,7 @@ class Timeouts(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         ordered = ("heartbeat_timeout_s", "watchdog_min_s", "collective_timeout_s", "rendezvous_s")
-        for shorter, longer in itertools.pairwise(ordered):
+        for shorter, longer in (*itertools.pairwise(ordered), ("collective_timeout_s", "first_step_s")):
             if getattr(self, shorter) >= getattr(self, longer):
                 yield (
                     longer,

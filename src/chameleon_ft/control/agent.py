@@ -9,18 +9,20 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from websockets.exceptions import InvalidHandshake
 
+from chameleon_ft.control.hung_process import examine, is_stopped
 from chameleon_ft.control.wire.address import local_address_towards
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Drain,
     Exit,
+    HangEvidence,
     HostHello,
     Kill,
     Probe,
@@ -143,20 +145,20 @@ class Agent:
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
                     # A cold fork server is slow to start, and the event loop must answer pings meanwhile.
-                    task = asyncio.get_running_loop().create_task(self._start(ranks))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-                case Kill(worker=worker):
+                    self._run(self._start(ranks))
+                case Kill(worker=worker, activity_file=activity_file):
                     self._pending = {rank for rank in self._pending if rank[0] != worker}
-                    for (number, _), process in list(self._ranks.items()):
-                        if number == worker:
+                    for (number, incarnation), process in list(self._ranks.items()):
+                        if number == worker and activity_file is not None:
+                            self._run(self._examine(number, incarnation, Path(activity_file)))
+                        elif number == worker:
                             _kill(process)
-                case Probe(probe=probe):
+                case Probe(probe=probe, worker=only):
                     for (worker, incarnation), rank in list(self._ranks.items()):
-                        if rank.pid is not None and rank.is_alive():
+                        if only in (None, worker) and rank.pid is not None and rank.is_alive():
                             rank_id = {"worker": worker, "incarnation": incarnation}
-                            stopped = _is_stopped(rank.pid)
-                            self._connection.send(ProcessState(probe=probe, stopped=stopped, **rank_id))
+                            state = ProcessState(probe=probe, stopped=is_stopped(rank.pid), **rank_id)
+                            self._connection.send(state)
                 case Exit(reason=reason):
                     self._is_over = True
                     # Drained workers may still be writing their parts of a checkpoint.
@@ -191,6 +193,22 @@ class Agent:
                     _kill(self._ranks[worker, incarnation])
                 self._pending.discard((worker, incarnation))
 
+    async def _examine(self, worker: int, incarnation: int, activity_file: Path) -> None:
+        """Send evidence of the hang of a rank, and kill it."""
+        rank = self._ranks[worker, incarnation]
+        try:
+            if rank.pid is not None:
+                process, activity = await examine(rank.pid, activity_file)
+                rank_id = {"worker": worker, "incarnation": incarnation}
+                self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
+        finally:
+            _kill(rank)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _spawn(self, worker: int, incarnation: int) -> None:
         rank = self._context.Process(
             target=self._entry,
@@ -222,15 +240,6 @@ class Agent:
             self._connection.send(exited)
 
         loop.add_reader(rank.sentinel, reap)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal; see proc_pid_stat(5)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"  # the command name before it may contain spaces and brackets
 
 
 def _kill(rank: BaseProcess) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "MeasureTransfer",
     "Migrate",
     "Record",
+    "SaveEvidence",
     "Send",
     "Task",
     "Welcome",
@@ -104,6 +105,14 @@ class LogFault(Command):
     """Note that a worker is about to be killed on purpose, so that its detection can be timed."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEvidence(Command):
+    """Write evidence of a worker's hang to a file of `RunDirectory.incidents`."""
+
+    file: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

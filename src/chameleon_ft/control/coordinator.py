@@ -181,10 +181,17 @@ class Coordinator:
             reconnect_s = self._config.timeouts.reconnect_s
             peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
 
-    def departed(self, peer: Peer, how: messages.Departure) -> None:
+    def departed(self, peer: Peer) -> None:
         """Handle the end of a connection."""
         if self._peers.pop(peer.number, None) is not None:
-            self._handle(events.Disconnected(at=self._now(), connection=peer.number, how=how))
+            self._handle(events.Disconnected(at=self._now(), connection=peer.number))
+
+    def silent(self, peer: Peer, since_s: float) -> None:
+        """Handle missing heartbeats."""
+        if peer.number in self._peers:
+            self._handle(events.Silent(at=self._now(), connection=peer.number, since_s=since_s))
+        else:
+            peer.drop()
 
     def refused(self, address: str, reason: str) -> None:
         """Record that a connection was turned away; of very many, ever fewer are recorded."""
@@ -278,6 +285,9 @@ class Coordinator:
                 self._migrate(state, command)
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
+            case commands.SaveEvidence(file=file, text=text):
+                self._run.incidents.mkdir(exist_ok=True)
+                (self._run.incidents / file).write_text(text, encoding="utf-8")
             case commands.CompleteCheckpoint(step=checkpoint):
                 model, num_layers = self._job.fingerprint, self._job.num_layers
                 mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.incident import Fault
-from chameleon_ft.control.wire.messages import Departure, Message
+from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import RunStatus
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Moment",
     "PrepareFailed",
     "Received",
+    "Silent",
     "Ticked",
     "TookOver",
 ]
@@ -55,7 +56,14 @@ class Disconnected(Event):
     """A connection has ended."""
 
     connection: int
-    how: Departure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent(Event):
+    """A peer has not answered a ping for `since_s` seconds; repeated until it does."""
+
+    connection: int
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,10 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     match event:
         case events.Received(connection=connection, message=message):
             _received(draft, connection, message)
-        case events.Disconnected(connection=connection, how=how):
-            _lose_connection(draft, connection, how)
+        case events.Disconnected(connection=connection):
+            _disconnected(draft, connection)
+        case events.Silent(connection=connection, since_s=since_s):
+            _silent(draft, connection, since_s)
         case events.Ticked():
             _ticked(draft)
         case events.TookOver():
@@ -78,12 +80,22 @@ def _ticked(draft: Draft) -> None:
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
     draft.set(ticked_at_s=now)
     for connection in takeover.missing(draft):
-        _lose_connection(draft, connection, "connection")
+        _disconnected(draft, connection)
     if state.phase not in _WATCHED:
         return
     is_stopping = state.phase is Phase.STOPPING
     unquiesced = tuple(w for w in state.members.live() if w not in state.quiesced) if is_stopping else ()
-    incidents.detect(draft, signals.Ticked(now, held_up_s, unquiesced))
+    live = state.members.live()
+    incidents.detect(
+        draft,
+        signals.Ticked(
+            now,
+            held_up_s,
+            unquiesced,
+            participants=() if is_stopping else tuple(filter(state.is_needed, live)),
+            in_first_step=tuple(worker for worker in live if not state.members[worker].has_stepped),
+        ),
+    )
     if draft.state.phase in _WATCHED and not draft.state.interrupted:
         scale_up.respawn_due(draft)
         drains.release(draft)
@@ -101,7 +113,7 @@ def _interrupt(draft: Draft) -> None:
     draft.tell_live(messages.Finish())
 
 
-def _lose_connection(draft: Draft, connection: int, how: messages.Departure) -> None:
+def _disconnected(draft: Draft, connection: int) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
     state, settings = draft.state, draft.state.settings
     host = state.members.agents.get(connection)
@@ -112,7 +124,21 @@ def _lose_connection(draft: Draft, connection: int, how: messages.Departure) -> 
             incidents.end(draft, "failed", f"host {host} was lost before the run began; see {settings.logs}")
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
-        incidents.detect(draft, signals.ConnectionEnded(worker.id, how))
+        incidents.detect(draft, signals.ConnectionEnded(worker.id))
+
+
+def _silent(draft: Draft, connection: int, since_s: float) -> None:
+    """Have the detectors judge a worker that answers no pings; give up any other peer."""
+    members = draft.state.members
+    if (worker := members.worker_of(connection)) is None:
+        draft.do(commands.Drop(connection))
+        draft.set(members=members.fence_connection(connection))
+        _disconnected(draft, connection)
+        return
+    signal = signals.Silent(
+        worker.id, since_s, has_agent=worker.agent is not None, in_first_step=not worker.has_stepped
+    )
+    incidents.detect(draft, signal)
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -141,10 +167,14 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             _inject(draft, connection, message)
         case messages.Drain():
             drains.drain(draft, connection, message)
-        case messages.WorkerExited() | messages.ProcessState() if connection in state.members.agents:
+        case messages.WorkerExited() | messages.ProcessState() | messages.HangEvidence() if (
+            connection in state.members.agents
+        ):
             worker = state.members.started_by(connection, message.worker, message.incarnation)
             if isinstance(message, messages.WorkerExited):
                 _exited(draft, worker, message)
+            elif isinstance(message, messages.HangEvidence):
+                incidents.hang_examined(draft, worker, message)
             else:
                 _judge(draft, worker, message)
         case _:
@@ -220,8 +250,10 @@ def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> Non
 
 def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.ProcessState) -> None:
     now = draft.state.members[worker.id]
-    if now.is_live and now.incarnation == worker.incarnation:
-        incidents.detect(draft, signals.ProbeAnswered(worker.id, answer))
+    if now.is_live or answer.probe == 0:  # an agent answers for a worker that loads, too
+        signal = signals.ProbeAnswered(worker.id, answer, draft.at.monotonic_s, in_first_step=not now.has_stepped)
+        if now.incarnation == worker.incarnation:
+            incidents.detect(draft, signal)
 
 
 def _crashed(draft: Draft, worker: Worker, error: str) -> None:
@@ -258,7 +290,9 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
         return
     # The rest of a step is no measure: it lacks operations.
     is_rest = state.active.rest is not None and message.step == state.active.first_step
-    incidents.detect(draft, signals.OperationsTimed(message.times.longest_s))
+    incidents.detect(draft, signals.OperationsTimed(message.times.longest_s, in_first_step=not worker.has_stepped))
+    if not worker.has_stepped and message.generation == state.active_generation and not is_rest:
+        draft.change_worker(worker, has_stepped=True)
     if message.generation == state.generation and not is_rest:
         draft.do(commands.MeasureOperations(worker.id, message.times))
     if message.step != state.committed:

@@ -60,7 +60,8 @@ class RunDirectory:
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
         self.checkpoints = path / "checkpoints"  # a folder per checkpoint
         self.tls = path / "tls"  # certificates that were generated for this run; see `control.wire.tls`
-        self.logs = path / "logs"  # the output of each process
+        self.logs = path / "logs"  # the output of each process; see also `activity_file`
+        self.incidents = path / "incidents"  # evidence of hangs; each event `hang` names its file
         self.plans = path / "plans"  # see `plan_file`
         self.timelines = path / "timelines"  # see `timeline_file`
 
@@ -119,6 +120,10 @@ class RunDirectory:
     def timeline_file(self, worker: int) -> Path:
         """Return the file with one RecordedStep of a worker per line."""
         return self.timelines / f"worker-{worker}.jsonl"
+
+    def activity_file(self, worker: int) -> Path:
+        """Return the file with the last activities of a worker, and its stacks once it hangs; see `Evidence`."""
+        return self.logs / f"worker-{worker}.activity"
 
     def config(self) -> RunConfig:
         """Read the resolved configuration, with the current paths of its files if the directory was moved."""

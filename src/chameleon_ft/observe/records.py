@@ -143,13 +143,15 @@ class FailureRecord(_Record):
     until every survivor had left its operation, `decide_s` until the plan was chosen, `transfer_s` in which layers
     moved, and `regroup_s`, the rest until the first operation. `stall_s` is their sum.
 
-    `repeated_s` are the seconds of a step whose work is repeated; if `is_salvaged`, the interrupted step was completed
-    from what survivors held of it. `failure_cost_steps` is that of the record `FailureCostRecord`; None until then.
+    `host` is where the worker ran; older runs have none. `repeated_s` are the seconds of a step whose work is repeated;
+    if `is_salvaged`, the interrupted step was completed from what survivors held of it. `failure_cost_steps` is that of
+    the record `FailureCostRecord`; None until then.
     """
 
     worker: int
     step: int
     cause: str
+    host: str = ""
     noticed_by: NoticedBy
     detect_s: float | None
     stop_s: float

@@ -1,45 +1,83 @@
-"""Activity of the training thread, which the control thread reports, and reports of reads and writes that take long."""
+"""Activity of the training thread, which others can read, and reports of reads and writes that take long."""
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
+import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from chameleon_ft.control.wire.messages import SlowIO
+from chameleon_ft.control.wire.messages import Position, SlowIO
+from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, activity_entry
 
 __all__ = ["Activity", "SlowIOReporter"]
 
 
 class Activity:
-    """Activity of the training thread, which writes it; the control thread reads it. Times are monotonic seconds."""
+    """Activity of the training thread, which writes it; the control thread reads it.
+
+    It is also in a file from which another process can read it while this one does not answer.
+    """
 
     def __init__(self) -> None:
+        self._file: mmap.mmap | None = None
+        self._slots = itertools.cycle(range(0, ENTRIES * ENTRY_BYTES, ENTRY_BYTES))
         self.idle("starting")
+
+    def publish(self, path: Path) -> None:
+        """Write the activity to a new file from now on, and the stacks of all threads after it at STACKS_SIGNAL.
+
+        Neither needs the interpreter's lock to be read or written. An OSError is only printed.
+        """
+        try:
+            path.unlink(missing_ok=True)
+            # Not closed: faulthandler writes to it in a signal handler.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(descriptor, b"".join([activity_entry()] * ENTRIES))
+            self._file = mmap.mmap(descriptor, ENTRIES * ENTRY_BYTES)
+            faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
+        except OSError as error:  # training does not depend on it
+            print(f"should this worker hang, {path} will not tell where: {error}", flush=True)
 
     def begin(self, doing: str) -> None:
         """Note that the thread computes, by itself."""
-        self._state = (doing, False, time.monotonic())
+        self._note(doing, waiting=False)
 
     def idle(self, doing: str) -> None:
         """Note that the thread waits for an order."""
-        self._state = (doing, True, time.monotonic())
+        self._note(doing)
 
     @contextmanager
-    def waiting(self, doing: str) -> Iterator[None]:
-        """Note that inside the block the thread waits, for another rank or for memory or disk, and then computes."""
-        before, _, _ = self._state
-        self.idle(doing)
+    def waiting(self, doing: str, *, for_message: bool = False, peer: int | None = None) -> Iterator[None]:
+        """Note that inside the block the thread waits, for another rank or for memory or disk, and then computes.
+
+        Args:
+            for_message: whether it waits for another rank.
+            peer: that rank; None if a collective does not tell.
+        """
+        before = self._state[0]
+        self._note(doing, for_message=for_message, peer=peer)
         try:
             yield
         finally:
             self.begin(before)
 
-    def read(self) -> tuple[str, bool, float]:
-        """Return (activity, whether it is a wait, seconds since it began)."""
-        doing, waiting, since = self._state
-        return doing, waiting, time.monotonic() - since
+    def position(self, probe: int) -> Position:
+        """Return the answer to a probe."""
+        doing, waiting, for_message, peer, since = self._state
+        since_s = time.monotonic() - since
+        return Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s, for_message=for_message, peer=peer)
+
+    def _note(self, doing: str, *, waiting: bool = True, for_message: bool = False, peer: int | None = None) -> None:
+        self._state = (doing, waiting, for_message, peer, time.monotonic())
+        if self._file is not None:
+            begin = next(self._slots)
+            self._file[begin : begin + ENTRY_BYTES] = activity_entry(time.time(), doing, waiting=waiting)
 
 
 class SlowIOReporter:

@@ -23,7 +23,6 @@ from chameleon_ft.control.wire.messages import (
     Inject,
     Message,
     Migrate,
-    Position,
     Prepare,
     Probe,
     Published,
@@ -210,8 +209,7 @@ class ControlClient:
             case Switch(generation=generation):
                 self.switch_to = generation
             case Probe(probe=probe):
-                doing, waiting, since_s = self.activity.read()
-                self._connection.send(Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s))
+                self._connection.send(self.activity.position(probe))
             case Inject():
                 self._inject(message)
             case _:

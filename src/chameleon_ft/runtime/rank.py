@@ -106,6 +106,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
     config = run.own(parse_config(config_type(data), data, source="the coordinator's configuration"))
     _redirect_output(run.logs / f"worker-{worker}.log")
     require_worker_ports(config.control.worker_ports)
+    client.activity.publish(run.activity_file(worker))
     device = claim_device(config, local_index)
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)

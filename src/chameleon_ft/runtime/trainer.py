@@ -183,7 +183,7 @@ class Trainer:
             return None
         try:
             if not generation.is_open:
-                with self._activity.waiting("regroup"):
+                with self._activity.waiting("regroup", for_message=True):
                     generation.open(self.client.rendezvous(order.generation))
             if order.transition is not None:
                 self._carry_out_transition(generation)

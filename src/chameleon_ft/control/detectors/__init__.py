@@ -36,9 +36,9 @@ class Detectors:
         """Return the detectors of a run that has not begun."""
         return cls(
             ProcessExitDetector(),
-            ConnectionDetector(),
+            ConnectionDetector(timeouts.first_step_s),
             CrashDetector(),
-            QuiesceTimeout(timeouts.collective_timeout_s),
+            QuiesceTimeout(timeouts),
             Watchdog(timeouts),
             PeerFailureDetector(),
         )

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from chameleon_ft.control.wire.messages import Departure, Position, ProcessState
+from chameleon_ft.control.wire.messages import Position, ProcessState
 from chameleon_ft.observe import NoticedBy
 
 __all__ = [
     "AllQuiesced",
+    "AskAgent",
     "ConnectionEnded",
     "Detector",
     "ErrorReported",
@@ -18,6 +19,7 @@ __all__ = [
     "Finding",
     "Lost",
     "MessageFailed",
+    "MessagesOverdue",
     "Note",
     "OperationsTimed",
     "ProbeAnswered",
@@ -25,6 +27,7 @@ __all__ = [
     "Progressed",
     "SendProbe",
     "Signal",
+    "Silent",
     "StepCommitted",
     "StopRequested",
     "Ticked",
@@ -50,7 +53,16 @@ class ConnectionEnded(Signal):
     """A worker's control connection ended."""
 
     worker: int
-    how: Departure
+
+
+@dataclass(frozen=True, slots=True)
+class Silent(Signal):
+    """A worker has not answered a ping for `since_s` seconds; repeated until it does."""
+
+    worker: int
+    since_s: float
+    has_agent: bool
+    in_first_step: bool  # see `Worker.has_stepped`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,8 @@ class ProbeAnswered(Signal):
 
     worker: int
     answer: Position | ProcessState
+    at_s: float
+    in_first_step: bool  # see `Worker.has_stepped`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,7 @@ class OperationsTimed(Signal):
     """A worker reported the duration of its longest operation in a step."""
 
     longest_s: float
+    in_first_step: bool  # see `Worker.has_stepped`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,8 @@ class Ticked(Signal):
     at_s: float
     held_up_s: float
     unquiesced: tuple[int, ...]  # live workers that were told to quiesce but have not yet
+    participants: tuple[int, ...]  # live workers that the generation needs
+    in_first_step: tuple[int, ...]  # live workers to which that applies; see `Worker.has_stepped`
 
 
 class Finding:
@@ -154,6 +171,20 @@ class SendProbe(Finding):
     """The coordinator must probe all workers and agents."""
 
     probe: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskAgent(Finding):
+    """The coordinator must ask the agent of a worker whether its process is stopped."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesOverdue(Finding):
+    """All workers wait for messages that do not come: the generation must end."""
+
+    reports: tuple[MessageFailed, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import Finding, Lost, Signal, StopRequested, Ticked
 
 __all__ = ["QuiesceTimeout"]
@@ -14,15 +15,20 @@ __all__ = ["QuiesceTimeout"]
 class QuiesceTimeout:
     """Gives up the workers that have not quiesced in time."""
 
-    timeout_s: float  # seconds from the request to quiesce
-    deadline_s: float = 0.0  # when the last request runs out, in monotonic seconds
+    timeouts: Timeouts
+    requested_at_s: float = 0.0  # when they were last told to quiesce, in monotonic seconds
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""
         match signal:
             case StopRequested(at_s=at_s):
-                return replace(self, deadline_s=at_s + self.timeout_s), ()
-            case Ticked(at_s=at_s, unquiesced=workers) if at_s > self.deadline_s:
+                return replace(self, requested_at_s=at_s), ()
+            case Ticked(at_s=at_s, unquiesced=workers, in_first_step=in_first_step) if workers:
+                waited_s, timeouts = at_s - self.requested_at_s, self.timeouts
                 cause = "hung: it does not leave its operation"
-                return self, tuple(Lost(worker, "watchdog", cause) for worker in workers)
+                return self, tuple(
+                    Lost(worker, "watchdog", cause)
+                    for worker in workers
+                    if waited_s > (timeouts.first_step_s if worker in in_first_step else timeouts.collective_timeout_s)
+                )
         return self, ()

@@ -2,13 +2,17 @@
 
 When no step is committed for longer than a step takes, every worker is asked for its current operation, and every agent
 whether its processes are stopped. A worker is hung if its process is stopped, or if it computes a single operation for
-many times longer than usual. A worker that waits for another is not at fault. A worker that does not answer may only be
-starved of processor time; if it stays silent, its heartbeats stop.
+many times longer than usual. In the first step with the layers that it has, an operation may take longer, because they
+may have to be compiled. A worker that waits for another is not at fault. If all wait for messages, these are lost.
+
+A worker cannot answer while an extension or a compiler holds the interpreter's lock. If its agent answers that its
+process lives, it has as much time as an operation may take, counted from the first probe that it did not answer.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -16,6 +20,8 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import (
     Finding,
     Lost,
+    MessageFailed,
+    MessagesOverdue,
     OperationsTimed,
     ProbeAnswered,
     Progressed,
@@ -25,7 +31,8 @@ from chameleon_ft.control.detectors.base import (
     StopRequested,
     Ticked,
 )
-from chameleon_ft.control.wire.messages import Position, ProcessState
+from chameleon_ft.control.wire.messages import Position
+from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["Watchdog"]
 
@@ -43,30 +50,45 @@ class Watchdog:
     timeouts: Timeouts
     steps_s: tuple[float, ...] = ()  # durations of recent steps, oldest first
     longest_operation_s: float = 0.0  # the longest recent operation; 0 before the first
+    first_operation_s: float = 0.0  # the longest operation of a worker's first step, a measure until there is a better
     progress_at_s: float = 0.0  # when progress was made last, in monotonic seconds
     probed_at_s: float | None = None  # when the last probe was sent; None since progress was made
     probe: int = 0  # its number
+    positions: Mapping[int, Position] = FrozenMap({})  # the workers' answers to the last probe
+    # Worker -> when the first of the probes was sent that its agent has answered and it has not.
+    silent: Mapping[int, float] = FrozenMap({})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", FrozenMap(self.positions))
+        object.__setattr__(self, "silent", FrozenMap(self.silent))
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""
         match signal:
+            case OperationsTimed(longest_s=longest_s, in_first_step=True):
+                return replace(self, first_operation_s=max(longest_s, self.first_operation_s)), ()
             case OperationsTimed(longest_s=longest_s):
                 longest_operation_s = max(longest_s, _FORGET * self.longest_operation_s)
                 return replace(self, longest_operation_s=longest_operation_s), ()
             case StepCommitted(at_s=at_s, step_s=step_s):
                 steps_s = (*self.steps_s, step_s)[-_STEPS:]
-                return replace(self, steps_s=steps_s, progress_at_s=at_s, probed_at_s=None), ()
+                return replace(self._progressed(at_s), steps_s=steps_s), ()
             case Progressed(at_s=at_s) | StopRequested(at_s=at_s):
-                return replace(self, progress_at_s=at_s, probed_at_s=None), ()
-            case ProbeAnswered(worker=worker, answer=answer):
-                cause = self._hang(answer)
-                return self, () if cause is None else (Lost(worker, "watchdog", cause),)
-            case Ticked(at_s=at_s, held_up_s=held_up_s):
+                return self._progressed(at_s), ()
+            case ProbeAnswered():
+                return self._answered(signal)
+            case Ticked(at_s=at_s, held_up_s=held_up_s, participants=participants):
+                if reports := self._overdue_messages(participants):
+                    return self._progressed(at_s), (MessagesOverdue(reports),)
                 forgiving = self
                 if held_up_s:
-                    forgiving = replace(self, progress_at_s=self.progress_at_s + held_up_s)
+                    silent = {worker: since + held_up_s for worker, since in self.silent.items()}
+                    forgiving = replace(self, progress_at_s=self.progress_at_s + held_up_s, silent=silent)
                 return forgiving._probed(at_s)
         return self, ()
+
+    def _progressed(self, now: float) -> Self:
+        return replace(self, progress_at_s=now, probed_at_s=None, positions={}, silent={})
 
     @property
     def step_s(self) -> float:
@@ -80,28 +102,48 @@ class Watchdog:
             return self, ()
         if self.probed_at_s is not None and now - self.probed_at_s < max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s):
             return self, ()
-        return replace(self, probe=self.probe + 1, probed_at_s=now), (SendProbe(self.probe + 1),)
+        return replace(self, probe=self.probe + 1, probed_at_s=now, positions={}), (SendProbe(self.probe + 1),)
 
-    def _hang(self, answer: Position | ProcessState) -> str | None:
-        """Describe the hang that an answer shows; None if it shows none, or is outdated."""
+    def _answered(self, signal: ProbeAnswered) -> tuple[Self, tuple[Finding, ...]]:
+        """Take an answer, and give up its worker if it shows a hang; an outdated one shows nothing."""
+        worker, answer = signal.worker, signal.answer
         if answer.probe != self.probe or self.probed_at_s is None:
-            return None
-        match answer:
-            case ProcessState(stopped=True):
-                return "hung: its process is stopped"
-            case Position(waiting=False, since_s=since_s) if since_s > self._operation_limit_s:
-                return f"hung: in {answer.doing} for {since_s:.1f} s"
-        return None
+            return self, ()
+        limit_s = self.timeouts.first_step_s if signal.in_first_step else self._operation_limit_s
+        cause, after = None, self
+        if isinstance(answer, Position):
+            silent = {each: since for each, since in self.silent.items() if each != worker}
+            after = replace(self, positions={**self.positions, worker: answer}, silent=silent)
+            if not answer.waiting and answer.since_s > limit_s:
+                cause = f"hung: in {answer.doing} for {answer.since_s:.1f} s"
+        elif answer.stopped:
+            cause = "hung: its process is stopped"
+        elif worker not in self.positions:
+            since = self.silent.get(worker, self.probed_at_s)
+            after = replace(self, silent={**self.silent, worker: since})
+            if (silent_s := signal.at_s - since) > limit_s:
+                cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s"
+        return after, () if cause is None else (Lost(worker, "watchdog", cause),)
+
+    def _overdue_messages(self, participants: tuple[int, ...]) -> tuple[MessageFailed, ...]:
+        """Return the messages that all workers have waited for too long; none if one of them may only be slow."""
+        positions = [self.positions.get(worker) for worker in participants]
+        timeout_s, reports = self.timeouts.collective_timeout_s, []
+        for worker, position in zip(participants, positions, strict=True):
+            if position is None or not position.for_message or position.since_s < timeout_s:
+                return ()
+            error = f"no worker has received a message for {position.since_s:.1f} s; it waits for {position.doing}"
+            reports.append(MessageFailed(worker, position.peer, error))
+        return tuple(reports)
 
     @property
     def _patience_s(self) -> float:
-        # Before the first step there is no measure, and first steps are slow: heartbeats have to suffice.
+        # Before the first step there is no measure, and first steps are slow.
         if not self.steps_s:
             return self.timeouts.collective_timeout_s
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
 
     @property
     def _operation_limit_s(self) -> float:
-        if not self.longest_operation_s:
-            return self.timeouts.rendezvous_s
-        return max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * self.longest_operation_s)
+        longest_s = self.longest_operation_s or self.first_operation_s
+        return max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * longest_s)

@@ -7,10 +7,12 @@ from typing import Any
 
 from chameleon_ft.control.commands import Command, Record, Send
 from chameleon_ft.control.events import Moment
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import OtherRecord, OutcomeRecord
+from chameleon_ft.plan import Plan
 
 __all__ = ["Draft"]
 
@@ -39,6 +41,16 @@ class Draft:
     def change_worker(self, worker: Worker, **changes: Any) -> None:
         """Replace fields of one incarnation of a worker."""
         self.set(members=self.state.members.changed(worker, **changes))
+
+    def begin_plan(self, plan: ActivePlan, *, loads: bool = False, **changes: Any) -> None:
+        """Put a plan in force, and replace other fields of the state.
+
+        Args:
+            loads: whether all workers load their layers anew.
+        """
+        before = {} if self.state.active is None or loads else _layers_run(self.state.active.plan)
+        new = [worker for worker, layers in _layers_run(plan.plan).items() if not layers <= before.get(worker, set())]
+        self.set(active=plan, members=self.state.members.with_new_layers(new), **changes)
 
     def do(self, *commands: Command) -> None:
         """Add commands."""
@@ -77,3 +89,12 @@ class Draft:
         """Return the number of another generation."""
         self.set(newest=self.state.newest + 1)
         return self.state.newest
+
+
+def _layers_run(plan: Plan) -> dict[int, set[int]]:
+    """Return the layers that each worker runs; it may hold more."""
+    run: dict[int, set[int]] = {}
+    for hops in {id(route.hops): route.hops for route in plan.routes}.values():
+        for hop in hops:
+            run.setdefault(hop.worker, set()).update(hop.layers)
+    return run

@@ -11,11 +11,13 @@ from chameleon_ft.control.handlers import switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
-from chameleon_ft.control.state.incident import Incident, Loss
+from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
+from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
+from chameleon_ft.observe.evidence import Evidence
 from chameleon_ft.quantities import counted
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "decision_failed",
     "detect",
     "end",
+    "hang_examined",
     "launched",
     "peer_failed",
     "quiesced",
@@ -49,6 +52,13 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
             case signals.SendProbe(probe=probe):
                 draft.tell_live(messages.Probe(probe=probe))
                 draft.tell_agents(messages.Probe(probe=probe))
+            case signals.AskAgent(worker=worker):
+                if (agent := draft.state.members[worker].agent) is not None:
+                    draft.do(commands.Send(agent, messages.Probe(probe=0, worker=worker)))
+            case signals.MessagesOverdue(reports=reports):
+                for report in reports:
+                    detect(draft, report)
+                stop(draft)
             case signals.Note(event=event, fields=fields):
                 draft.record(event, **fields)
 
@@ -60,7 +70,9 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     draft.set(members=draft.state.members.fence(number), scale_up=draft.state.scale_up.without(number))
     if worker.agent is not None:
-        draft.do(commands.Send(worker.agent, messages.Kill(worker=number)))
+        # The recovery does not wait for the evidence.
+        file = f"{draft.state.settings.logs}/worker-{number}.activity" if noticed_by in GIVEN_UP else None
+        draft.do(commands.Send(worker.agent, messages.Kill(worker=number, activity_file=file)))
     if worker.connection is not None:
         draft.do(commands.Drop(worker.connection))
     state = draft.state
@@ -82,6 +94,7 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         noticed_at=draft.at.unix_s,
         failed_at=None if fault is None else fault.time,
         incarnation=worker.incarnation,
+        host=state.hosts().get(number, ""),
     )
     hosts = state.hosts()
     left = [hosts.get(each, "") for each in state.members.live()]
@@ -90,6 +103,28 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
     )
     _continue_without(draft, number)
+
+
+def hang_examined(draft: Draft, worker: Worker, message: messages.HangEvidence) -> None:
+    """Save and record the evidence of the hang of a worker, which may be in its failure's record or come after it."""
+    evidence, state = Evidence.parse(message.activity), draft.state
+    last, place = evidence.last, evidence.place
+    draft.change_worker(worker, hung_in="" if last is None else str(last), hung_at=place or "")
+    file = f"worker-{worker.id}-{worker.incarnation}.txt"
+    draft.do(commands.SaveEvidence(file, f"{message.process}\n\n{message.activity}"))
+    is_late = not any(loss.worker == worker.id for loss in state.incident.losses)
+    draft.record(
+        "hang",
+        worker=worker.id,
+        incarnation=worker.incarnation,
+        host=state.hosts().get(worker.id, ""),
+        process=message.process,
+        doing=None if last is None else str(last),
+        since=None if last is None else last.time,
+        place=place,
+        file=file,
+        **({"message": f"worker {worker.id} hung at {place}; see incidents/{file}"} if is_late and place else {}),
+    )
 
 
 def _count_death(draft: Draft, worker: int, *, steps: int) -> None:
@@ -112,10 +147,8 @@ def _continue_without(draft: Draft, worker: int) -> None:
         draft.set(phase=Phase.STOPPING, quiesced=quiesced)
         _decide_if_quiesced(draft)
     elif state.is_needed(worker):
-        if worker not in state.finished:
+        if worker not in state.finished or state.next is not None:  # the next generation needs it, too
             stop(draft)
-        elif state.switching_to is None:
-            switches.participant_lost(draft, worker)
     elif state.phase is Phase.TRAINING:
         assert state.active is not None
         switches.participant_lost(draft, worker)
@@ -264,9 +297,10 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
 def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
     state, active = draft.state, plan.active()
-    draft.set(
+    draft.begin_plan(
+        active,
+        loads=plan.load != "keep",
         phase=Phase.REGROUPING,
-        active=active,
         active_generation=state.generation,
         switched_from=None,
         in_force=active if active.transition is None else state.in_force,

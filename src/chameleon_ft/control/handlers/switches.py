@@ -251,10 +251,10 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     migrated = state.migrated.after(before.migration, migrate_s)
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
-    draft.set(
+    draft.begin_plan(
+        active,
         generation=upcoming.number,
         phase=Phase.REGROUPING,
-        active=active,
         active_generation=upcoming.number,
         # Reports say later whether a worker holds the new placement.
         in_force=state.placed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -13,7 +13,10 @@ from chameleon_ft.control.wire.messages import Switched
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
 
-__all__ = ["Fault", "Incident", "Loss"]
+__all__ = ["GIVEN_UP", "Fault", "Incident", "Loss"]
+
+GIVEN_UP: Final = ("watchdog", "heartbeat", "peer")
+"""Detection paths on which a worker is given up although its process may run. It is killed afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +39,33 @@ class Loss:
     noticed_at: float
     failed_at: float | None  # None if the moment of the failure is not known
     incarnation: int = 1
+    host: str = ""
 
-    def describe_cause(self, *, crash: str | None, exit_code: int | None, fault: Fault | None) -> str:
+    def describe_cause(
+        self,
+        *,
+        crash: str | None,
+        exit_code: int | None,
+        fault: Fault | None,
+        hung_in: str = "",
+        hung_at: str = "",
+    ) -> str:
         """Describe the cause of the loss as far as it is known by now.
 
         Args:
             crash: the error that the worker reported before it ended.
             exit_code: exit code of the worker's process, as in `subprocess`; None if not known.
             fault: the failure that was injected into it, if any.
+            hung_in: the activity in which it hung.
+            hung_at: the line of code in which it hung.
         """
         if crash is not None:
             return crash
-        # A worker that was given up is killed afterwards, so its exit code does not show the cause.
-        given_up = self.noticed_by in ("watchdog", "heartbeat", "peer")
+        if self.noticed_by in GIVEN_UP:  # so its exit code does not show the cause
+            activity = f"; {hung_in}" if hung_in and hung_in not in self.cause else ""
+            return f"{self.cause}{activity}{f', at {hung_at}' if hung_at else ''}"
         disconnected = fault is not None and fault.kind == "disconnect"
-        return self.cause if exit_code is None or given_up or disconnected else describe_exit(exit_code)
+        return self.cause if exit_code is None or disconnected else describe_exit(exit_code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,7 @@ class Incident:
                 worker=loss.worker,
                 step=loss.step,
                 cause=cause_of(loss),
+                host=loss.host,
                 noticed_by=loss.noticed_by,
                 detect_s=None if loss.failed_at is None else max(0.0, loss.noticed_at - loss.failed_at),
                 stop_s=max(0.0, self.stopped_at - loss.noticed_at),

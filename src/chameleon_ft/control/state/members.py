@@ -28,9 +28,12 @@ class Worker:
     takes_part: bool = False  # whether generations include it, training or as a spare
     draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
     first_step: int | None = None  # committed steps when it became able to take part; None until then
+    has_stepped: bool = False  # whether it has finished a step with the layers that it runs now
     lost: bool = False  # whether it counts as lost
     exit_code: int | None = None  # how its process ended, as `subprocess` gives it
     crash: str | None = None  # the error that it reported before it ended
+    hung_in: str = ""  # the activity in which it hung
+    hung_at: str = ""  # the line of code in which it hung
     since: float = 0.0  # when this incarnation began, in Unix seconds
 
     @property
@@ -107,6 +110,11 @@ class Members:
         former = tuple(replace(each, **changes) if (each.id, each.incarnation) == key else each for each in self.former)
         return replace(self, former=former)
 
+    def with_new_layers(self, workers: Collection[int]) -> Self:
+        """Note that these workers run layers that they have not run before."""
+        fresh = {worker: replace(self.workers[worker], has_stepped=False) for worker in workers}
+        return replace(self, workers={**self.workers, **fresh})
+
     def with_host(
         self, agent: int, hello: HostHello, *, is_late: bool = False, blocklist: Collection[int] = (), now: float
     ) -> tuple[Self, Spawn]:
@@ -180,7 +188,7 @@ class Members:
 
     def dismissed(self, agent: int) -> Self:
         """Remove an agent whose workers have all left, and ignore its connection from now on."""
-        return replace(self.without_agent(agent), fenced=self.fenced | {agent})
+        return self.without_agent(agent).fence_connection(agent)
 
     def with_drain_request(self, connection: int) -> Self:
         """Note that an agent or a worker has asked to be drained."""
@@ -189,8 +197,12 @@ class Members:
     def fence(self, worker: int) -> Self:
         """Mark a worker as lost, and ignore its connection from now on."""
         lost = self.workers[worker]
-        fenced = self.fenced if lost.connection is None else self.fenced | {lost.connection}
-        return replace(self.changed(lost, lost=True, connection=None), fenced=fenced)
+        after = self.changed(lost, lost=True, connection=None)
+        return after if lost.connection is None else after.fence_connection(lost.connection)
+
+    def fence_connection(self, connection: int) -> Self:
+        """Ignore a connection from now on."""
+        return replace(self, fenced=self.fenced | {connection})
 
     def _is_free(self, number: int) -> bool:
         """Return whether a worker has no process, and no agent that will start it again."""

@@ -187,7 +187,13 @@ class State:
         """Describe the cause of a loss, as far as it is known."""
         worker = self.members.incarnation_of(loss.worker, loss.incarnation)
         assert worker is not None
-        return loss.describe_cause(crash=worker.crash, exit_code=worker.exit_code, fault=self.fault_of(worker))
+        return loss.describe_cause(
+            crash=worker.crash,
+            exit_code=worker.exit_code,
+            fault=self.fault_of(worker),
+            hung_in=worker.hung_in,
+            hung_at=worker.hung_at,
+        )
 
     def to_json(self) -> str:
         """Write the state as one line of JSON; `from_json` reads it back to an equal state."""

@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.heartbeat import watch_heartbeat
 from chameleon_ft.control.wire.messages import Acknowledged, Message
 from chameleon_ft.control.wire.tls import tls_context
 
@@ -26,6 +27,15 @@ _PING_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.05  # wait before the first attempt to reconnect; twice as long before each that follows
 _RETRY_MAX_S: Final = 1.0
+
+
+class _Connection(ClientConnection):
+    """A connection of a process that may have been held up: a pong counts, however late it is seen."""
+
+    async def keepalive(self) -> None:
+        await watch_heartbeat(
+            self, every_s=_PING_EVERY_S, timeout_s=_PING_TIMEOUT_S, silent=lambda _: self.transport.abort()
+        )
 
 
 def control_connection(coordinator: str, token: str, *, tls: Path | None = None) -> connect:
@@ -43,9 +53,9 @@ def control_connection(coordinator: str, token: str, *, tls: Path | None = None)
         websocket_url(coordinator, tls=tls is not None),
         ssl=tls_context(tls),
         additional_headers=bearer(token),
-        ping_interval=_PING_EVERY_S,
-        ping_timeout=_PING_TIMEOUT_S,
+        ping_interval=_PING_EVERY_S,  # otherwise `keepalive` is not called
         close_timeout=_CLOSE_TIMEOUT_S,
+        create_connection=_Connection,
         compression=None,
         max_size=None,
         proxy=None,

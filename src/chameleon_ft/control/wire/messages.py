@@ -6,7 +6,7 @@ generation that is over.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from chameleon_ft.config import FailurePhase
 from chameleon_ft.control.wire.parts import (
@@ -31,12 +31,12 @@ __all__ = [
     "CheckpointUnreadable",
     "Committed",
     "Crashed",
-    "Departure",
     "Discard",
     "Drain",
     "Exit",
     "Finish",
     "Finished",
+    "HangEvidence",
     "Hello",
     "HostHello",
     "Inject",
@@ -119,13 +119,23 @@ class WorkerExited(Message):
 
 
 class ProcessState(Message):
-    """An agent's answer to a probe: whether a worker's process is stopped, so that it cannot answer itself."""
+    """An agent's answer to a probe: a worker's process lives, and whether it is stopped, so that it cannot answer."""
 
     type: Literal["process_state"] = "process_state"
     probe: int
     worker: int
     incarnation: int = 1
     stopped: bool
+
+
+class HangEvidence(Message):
+    """An agent's last look at a worker that is given up though its process runs."""
+
+    type: Literal["hang_evidence"] = "hang_evidence"
+    worker: int
+    incarnation: int = 1
+    process: str  # state and processor time of the process
+    activity: str  # its activity file, with the stacks of its threads; empty if it could not be read
 
 
 class Quiesced(Message):
@@ -212,6 +222,8 @@ class Position(Message):
     doing: str
     waiting: bool  # whether it waits, for another rank or for memory or disk; otherwise it computes
     since_s: float  # seconds it has been doing so
+    for_message: bool = False  # whether it waits for another rank
+    peer: int | None = None  # that rank; None if a collective does not tell
 
 
 class CheckpointSaved(Message):
@@ -395,7 +407,8 @@ class Probe(Message):
     """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
 
     type: Literal["probe"] = "probe"
-    probe: int
+    probe: int  # counted from 1; 0 if an agent is asked because a rank's heartbeats are missing
+    worker: int | None = None  # with 0: the rank; it is the only one to answer for
 
 
 class Exit(Message):
@@ -430,6 +443,7 @@ class Kill(Message):
 
     type: Literal["kill"] = "kill"
     worker: int
+    activity_file: str | None = None  # if given, send `HangEvidence` first, with this file of the worker
 
 
 class Refused(Message):
@@ -437,7 +451,3 @@ class Refused(Message):
 
     type: Literal["refused"] = "refused"
     reason: str
-
-
-Departure: TypeAlias = Literal["connection", "heartbeat"]
-"""How a peer was lost: its connection closed, or it stopped answering pings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import http
 import itertools
@@ -18,13 +19,12 @@ from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Departure, Message, Refused
+from chameleon_ft.control.wire.heartbeat import watch_heartbeat
+from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Handler", "Peer", "control_server", "listening_address"]
-
-_PING_TIMEOUT_CODE = 1011
 
 
 class Peer:
@@ -53,8 +53,11 @@ class Handler(Protocol):
     def message(self, peer: Peer, message: Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it; the peer is then dropped."""
 
-    def departed(self, peer: Peer, how: Departure) -> None:
+    def departed(self, peer: Peer) -> None:
         """Handle the end of a connection."""
+
+    def silent(self, peer: Peer, since_s: float) -> None:
+        """Handle missing heartbeats: a ping has been unanswered for `since_s` seconds. Called until it is answered."""
 
     def refused(self, address: str, reason: str) -> None:
         """Handle a connection that was turned away, or a peer that does not speak this protocol."""
@@ -83,14 +86,27 @@ class _Server:
     handler: Handler
     token: str
     numbers: Iterator[int]
+    heartbeat_timeout_s: float
 
     async def connected(self, connection: ServerConnection) -> None:
         peer = Peer(connection, next(self.numbers))
-        how: Departure = "connection"
+        heartbeat = asyncio.create_task(self._watch(connection, peer))
+        try:
+            with self._mistakes_reported():
+                await self._listen(connection, peer)
+        finally:
+            heartbeat.cancel()
         with self._mistakes_reported():
-            how = await self._listen(connection, peer)
+            self.handler.departed(peer)
+
+    async def _watch(self, connection: ServerConnection, peer: Peer) -> None:
+        # These add up when a peer falls silent: time to the next ping, to its answer, and to a second report, by which
+        # the peer's agent may have turned out to be silent too.
+        every_s, timeout_s = self.heartbeat_timeout_s / 4, self.heartbeat_timeout_s / 2
         with self._mistakes_reported():
-            self.handler.departed(peer, how)
+            await watch_heartbeat(
+                connection, every_s=every_s, timeout_s=timeout_s, silent=partial(self.handler.silent, peer)
+            )
 
     @contextmanager
     def _mistakes_reported(self) -> Iterator[None]:
@@ -100,18 +116,16 @@ class _Server:
             # Left to the library, it would end this connection without any report.
             self.handler.broken(error)
 
-    async def _listen(self, connection: ServerConnection, peer: Peer) -> Departure:
-        """Pass on the messages of a peer until its connection ends; return how it ended."""
+    async def _listen(self, connection: ServerConnection, peer: Peer) -> None:
+        """Pass on the messages of a peer until its connection ends."""
         try:
             async for text in connection:
                 self.handler.message(peer, decode(text))
         except ControlError as error:
             self.handler.refused(peer.address, str(error))
             peer.send(Refused(reason=str(error)))
-        except ConnectionClosed as closed:
-            if closed.sent is not None and closed.sent.code == _PING_TIMEOUT_CODE:
-                return "heartbeat"
-        return "connection"
+        except ConnectionClosed:
+            pass
 
     def authorize(self, connection: ServerConnection, request: Request) -> Response | None:
         given = "".join(request.headers.get_all("Authorization"))  # with a second header it matches nothing
@@ -131,21 +145,19 @@ def control_server(
     tls: Path | None = None,
     first_number: int = 1,
 ) -> AbstractAsyncContextManager[Server]:
-    """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_timeout_s` is departed.
+    """Listen on host:port for peers that know `token`. One silent for `heartbeat_timeout_s` is reported, and stays.
 
     With `tls`, a directory for `tls_context`, peers also need a certificate of its authority. Connections are numbered
     from `first_number` on.
     """
-    server = _Server(handler, token, itertools.count(first_number))
-    # These add up when a peer falls silent: time to the next ping, to its answer, and to the closing handshake.
+    server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s)
     return serve(
         server.connected,
         host,
         port,
         ssl=tls_context(tls, server=True),
         process_request=server.authorize,
-        ping_interval=heartbeat_timeout_s / 4,
-        ping_timeout=heartbeat_timeout_s / 2,
+        ping_interval=None,
         close_timeout=heartbeat_timeout_s / 4,
         compression=None,
         max_size=None,

@@ -64,7 +64,7 @@ class GlooCommunicators:
                             group.index(membership.worker),
                             len(group),
                             device=device,
-                            timeout_s=self._timeouts.collective_timeout_s,
+                            timeout_s=self._timeouts.first_step_s,
                             key=membership.rendezvous.key,
                         )
                     )

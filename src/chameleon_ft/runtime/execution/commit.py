@@ -270,9 +270,9 @@ class Committer:
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             NotFiniteError: as `apply` does.
         """
-        self.activity.begin("sync")
+        self.activity.begin(f"gradient sync in step {self.committed}")
         self.faults.at("sync", self.committed)
-        with self.activity.waiting("sync"):
+        with self.activity.waiting("sync", for_message=True):
             stats.reductions = reductions.finish()
             if migration is not None:
                 migration.settle()
@@ -304,7 +304,7 @@ class Committer:
                 f"step {self.committed}: the loss is {vote.loss_sum / vote.terms} and the gradient norm {grad_norm}; "
                 "lower the learning rate, or clip the gradient"
             )
-        self.activity.begin("optimizer")
+        self.activity.begin(f"the optimizer in step {self.committed}")
         self.faults.at("optimizer", self.committed)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
         self.buffers.scale(clip / vote.terms)
@@ -320,7 +320,7 @@ class Committer:
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self.faults.at("vote", self.committed)
-            with self.activity.waiting("vote"):
+            with self.activity.waiting("vote", for_message=True):
                 result.wait()
         grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = ballot.tolist()
         checkpointing, contributions, voters = counts

@@ -32,6 +32,12 @@ __all__ = ["KEPT_MICRO_BATCHES", "Executor", "MicroBatches", "Pace", "Resend", "
 
 _BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
 
+_OPERATIONS: Final = {
+    OperationKind.FORWARD: "the forward",
+    OperationKind.BACKWARD: "the backward",
+    OperationKind.INPUT_GRAD: "the input gradient",
+    OperationKind.WEIGHT_GRAD: "the weight gradient",
+}
 _BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
 
 Resend = tuple[int, int, bool, int]
@@ -192,7 +198,7 @@ class _StepExecution:
 
     def _run_operation(self, index: int, operation: Operation) -> None:
         message = self._message(index, operation)
-        self._executor.activity.begin(f"{operation.kind.value}{operation.micro_batch}")
+        self._executor.activity.begin(f"{_describe(operation)} in step {self._state.step}")
         start = perf_counter()
         with generator_lock:  # a loss may draw random numbers, and so may what a backward computes again
             tensor = self._compute(operation, message)
@@ -221,9 +227,8 @@ class _StepExecution:
         if operation.receive_from is None:
             return self._state.results.pop(_input_of(operation), None)
         receive, tensor = self._receives.pop(index)
-        with self._executor.activity.waiting(
-            f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
-        ):
+        doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
+        with self._executor.activity.waiting(doing, for_message=True, peer=operation.receive_from):
             receive.wait()
         sent = True, operation.micro_batch, operation.layers.stop - 1
         if operation.kind in _BACKWARDS and sent in self._answered:
@@ -294,6 +299,11 @@ class _StepExecution:
         """Make a tensor of the shape and type of the output of `layer`."""
         spec = self._executor.boundaries[layer]
         return make(spec.shape, dtype=spec.dtype, device=self._executor.device)
+
+
+def _describe(operation: Operation) -> str:
+    layers = f"layers {operation.layers.start}-{operation.layers.stop - 1}"
+    return f"{_OPERATIONS[operation.kind]} of micro-batch {operation.micro_batch} in {layers}"
 
 
 def _input_of(operation: Operation) -> Result:

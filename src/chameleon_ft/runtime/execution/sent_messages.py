@@ -81,7 +81,8 @@ class SentMessages:
     def _wait_for(self, result: Result, receiver: int) -> None:
         forward, micro_batch, _ = result
         kind = "activation" if forward else "gradient"
-        with self._activity.waiting(f"worker {receiver} to take the {kind} of micro-batch {micro_batch}"):
+        doing = f"worker {receiver} to take the {kind} of micro-batch {micro_batch}"
+        with self._activity.waiting(doing, for_message=True, peer=receiver):
             self._state.in_flight[result].wait()
 
     def _start(self, result: Result, tensor: Tensor, receiver: int) -> None:

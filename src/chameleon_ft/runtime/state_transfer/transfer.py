@@ -100,7 +100,7 @@ class StateTransfer:
         if len(participants) > 1:
             result = communicators.vote(ballot, participants)
             self._faults.at("confirm", step)
-            with self.activity.waiting("confirmation"):
+            with self.activity.waiting("confirmation", for_message=True):
                 result.wait()
         moved, confirmed = map(float, ballot)
         if round(confirmed) != len(participants):
@@ -164,7 +164,9 @@ class _Exchange:
         if self._incoming:
             first = self._incoming[0]
             self._in = IncomingLayers(communicators, peer=first.source, tag=2 * first.layer, device=device)
-            with self._transfer.activity.waiting(f"the layers of worker {first.source}"):
+            with self._transfer.activity.waiting(
+                f"the layers of worker {first.source}", for_message=True, peer=first.source
+            ):
                 self._in.describe()
         self._start(0)
 
@@ -178,12 +180,14 @@ class _Exchange:
         received = 0
         if self._in is not None and slot < len(self._incoming):
             move = self._incoming[slot]
-            with self._transfer.activity.waiting(f"layer {move.layer} of worker {move.source}"):
+            with self._transfer.activity.waiting(
+                f"layer {move.layer} of worker {move.source}", for_message=True, peer=move.source
+            ):
                 state = self._in.finish_next()
             self._held.take_in(move.layer, state, self._arriving.popleft().module)
             received = move.num_bytes if self._transfer.stand_ins else tensor_bytes(state)
         if self._out is not None and slot < len(self._outgoing):
-            with self._transfer.activity.waiting("transfer"):
+            with self._transfer.activity.waiting("transfer", for_message=True):
                 self._out.finish_next()
         return received
 

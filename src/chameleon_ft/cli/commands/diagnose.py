@@ -1,0 +1,84 @@
+"""`chameleon diagnose`: say for each incident of a run which worker failed, where and why, and what was done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.cli.output import Output
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.diagnosis import Culprit, Diagnosis, diagnose
+from chameleon_ft.observe.records import DETECTED_BY
+from chameleon_ft.quantities import duration, listed
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class DiagnoseArguments:
+    """Say for each incident of a run which worker failed, on which host, since when, why, and what was done.
+
+    Only the files of the run are read, so the run may still be live.
+    """
+
+    run: RunPath
+    """Run directory."""
+    json: Switch = False
+    """Print the incidents as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(DiagnoseArguments, arguments, command="diagnose")
+    run = RunDirectory.open(given.run)
+    events = run.events()
+    found = diagnose(events)
+    if given.json:
+        print(json.dumps({"incidents": [diagnosis.to_json() for diagnosis in found]}))
+        return 0
+    out = Output()
+    out.text(str(run.path), "bold")
+    for diagnosis in found:
+        out.text("")
+        workers = listed("worker", [culprit.worker for culprit in diagnosis.culprits])
+        out.text(f"Incident {diagnosis.number} of {len(found)}: {workers} lost in step {diagnosis.step}", "bold")
+        out.facts([*(fact for culprit in diagnosis.culprits for fact in _facts_of(culprit)), *_actions(diagnosis)])
+    if not found:
+        out.text("no worker was lost")
+    for event in events[-1:]:
+        if event["event"] == "finished" and event["status"] == "failed":
+            out.text("")
+            out.text(f"the run failed: {event['reason']}")
+    return 0
+
+
+def _facts_of(culprit: Culprit) -> Iterator[tuple[str, str]]:
+    yield "worker", f"{culprit.worker}{f' on {culprit.host}' if culprit.host else ''}"
+    since = datetime.fromtimestamp(culprit.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    after = "" if culprit.detected_after_s is None else f", {duration(culprit.detected_after_s)} before it was detected"
+    yield "since", f"{since}{after}"
+    yield "why", culprit.cause
+    yield "detected by", DETECTED_BY[culprit.noticed_by]
+    if culprit.process is not None:
+        yield "process", culprit.process
+    if culprit.evidence is not None:
+        yield "evidence", culprit.evidence
+    if culprit.speed is not None:
+        yield "before", f"its operations ran at {culprit.speed:.2f} of the speed of others"
+
+
+def _actions(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    for reporter, peer, error in diagnosis.failed_messages:
+        yield "message", f"of worker {reporter}{'' if peer is None else f' with worker {peer}'} failed: {error}"
+    yield "action", f"{diagnosis.policy}: {diagnosis.action}"
+    if diagnosis.policy != "stop":
+        yield "resumed", f"at step {diagnosis.resume_step} after a stall of {duration(diagnosis.stall_s)}"
+    if diagnosis.cost_steps is not None:
+        yield "cost", f"{diagnosis.cost_steps:.2f} steps"
+    if diagnosis.outcome is not None:
+        yield "since then", diagnosis.outcome.describe()
+    if diagnosis.decision is not None:
+        yield "decision", f"{diagnosis.decision}, see chameleon explain"

@@ -1,0 +1,107 @@
+"""Evidence of a hang: the last activities of a worker and the stacks of its threads, and the place where it hangs.
+
+A worker keeps the activities in a file as a ring of entries of a fixed size, which it writes without any system call.
+The stacks follow them, as `faulthandler` or py-spy writes them.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Self
+
+__all__ = ["ENTRIES", "ENTRY_BYTES", "STACKS_SIGNAL", "ActivityEntry", "Evidence", "activity_entry"]
+
+ENTRIES: Final = 16
+"""Entries of the ring."""
+ENTRY_BYTES: Final = 160
+"""Bytes of an entry; a longer one is cut."""
+STACKS_SIGNAL: Final = signal.SIGUSR2
+"""Has a worker append the stacks of all its threads to its file."""
+
+_ENTRY: Final = re.compile(r"(?P<time>\d+\.\d{6}) (?P<verb>runs|waits): (?P<doing>.*\S)")
+_FRAME: Final = re.compile(
+    r'^\s+(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)'  # faulthandler
+    r"|(?P<function2>.+) \((?P<file2>.+):(?P<line2>\d+)\))$"  # py-spy
+)
+_THREAD: Final = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
+_STANDARD_LIBRARY: Final = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<")
+_FRAMEWORK: Final = re.compile(r"/(?:site|dist)-packages/torch/|/chameleon_ft/(?:runtime|control|cli)/")
+_ENTRY_POINT: Final = "rank_main"  # a function of the training thread
+
+
+def activity_entry(time: float = 0.0, doing: str = "", *, waiting: bool = False) -> bytes:
+    """Return an entry of the ring; without arguments an empty one. `time` is in Unix seconds."""
+    text = f"{time:.6f} {'waits' if waiting else 'runs'}: {doing}" if doing else ""
+    return text.encode("ascii", "replace")[: ENTRY_BYTES - 1].ljust(ENTRY_BYTES - 1) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityEntry:
+    """An activity of a worker's training thread, and when it began, in Unix seconds."""
+
+    time: float
+    waiting: bool
+    doing: str
+
+    def __str__(self) -> str:
+        return f"waiting: {self.doing}" if self.waiting else f"in {self.doing}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The last activities of a worker, oldest first, and the stacks of its threads; either may be empty."""
+
+    activities: tuple[ActivityEntry, ...]
+    stacks: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a worker's file; what is not as it should be is left out, for it may have been read while written."""
+        ring, stacks = text[: ENTRIES * ENTRY_BYTES], text[ENTRIES * ENTRY_BYTES :]
+        found = (_ENTRY.match(line) for line in ring.splitlines())
+        entries = [ActivityEntry(float(e["time"]), e["verb"] == "waits", e["doing"]) for e in found if e]
+        return cls(tuple(sorted(entries, key=lambda entry: entry.time)), stacks)
+
+    @property
+    def last(self) -> ActivityEntry | None:
+        """The activity in which the worker hangs."""
+        return self.activities[-1] if self.activities else None
+
+    @property
+    def place(self) -> str | None:
+        """Return "FILE:LINE in FUNCTION", the innermost place of the training thread in code of the job.
+
+        If there is none, it is the innermost place outside the standard library. None without stacks.
+        """
+        frames = list(self._training_frames())
+        own = [frame for frame in frames if not _STANDARD_LIBRARY.search(frame.file)]
+        of_the_job = [frame for frame in own if not _FRAMEWORK.search(frame.file)]
+        return next((str(frame) for frame in (*of_the_job, *own, *frames)), None)
+
+    def _training_frames(self) -> Iterator[_Frame]:
+        """Yield the frames of the training thread, innermost first."""
+        threads = [thread for thread in _THREAD.split(self.stacks) if thread]
+        # The outermost frames of a deep stack are left out. The signal goes to the main thread, which is the oldest.
+        training = [thread for thread in threads if _ENTRY_POINT in thread]
+        current = [thread for thread in threads if thread.startswith("Current")]
+        for thread in (training or current or threads)[-1:]:
+            for found in map(_FRAME.match, thread.splitlines()):
+                if found:
+                    yield _Frame(
+                        found["file"] or found["file2"],
+                        found["line"] or found["line2"],
+                        found["function"] or found["function2"],
+                    )
