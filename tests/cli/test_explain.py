@@ -104,6 +104,7 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("drain", "leaving    workers 3, 4\n"),
         ("review", "review     the last plan was chosen without a search, so that no worker waited for it\n"),
+        ("slow", "slow       worker 3 at 0.50 of the speed of others\n"),
     ],
 )
 def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], trigger: str, subject: str) -> None:

@@ -103,8 +103,10 @@ def test_a_failure_is_injected_into_a_live_run(
 ) -> None:
     injected = []
 
-    def inject(run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
-        injected.append((run.path, worker, kind, phase, step))
+    def inject(
+        run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None, factor: float | None
+    ) -> None:
+        injected.append((run.path, worker, kind, phase, step, factor))
 
     module = ModuleType("chameleon_ft.control.fault_injection")
     module.inject = inject  # type: ignore[attr-defined]
@@ -112,7 +114,12 @@ def test_a_failure_is_injected_into_a_live_run(
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     assert chameleon("inject", run.path, "--worker", "2") == 0
     assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
-    assert injected == [(run.path, 2, "kill", None, None), (run.path, 1, "hang", "sync", 9)]
+    assert chameleon("inject", run.path, "--worker", "3", "--kind", "slow", "--factor", "0.5") == 0
+    assert injected == [
+        (run.path, 2, "kill", None, None, None),
+        (run.path, 1, "hang", "sync", 9, None),
+        (run.path, 3, "slow", None, None, 0.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,9 @@ def test_a_failure_is_injected_into_a_live_run(
         (["--worker", "-1"], "--worker -1: workers are numbered from 0"),
         (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
         (["--worker", "1", "--kind", "melt"], "melt"),
+        (["--worker", "1", "--kind", "slow"], "--factor is missing: --kind slow needs the speed"),
+        (["--worker", "1", "--kind", "slow", "--factor", "2"], "--factor 2.0: a speed is above 0 and up to 1"),
+        (["--worker", "1", "--factor", "0.5"], "--factor 0.5: only --kind slow has a factor, not kill"),
         (["--worker", "1"], "not live"),
     ],
 )

@@ -251,6 +251,17 @@ def test_a_run_without_a_checkpoint_cannot_go_on(chameleon: CommandLine, config_
     assert "no complete checkpoint" in chameleon.refused("train", "--resume", run.path)
 
 
+def test_a_run_with_damaged_checkpoints_alone_cannot_go_on_and_the_damage_is_named(
+    chameleon: CommandLine, config_file: Path
+) -> None:
+    run = finished_run(chameleon, config_file)
+    (mark,) = run.checkpoints.glob("*/complete.json")
+    mark.write_text(mark.read_text()[:-5])
+    refused = chameleon.refused("train", "--resume", run.path)
+    assert f"no complete checkpoint to resume from ({mark} is not as it was written)" in refused
+    assert mark.exists(), "nothing is changed before a run starts"
+
+
 def test_a_live_run_is_not_started_again(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file)
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))

@@ -12,6 +12,7 @@ from chameleon_ft.control.commands import (
     Drop,
     Finish,
     Launch,
+    MeasureOperations,
     Record,
     Send,
     Task,
@@ -26,6 +27,7 @@ from chameleon_ft.control.events import (
     Event,
     Launched,
     Moment,
+    OperationsMeasured,
     PrepareFailed,
     Received,
     Silent,
@@ -159,6 +161,8 @@ class History:
         self.holds = False
         self.moves_to: int | None = None
         """A worker that the next plan moves a layer to."""
+        self.speeds: dict[int, float] = {}
+        """Of slow workers, relative to the others."""
         self.began: list[int] = []
         """Generations that were begun, by an order or by a switch."""
         self.moved: dict[int, int] = {}
@@ -183,6 +187,14 @@ class History:
                     self.questions.append(after)
                 case Task.CONSIDER_SCALE_UP:
                     self.considerations.append(after)
+                case MeasureOperations(worker=worker, step=number):
+                    ratio = 1 / self.speeds.get(worker, 1.0)
+                    generation = after.generation
+                    self.happen(
+                        OperationsMeasured(
+                            at=self.at, worker=worker, generation=generation, step=number, ratio=ratio, group=None
+                        )
+                    )
                 case Task.BEGIN_GENERATION:
                     assert after.generation > max(self.began), "no number is used twice"
                     self.began.append(after.generation)

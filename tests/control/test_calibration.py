@@ -1,4 +1,4 @@
-"""Calibration by measured operations: the factors, and the slow workers."""
+"""Calibration by measured operations."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_operations_that_all_take_longer_give_just_that_factor(of: Plan, factor:
     run(seen, 3, of=of, factor=factor)
     assert seen.both == pytest.approx(factor)
     assert seen.rates == pytest.approx((factor, factor))
-    assert seen.slow() == {}
 
 
 def test_a_second_forward_is_not_taken_for_backward() -> None:
@@ -112,7 +111,7 @@ def test_a_second_forward_is_not_taken_for_backward() -> None:
 
 def test_before_anything_was_seen_nothing_is_corrected() -> None:
     seen = begun()
-    assert (seen.rates, seen.both, seen.transfers, seen.unexplained(costs()), seen.slow()) == (None, 1, 1, 1, {})
+    assert (seen.rates, seen.both, seen.transfers, seen.unexplained(costs())) == (None, 1, 1, 1)
     assert Corrections().applied(costs()) == costs()
 
 
@@ -134,56 +133,44 @@ def test_one_slow_step_changes_nothing(at: int, factor: float) -> None:
     run(seen, 1, factor=1.5 * factor, slow={3: 40.0})
     run(seen, 20 - at, factor=1.5)
     assert seen.both == pytest.approx(1.5)
-    assert seen.slow() == {}
 
 
-@pytest.mark.parametrize("knows_layers", [False, True])
-@pytest.mark.parametrize("slower", [1.3, 2.0, 5.0])
-def test_a_worker_that_is_slower_in_eight_of_ten_steps_is_slow(slower: float, knows_layers: bool) -> None:
-    seen = begun(knows_layers=knows_layers)
-    run(seen, 1 + 2)
-    run(seen, 7, slow={3: slower})
-    assert seen.slow() == {}
-    run(seen, 1, slow={3: slower})
-    assert seen.slow() == pytest.approx({3: 1 / slower}, abs=0.005)
-    corrected = Corrections(slow=seen.slow()).applied(costs()).cluster
-    assert [each.speed for each in corrected.workers] == [1, 1, 1, seen.slow()[3], 1, 1]
-
-
-def test_a_worker_is_not_slow_within_the_margin_nor_because_all_are() -> None:
+@given(factor=st.floats(0.1, 10.0), slower=st.floats(1.0, 10.0))
+def test_a_step_is_measured_as_observed_by_expected_seconds(factor: float, slower: float) -> None:
     seen = begun()
-    run(seen, 12, slow={3: 1.2})
-    assert seen.slow() == {}
-    run(seen, 12, factor=7.0)
-    assert seen.slow() == {}
-    assert seen.both == pytest.approx(7.0)
+    for number in range(3):
+        for worker in plan().workers:
+            each = Corrections(operations=factor * (slower if worker == 3 else 1.0))
+            measured = seen.operations(worker, times(plan(), worker, each.applied(costs())))
+            if number == 0:
+                assert measured is None, "the first step after a change"
+            else:
+                assert measured is not None
+                assert measured[0] == pytest.approx(factor * (slower if worker == 3 else 1.0))
 
 
-def test_a_worker_that_has_recovered_is_as_fast_as_the_others_again() -> None:
-    seen = begun()
-    run(seen, 12, slow={3: 2.0})
-    assert seen.slow().keys() == {3}
-    run(seen, 2)
-    assert seen.slow().keys() == {3}
-    run(seen, 1)
-    assert seen.slow() == {}
+@pytest.mark.parametrize(
+    ("of", "knows_layers", "groups"),
+    [
+        (plan(), True, [0, 1, 0, 1, 0, 1]),
+        (plan(), False, [0, 1, 0, 1, 0, 1]),
+        (plan(dp=2, pp=3), True, [None] * 6),  # one peer is too few
+        (plan(dp=2, pp=3), False, [0, 1, 2, 0, 1, 2]),
+        (plan(dp=1, pp=6), False, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_workers_of_other_layers_are_compared_only_by_a_profile(
+    of: Plan, knows_layers: bool, groups: list[int | None]
+) -> None:
+    seen = begun(of, knows_layers=knows_layers)
+    run(seen, 1, of=of)
+    measured = [seen.operations(worker, times(of, worker, costs())) for worker in of.workers]
+    assert [each and each[1] for each in measured] == groups
 
 
-def test_a_slow_worker_is_still_slow_where_it_can_not_be_compared() -> None:
-    seen = begun(knows_layers=False)
-    run(seen, 12, slow={3: 2.0})
-    alone = plan(dp=1, pp=6)
-    seen.begin(alone, program(alone), costs())
-    run(seen, 12, of=alone)
-    assert seen.slow() == {3: 0.5}
-
-
-def test_workers_of_other_layers_are_compared_only_by_a_profile() -> None:
-    alone = plan(dp=1, pp=6)
-    for knows_layers, expected in ((False, {}), (True, {3: 0.5})):
-        seen = begun(alone, knows_layers=knows_layers)
-        run(seen, 12, of=alone, slow={3: 2.0})
-        assert seen.slow() == expected
+def test_a_slow_worker_is_slower_in_the_costs() -> None:
+    corrected = Corrections(slow={3: 0.5}).applied(costs()).cluster
+    assert [each.speed for each in corrected.workers] == [1, 1, 1, 0.5, 1, 1]
 
 
 def test_what_was_seen_of_other_layers_counts_until_there_is_something_newer() -> None:

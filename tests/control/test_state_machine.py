@@ -203,6 +203,16 @@ class Runs(RuleBasedStateMachine):
         checkpoint = self.history.state.schedule.is_requested
         self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish, checkpoint=checkpoint)
 
+    @precondition(lambda self: self.history.state.phase is Phase.TRAINING and self.history.state.committed < 12)
+    @rule(worker=WORKERS, speed=st.sampled_from([0.5, 0.8, 1.0]))
+    def slow_down(self, worker: int, speed: float) -> None:
+        """Change the speed of a worker, and train until that has been noticed."""
+        self.history.speeds[worker] = speed
+        for _ in range(9):
+            if self.history.state.phase is Phase.TRAINING:
+                self.commit(finish=False)
+        self.history.wait(0.1)
+
     @rule(worker=WORKERS, number=st.integers(0, 30), late=st.integers(-1, 2), switch=st.booleans())
     def commit_anything(self, worker: int, number: int, late: int, switch: bool) -> None:
         if self.connected(worker):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,14 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime import fault_injection
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.commit import Committer, NotFiniteError, Reductions
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.step_stats import StepStats
-from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.sync import Segment
 from tests.runtime.toy import SEED, toy_job
 
@@ -443,6 +445,28 @@ def test_a_disconnect_is_noted_and_carried_out(tmp_path: Path) -> None:
     noted = log.last(2)
     assert noted is not None
     assert (noted["kind"], noted["phase"], noted["step"]) == ("disconnect", "vote", 1)
+
+
+def test_a_worker_computes_at_the_injected_speed_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(
+        fault_injection, "time", SimpleNamespace(perf_counter=lambda: 5.0, sleep=lambda seconds: slept.append(seconds))
+    )
+    failures = [Failure(step=step, worker=1, kind="slow", factor=factor) for step, factor in ((2, 0.25), (4, 1.0))]
+    injector = FaultInjector(1, failures, log=FaultLog(Path("unused")), disconnect=lambda: None)
+    for step in range(6):
+        injector.at("forward", step)
+        injector.slow_down(3.0)
+    assert slept == [6.0, 6.0], "in the steps 2 and 3, three times the two seconds that the operation has taken"
+
+
+def test_an_incarnation_has_the_failures_up_to_the_one_that_ends_it() -> None:
+    def at(step: int, kind: FailureKind = "slow", worker: int = 1) -> Failure:
+        return Failure(step=step, worker=worker, kind=kind, factor=0.5 if kind == "slow" else None)
+
+    failures = [at(1), at(2, "kill"), at(3, "hang"), at(4, worker=0), at(5), at(6)]
+    found = [failures_of_incarnation(failures, 1, number) for number in (1, 2, 3, 4)]
+    assert found == [[at(1), at(2, "kill")], [at(3, "hang")], [at(5), at(6)], []]
 
 
 # --- activity --------------------------------------------------------------------------------------------------------

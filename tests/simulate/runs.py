@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
 from chameleon_ft.observe import CostsFrom, FailureRecord, GenerationPlan, RunDirectory, StepRecord
@@ -34,7 +34,7 @@ _RECORD = FailureRecord(
 )
 
 
-def config(*, every: int = 0, **recovery: Any) -> RunConfig:
+def config(*, every: Literal["auto"] | int = 0, **recovery: Any) -> RunConfig:
     return RunConfig(
         workers=2,
         parallel=Parallel(dp=2, pp=1),

@@ -88,6 +88,15 @@ def test_checkpoints_have_a_fixed_interval(tmp_path: Path) -> None:
     assert known.parameters.checkpoint_interval_s == pytest.approx(5 * STEP_S)
 
 
+@pytest.mark.parametrize(("written", "steps"), [((1,), 100), ((1, 9, 5, 17, 27), 10)])
+def test_checkpoints_of_a_run_that_chose_their_interval_come_as_often_as_there(
+    tmp_path: Path, written: tuple[int, ...], steps: int
+) -> None:
+    events = [started(), *({"time": 1010.0, "event": "checkpoint", "step": step} for step in written)]
+    known = recorded_run(recorded(tmp_path / "run", events, of=config(every="auto")))
+    assert known.parameters.checkpoint_interval_s == pytest.approx(steps * STEP_S), "after 9, the run went back to 5"
+
+
 def test_without_a_profile_measured_costs_are_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="had no profile"):
         recorded_run(recorded(tmp_path / "none", [started()], plans={1: (PLAN, "assumed")}))

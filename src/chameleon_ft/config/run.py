@@ -122,7 +122,8 @@ class RunConfig(Section):
                     f"already fails in failures[{seen[failure.worker]}], and a lost worker does not come back; "
                     "name another one, remove this failure, or set recovery.respawn",
                 )
-            seen.setdefault(failure.worker, index)
+            if failure.kind != "slow":
+                seen.setdefault(failure.worker, index)
             if failure.step >= self.steps:
                 yield (
                     f"{key}.step",

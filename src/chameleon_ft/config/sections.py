@@ -47,7 +47,7 @@ FailurePhase = Literal[
     "switch",
     "checkpoint",
 ]
-FailureKind = Literal["kill", "hang", "disconnect"]
+FailureKind = Literal["kill", "hang", "disconnect", "slow"]
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
@@ -266,14 +266,25 @@ class Control(Section):
 
 
 class Failure(Section):
-    """A failure to inject on purpose: `worker` fails in `phase` of `step`."""
+    """A failure to inject on purpose: `worker` fails, or becomes slow, in `phase` of `step`."""
 
     step: int = Field(ge=0, description="Step in which it happens, counted from 0.")
     worker: int = Field(ge=0, description="Worker that fails, counted from 0.")
     phase: FailurePhase = Field(default="forward", description="Phase of the step or of a recovery in which it fails.")
     kind: FailureKind = Field(
-        default="kill", description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."
+        default="kill",
+        description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
+        "computes at `factor` of its speed.",
     )
+    factor: float | None = Field(
+        default=None, gt=0, le=1, description="Of kind slow: the speed, as a share of the usual one; 1 ends it."
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.kind == "slow" and self.factor is None:
+            yield "factor", 'is missing; kind = "slow" needs the speed as a share of the usual one, such as 0.5'
+        if self.kind != "slow" and self.factor is not None:
+            yield "factor", f'only kind = "slow" has a factor, not "{self.kind}"; remove it, or change the kind'
 
 
 class LlamaConfig(Section):

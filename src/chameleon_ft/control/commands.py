@@ -147,9 +147,10 @@ class Launch(Command):
 
 @dataclass(frozen=True, slots=True)
 class MeasureOperations(Command):
-    """Take in the durations of a worker's operations in a step."""
+    """Take in the durations of a worker's operations in a step. Answer: `OperationsMeasured`."""
 
     worker: int
+    step: int
     times: OperationTimes
 
 

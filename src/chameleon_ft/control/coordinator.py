@@ -230,6 +230,7 @@ class Coordinator:
             if self._journal is not None:
                 self._journal.write(state, event.at, received=received, records=records)
             self.state, received = state, None
+            self._planner.calibration.slow = state.detectors.slowness.speeds
             for command in orders:
                 if (answer := self._execute(command)) is not None:
                     events.append(answer)
@@ -286,8 +287,9 @@ class Coordinator:
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.SaveEvidence(file=file, text=text):
-                self._run.incidents.mkdir(exist_ok=True)
-                (self._run.incidents / file).write_text(text, encoding="utf-8")
+                with contextlib.suppress(OSError):  # training does not depend on it
+                    self._run.incidents.mkdir(exist_ok=True)
+                    (self._run.incidents / file).write_text(text, encoding="utf-8")
             case commands.CompleteCheckpoint(step=checkpoint):
                 model, num_layers = self._job.fingerprint, self._job.num_layers
                 mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)
@@ -310,8 +312,13 @@ class Coordinator:
                 self._decisions.prepare(state)
             case commands.Task.FORGET_DECISIONS:
                 self._decisions.forget()
-            case commands.MeasureOperations(worker=worker, times=times):
-                self._planner.calibration.operations(worker, times)
+            case commands.MeasureOperations(worker=worker, step=step, times=times):
+                measured = self._planner.calibration.operations(worker, times)
+                if measured is not None:
+                    ratio, group = measured
+                    return events.OperationsMeasured(
+                        at=self._now(), worker=worker, generation=state.generation, step=step, ratio=ratio, group=group
+                    )
             case commands.MeasureStep(step_s=step_s):
                 self._planner.calibration.step(step_s)
             case commands.MeasureMigration(migration=migration, seconds=seconds):

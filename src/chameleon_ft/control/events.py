@@ -20,6 +20,7 @@ __all__ = [
     "Interrupted",
     "Launched",
     "Moment",
+    "OperationsMeasured",
     "PrepareFailed",
     "Received",
     "Silent",
@@ -124,6 +125,17 @@ class PrepareFailed(Event):
 
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationsMeasured(Event):
+    """The answer to `MeasureOperations`, unless the step is no measure; see the signal of this name for the fields."""
+
+    worker: int
+    generation: int
+    step: int
+    ratio: float
+    group: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,25 @@ from chameleon_ft.observe import RunDirectory
 __all__ = ["inject"]
 
 
-def inject(run: RunDirectory, *, worker: int, kind: FailureKind, phase: FailurePhase | None, step: int | None) -> None:
-    """Ask the run's coordinator to make `worker` fail; at once if neither phase nor step is given.
+def inject(
+    run: RunDirectory,
+    *,
+    worker: int,
+    kind: FailureKind,
+    phase: FailurePhase | None,
+    step: int | None,
+    factor: float | None = None,
+) -> None:
+    """Ask the run's coordinator to make `worker` fail, or slow; at once if neither phase nor step is given.
+
+    Args:
+        factor: of kind "slow": the speed, as a share of the usual one; 1 ends it.
 
     Raises:
         ConfigError: the run is not live, or has no such worker.
     """
     if phase is None and step is not None:
         phase = "forward"
-    answer = request(run, Inject(worker=worker, kind=kind, phase=phase, step=step))
+    answer = request(run, Inject(worker=worker, kind=kind, phase=phase, step=step, factor=factor))
     if isinstance(answer, Refused):
         raise ConfigError(f"--worker {worker}: {answer.reason}")

@@ -7,7 +7,10 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -16,9 +19,9 @@ from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
 __all__ = ["examine", "is_stopped"]
 
 _EXAMINE_S: Final = 1.0  # bound on the whole examination, since the process is to be killed after it
-_SIGNAL_S: Final = 0.5  # bound on the part of it that waits for the process to write its own stacks
+_SPY_S: Final = 0.5  # the part of it that is left to py-spy, if it is installed
 _POLL_S: Final = 0.002
-_COMPLETE_AFTER_S: Final = 0.05  # without another line
+_COMPLETE_AFTER_S: Final = 0.2  # without another line
 _LONGEST: Final = 500_000  # characters of the stacks
 _OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, which is written last
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -30,14 +33,58 @@ async def examine(pid: int, activity_file: Path) -> tuple[str, str]:
     The process writes its stacks itself, for which it needs no lock of the interpreter; if it is stopped, it has to
     continue for that. If it does not write any, py-spy reads them, where it is installed.
     """
-    process = _describe_process(pid)
+    process, loop = _describe_process(pid), asyncio.get_running_loop()
+    found: asyncio.Future[str] = loop.create_future()
+
+    def collect() -> None:
+        text = _collect(pid, activity_file)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(found.set_result, text)
+
+    # The process may hang in the file system of its file. Of a thread like this the end of this process is not held up.
+    threading.Thread(target=collect, name="examine", daemon=True).start()
+    await asyncio.wait({found}, timeout=_EXAMINE_S)
+    return process, found.result()[:_LONGEST] if found.done() else ""
+
+
+def _collect(pid: int, activity_file: Path) -> str:
+    """Return the activity file of a process with its stacks, as far as they can be had in time."""
+    deadline = time.monotonic() + _EXAMINE_S - 2 * _POLL_S
+    spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     text = ""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_EXAMINE_S):
-            text = await _with_own_stacks(pid, activity_file)
-            if len(text) <= ENTRIES * ENTRY_BYTES:
-                text = text.ljust(ENTRIES * ENTRY_BYTES) + await _stacks_by_py_spy(pid)
-    return process, text[:_LONGEST]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such process or file, or it takes long
+        text = _with_own_stacks(pid, activity_file, until=deadline if spy is None else deadline - _SPY_S)
+        if len(text) <= ENTRIES * ENTRY_BYTES and spy is not None:
+            text = text.ljust(ENTRIES * ENTRY_BYTES)
+            text += _stacks_by_py_spy(spy, pid, timeout_s=deadline - time.monotonic())
+    return text
+
+
+def _with_own_stacks(pid: int, activity_file: Path, *, until: float) -> str:
+    """Have the process write its stacks, and return its file; without them if it writes none in time.
+
+    The activities are those before the signal, which ends some system calls, and so perhaps the hang.
+    """
+    activities = activity_file.read_text(encoding="utf-8", errors="replace")
+    written, grown_at, stacks = len(activities), None, ""
+    os.kill(pid, STACKS_SIGNAL)
+    if is_stopped(pid):
+        os.kill(pid, signal.SIGCONT)
+    while time.monotonic() < until:
+        if (size := activity_file.stat().st_size) > written:
+            written, grown_at = size, time.monotonic()
+            stacks = activity_file.read_text(encoding="utf-8", errors="replace")[len(activities) :]
+        if grown_at is not None and (stacks.endswith(_OUTERMOST) or time.monotonic() - grown_at > _COMPLETE_AFTER_S):
+            break
+        time.sleep(_POLL_S)
+    return activities + stacks
+
+
+def _stacks_by_py_spy(command: str, pid: int, *, timeout_s: float) -> str:
+    """Return the stacks of another process as py-spy reads them; empty if it may not."""
+    arguments = (command, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames")
+    spy = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return spy.stdout
 
 
 def is_stopped(pid: int) -> bool:
@@ -59,46 +106,3 @@ def _describe_process(pid: int) -> str:
         return "gone"
     cpu_s = (int(stat[11]) + int(stat[12])) / _CLOCK_TICKS
     return f"state {stat[0]}, {cpu_s:.2f} s of processor time"
-
-
-async def _with_own_stacks(pid: int, activity_file: Path) -> str:
-    """Have the process write its stacks, and return its file; without them if it writes none in time.
-
-    The activities are those before the signal, which ends some system calls, and so perhaps the hang.
-    """
-    try:
-        activities = activity_file.read_text(encoding="utf-8", errors="replace")
-        written = len(activities)
-        os.kill(pid, STACKS_SIGNAL)
-        if is_stopped(pid):
-            os.kill(pid, signal.SIGCONT)
-    except OSError:  # there is no such process or file
-        return ""
-    loop = asyncio.get_running_loop()
-    grown_at, deadline = None, loop.time() + _SIGNAL_S
-    stacks = ""
-    while loop.time() < deadline:
-        if (size := activity_file.stat().st_size) > written:
-            written, grown_at = size, loop.time()
-            stacks = activity_file.read_text(encoding="utf-8", errors="replace")[len(activities) :]
-        if grown_at is not None and (stacks.endswith(_OUTERMOST) or loop.time() - grown_at > _COMPLETE_AFTER_S):
-            break
-        await asyncio.sleep(_POLL_S)
-    return activities + stacks
-
-
-async def _stacks_by_py_spy(pid: int) -> str:
-    """Return the stacks of another process as py-spy reads them; empty if it is not installed or may not read them."""
-    command = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if command is None:
-        return ""
-    arguments = ("dump", "--pid", str(pid), "--nonblocking", "--full-filenames")
-    spy = await asyncio.create_subprocess_exec(
-        command, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        found, _ = await spy.communicate()
-    finally:
-        if spy.returncode is None:
-            spy.kill()
-    return found.decode(errors="replace")

@@ -64,6 +64,11 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             incidents.launched(draft, event)
         case events.Considered():
             scale_up.considered(draft, event)
+        case events.OperationsMeasured(worker=worker, generation=generation):
+            if generation == state.generation and state.members[worker].is_live:
+                incidents.detect(
+                    draft, signals.OperationsMeasured(worker, generation, event.step, event.ratio, event.group)
+                )
         case events.PrepareFailed():
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
@@ -294,7 +299,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if not worker.has_stepped and message.generation == state.active_generation and not is_rest:
         draft.change_worker(worker, has_stepped=True)
     if message.generation == state.generation and not is_rest:
-        draft.do(commands.MeasureOperations(worker.id, message.times))
+        draft.do(commands.MeasureOperations(worker.id, message.step, message.times))
     if message.step != state.committed:
         return  # another worker has reported the step
     vote = message.vote

@@ -115,7 +115,7 @@ class DecisionEvent(_Part):
     generation: int
     search_s: float
     prepared: bool
-    trigger: Literal["loss", "join", "review", "drain"] = "loss"
+    trigger: Literal["loss", "join", "review", "drain", "slow"] = "loss"
     step: int
     lost: tuple[int, ...]
     leaving: tuple[int, ...] = ()

@@ -218,12 +218,20 @@ class ControlClient:
     def _inject(self, message: Inject) -> None:
         if self._faults is None:
             self._early.append(message)
-        elif message.phase is None:
-            self._faults.fail(message.kind, phase=None, step=None)
-        else:
+        elif message.phase is not None:
             self._faults.plan(
-                Failure(step=message.step or 0, worker=message.worker, phase=message.phase, kind=message.kind)
+                Failure(
+                    step=message.step or 0,
+                    worker=message.worker,
+                    phase=message.phase,
+                    kind=message.kind,
+                    factor=message.factor,
+                )
             )
+        elif message.factor is not None:
+            self._faults.slow(message.factor)
+        else:
+            self._faults.fail(message.kind, phase=None, step=None)
 
     def _arm(self, faults: FaultInjector) -> None:
         self._faults = faults

@@ -1,10 +1,11 @@
-"""Fault injection: this rank fails in a phase of a step, as a real failure would end it."""
+"""Fault injection: this rank fails in a phase of a step, as a real failure would end it, or becomes slow."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
@@ -30,6 +31,7 @@ class FaultInjector:
         self._log = log
         self._disconnect = disconnect
         self._lock = threading.Lock()
+        self._speed = 1.0  # as a share of the usual one
 
     def plan(self, failure: Failure) -> None:
         """Add a failure. Called by the control thread."""
@@ -43,7 +45,10 @@ class FaultInjector:
             for failure in due:
                 self._planned.remove(failure)
         for failure in due:
-            self.fail(failure.kind, phase=failure.phase, step=step)
+            if failure.factor is not None:
+                self.slow(failure.factor)
+            else:
+                self.fail(failure.kind, phase=failure.phase, step=step)
 
     def fail(self, kind: FailureKind, *, phase: FailurePhase | None, step: int | None) -> None:
         """Fail at once."""
@@ -56,7 +61,25 @@ class FaultInjector:
             case "disconnect":
                 self._disconnect()
 
+    def slow(self, factor: float) -> None:
+        """Compute at this share of the usual speed from now on."""
+        self._speed = factor
+
+    def slow_down(self, start_s: float) -> None:
+        """Return when an operation, begun at `start_s` of `time.perf_counter`, would end at the injected speed."""
+        if self._speed < 1:
+            time.sleep((time.perf_counter() - start_s) * (1 / self._speed - 1))
+
 
 def failures_of_incarnation(failures: Iterable[Failure], worker: int, incarnation: int) -> list[Failure]:
-    """Return the failure of one incarnation, counted from 1: the n-th has the n-th failure of its worker."""
-    return [failure for failure in failures if failure.worker == worker][incarnation - 1 : incarnation]
+    """Return the failures of one incarnation, counted from 1: the n-th has the n-th one that ends it.
+
+    Where it becomes slow, or fast again, belongs to the incarnation that the next failure ends.
+    """
+    by_incarnation: list[list[Failure]] = [[]]
+    for failure in failures:
+        if failure.worker == worker:
+            by_incarnation[-1].append(failure)
+            if failure.kind != "slow":
+                by_incarnation.append([])
+    return by_incarnation[incarnation - 1] if incarnation <= len(by_incarnation) else []

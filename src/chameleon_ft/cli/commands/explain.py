@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -27,11 +27,12 @@ from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, list
 __all__ = ["describe_reason", "main"]
 
 _NOTICEABLE_S = 5e-4  # of a stall
-_TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving"}
+_TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving", "slow": "slow"}
 _UNNAMED: Final = {
     "loss": "no worker",
     "join": "new workers",
     "review": "the last plan was chosen without a search, so that no worker waited for it",
+    "slow": "no worker any longer",
 }
 
 
@@ -83,7 +84,9 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         life = f", life {story.session} of the run" if resumed else ""
         out.text("")
         out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{life}", "bold")
-        present = {"loss": "are left", "drain": "stay"}.get(decided.trigger, "are there, newcomers included")
+        present = {"loss": "are left", "drain": "stay", "slow": "are live"}.get(
+            decided.trigger, "are there, newcomers included"
+        )
         out.facts(
             [
                 (_TRIGGERS[decided.trigger], _describe_trigger(story)),
@@ -124,6 +127,8 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
 def _describe_trigger(story: DecisionStory) -> str:
     if story.decided.trigger == "drain":
         return listed("worker", story.decided.leaving)
+    if story.decided.trigger == "slow" and (slow := story.decided.corrections.slow):
+        return _describe_slow(slow)
     if not story.decided.lost:
         return _UNNAMED[story.decided.trigger]
     known = {loss.worker: loss for loss in story.losses}
@@ -334,7 +339,11 @@ def _describe_corrections(corrections: UsedCorrections) -> str:
         "migrations": corrections.migration,
     }
     texts = [f"{name} x {factor:.2f}" for name, factor in factors.items() if f"{factor:.2f}" != "1.00"]
-    texts += [
-        f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(corrections.slow.items())
-    ]
+    texts += [_describe_slow(corrections.slow)] if corrections.slow else []
     return ", ".join(texts) or "none"
+
+
+def _describe_slow(speeds: Mapping[int, float]) -> str:
+    return ", ".join(
+        f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(speeds.items())
+    )

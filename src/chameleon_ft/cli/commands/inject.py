@@ -1,4 +1,4 @@
-"""`chameleon inject`: make a worker of a live run fail."""
+"""`chameleon inject`: make a worker of a live run fail, or slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Optional, get_args
 
-from chameleon_ft.cli.arguments import OptionalInt, RunPath, metavar, parse_arguments
+from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, metavar, parse_arguments
 from chameleon_ft.config import FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
@@ -18,9 +18,9 @@ _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
 
 @dataclass(frozen=True)
 class InjectArguments:
-    """Make a worker of a live run fail, to watch the run recover.
+    """Make a worker of a live run fail, or slow, to watch the run recover.
 
-    The worker fails at once, or with --phase or --step when it reaches that point.
+    This happens at once, or with --phase or --step when it reaches that point.
     """
 
     run: RunPath
@@ -28,7 +28,10 @@ class InjectArguments:
     worker: int
     """Number of the worker, as the run shows it."""
     kind: FailureKind = "kill"
-    """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."""
+    """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its
+    speed."""
+    factor: OptionalFloat = None
+    """With --kind slow: the speed, as a share of the usual one, such as 0.5; 1 ends the slowness."""
     phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045
     """Phase in which the worker should fail."""
     step: OptionalInt = None
@@ -44,11 +47,22 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--worker {given.worker}: workers are numbered from 0")
     if given.step is not None and not 0 <= given.step < steps:
         raise ConfigError(f"--step {given.step}: there is no such step; the run has {steps}, numbered 0 to {steps - 1}")
+    if given.kind == "slow" and given.factor is None:
+        raise ConfigError("--factor is missing: --kind slow needs the speed as a share of the usual one, such as 0.5")
+    if given.factor is not None and not 0 < given.factor <= 1:
+        raise ConfigError(f"--factor {given.factor}: a speed is above 0 and up to 1, which is the usual one")
+    if given.kind != "slow" and given.factor is not None:
+        raise ConfigError(f"--factor {given.factor}: only --kind slow has a factor, not {given.kind}")
     run.read_control()  # raises if the run is not live
     from chameleon_ft.control.fault_injection import inject
 
-    inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step)
-    what = {"kill": "is killed", "hang": "is stopped", "disconnect": "is cut off"}[given.kind]
+    inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step, factor=given.factor)
+    what = {
+        "kill": "is killed",
+        "hang": "is stopped",
+        "disconnect": "is cut off",
+        "slow": f"computes at {given.factor} of its speed",
+    }[given.kind]
     when = "" if given.phase is None else f" in its next {given.phase}"
     if given.step is not None:
         when += f" in step {given.step}, or the first one after it that has it" if when else f" in step {given.step}"

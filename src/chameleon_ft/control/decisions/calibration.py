@@ -24,8 +24,7 @@ from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 __all__ = ["Calibration", "Corrections"]
 
 _RECENT: Final = 10  # steps, or transfers, whose median counts
-_SLOW: Final = 1.25  # a slow worker's operations take so many times as long as the others',
-_SLOW_STEPS: Final = 8  # in at least so many of its recent steps
+_PEERS: Final = 3  # workers with the same layers that compare with each other and not with others
 _STEPS_NEEDED: Final = 3  # for a factor of the step: one may be a hiccup
 
 
@@ -41,7 +40,7 @@ class Corrections:
     step: float = 1.0  # for seconds of a step, beyond its operations
     transfer: float = 1.0  # for seconds of a transfer
     migration: float = 1.0  # for seconds of a migration
-    slow: Mapping[int, float] = FrozenMap({})  # persistently slower worker -> its relative speed
+    slow: Mapping[int, float] = FrozenMap({})  # slow worker -> its speed relative to the others
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))
@@ -101,11 +100,15 @@ class Calibration:
 
     The first step after a change allocates buffers and opens connections, so it counts only for a worker without other
     observations. If a worker gets other layers, its old observations count until there are new ones.
+
+    Attributes:
+        slow: slow worker -> its speed relative to the others, as the detector of slowness has found it.
     """
 
     # Whether the reference costs tell layers apart, as a profile's do; otherwise only workers that run equal layers can
     # be compared with each other.
     knows_layers: bool
+    slow: Mapping[int, float] = FrozenMap({})
     _plan: Plan | None = None
     _program: Program | None = None
     _reference: CostModel | None = None
@@ -117,41 +120,46 @@ class Calibration:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _step: float = 1.0
     _estimated: tuple[Cluster, float, float] | None = None
-    _slow: dict[int, float] = field(default_factory=dict)
+    _groups: dict[int, int | None] = field(default_factory=dict)
     _transfers: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _migrations: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def begin(self, plan: Plan, program: Program, reference: CostModel) -> None:
         """Begin to observe steps of this program; `reference` are the costs without any corrections."""
-        self._find_slow()
         for worker in list(self._seen):
             if self._layers(worker) != plan.placement.ranges_of(worker):
                 self._before[worker] = _median_of(self._seen.pop(worker))
         self._plan, self._program, self._reference = plan, program, reference
+        self._groups = _groups_of(plan, knows_layers=self.knows_layers)
         self._expected.clear()
         self._has_begun.clear()
         self._estimated = None
         self._steps = 0
         self._steps_s.clear()
 
-    def operations(self, worker: int, times: OperationTimes) -> None:
-        """Take in the operations of a worker of the plan in a step."""
+    def operations(self, worker: int, times: OperationTimes) -> tuple[float, int | None] | None:
+        """Take in the operations of a worker of the plan in a step.
+
+        Return observed by expected seconds of its operations and the group of workers that compare with it, None for
+        all; or None if this step is no measure of the worker's speed.
+        """
         if worker not in self._expected:
             self._expected[worker] = self._expect(worker)
         expected = self._expected[worker]
         if expected is None or times.forward_s <= 0:
-            return
+            return None
         forward = times.forward_s / expected.forward_s
         backward = (times.backward_s - forward * expected.recompute_s) / expected.backward_s
         if backward <= 0:
-            return
+            return None
         observed_s = forward * expected.forward_s + backward * expected.backward_s
         seen = _Ratios(forward, backward, observed_s / (expected.forward_s + expected.backward_s))
         if worker in self._has_begun:
             self._seen[worker].append(seen)
-        else:
-            self._has_begun.add(worker)
-            self._before.setdefault(worker, seen)
+            return seen.both, self._groups[worker]
+        self._has_begun.add(worker)
+        self._before.setdefault(worker, seen)
+        return None
 
     def step(self, step_s: float) -> None:
         """Take in the duration of a committed step."""
@@ -190,16 +198,6 @@ class Calibration:
     def migrations(self) -> float | None:
         """Median of observed by expected seconds of the migrations; None before the first."""
         return statistics.median(self._migrations) if self._migrations else None
-
-    def slow(self) -> Mapping[int, float]:
-        """Return persistently slower worker -> its speed relative to the others.
-
-        Persistently: in eight of its last ten steps its operations took 1.25 times as long as the median of the others
-        that run the same layers; or of all others where there are none, if the costs tell layers apart. A worker that
-        cannot be compared with any other now keeps its last value.
-        """
-        self._find_slow()
-        return FrozenMap(dict(sorted(self._slow.items())))
 
     def unexplained(self, costs: CostModel) -> float:
         """Return the median of recent steps by the estimate for the plan in force with these costs.
@@ -252,28 +250,24 @@ class Calibration:
         seen = self._seen.get(worker)
         return _median_of(seen) if seen else self._before.get(worker)
 
-    def _find_slow(self) -> None:
-        """Find the slow workers among those that were observed often enough."""
-        usual = {worker: _median_of(seen).both for worker, seen in self._seen.items() if seen}
-        for worker, own in self._seen.items():
-            others = [usual[other] for other in self._peers(worker) if other in usual]
-            if len(own) < _SLOW_STEPS or not others:
-                continue
-            peers = statistics.median(others)
-            if sum(each.both >= _SLOW * peers for each in own) >= _SLOW_STEPS:
-                # Two digits, so that workers that are about as slow are of one class.
-                self._slow[worker] = round(peers / usual[worker], 2)
-            else:
-                self._slow.pop(worker, None)
-
-    def _peers(self, worker: int) -> list[int]:
-        own = self._layers(worker)
-        others = [other for other in self._seen if other != worker]
-        return [other for other in others if self._layers(other) == own] or (others if self.knows_layers else [])
-
     def _layers(self, worker: int) -> object:
         assert self._plan is not None
         return self._plan.placement.ranges_of(worker)
+
+
+def _groups_of(plan: Plan, *, knows_layers: bool) -> dict[int, int | None]:
+    """Return the group of each worker: the first worker that runs the same layers.
+
+    None for a worker without enough peers if the costs tell layers apart, so that it compares with all others.
+    """
+    alike: dict[object, list[int]] = defaultdict(list)
+    for worker in plan.workers:
+        alike[plan.placement.ranges_of(worker)].append(worker)
+    return {
+        worker: None if knows_layers and len(workers) < _PEERS else workers[0]
+        for workers in alike.values()
+        for worker in workers
+    }
 
 
 def _median_of(seen: Iterable[_Ratios]) -> _Ratios:

@@ -29,14 +29,14 @@ __all__ = ["Decisions", "ScaleUpDecision"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:
-    """A decision made while training continued: on workers that join or leave, or on a plan chosen in haste."""
+    """A decision made while training continued: on workers that join, leave, become slow or recover, or in a review."""
 
     context: recovery.DecisionContext
     inputs: Mapping[str, object]  # as JSON values, when it was made
     decision: recovery.Decision
     plans: tuple[RecoveryPlan, ...]  # to switch to, one after the other; none: continue as before
     search_s: float  # seconds that the decision took
-    trigger: Literal["join", "review", "drain"]
+    trigger: Literal["join", "review", "drain", "slow"]
 
     @property
     def reason(self) -> str:
@@ -86,9 +86,12 @@ class Decisions:
         decide = partial(decide_on_switch, migrates=self._planner.migrates)
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
         search_s = time.perf_counter() - start
-        trigger: Literal["join", "review", "drain"] = "join" if state.scale_up.newcomers else "review"
+        scale_up = state.scale_up
+        trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"
         if context.leaving:
             trigger = "drain"
+        elif scale_up.asked_speeds != scale_up.speeds:
+            trigger = "slow"
         self._scale_up = ScaleUpDecision(
             context=context,
             inputs=self._planner.inputs(state.committed, context, rate),

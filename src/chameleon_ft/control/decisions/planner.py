@@ -350,7 +350,7 @@ class Planner:
     def _corrections(self) -> Corrections:
         """Corrections of the costs; those of whole steps and transfers are in the context."""
         operations = 1.0 if self._profile is None else self.calibration.both
-        return Corrections(operations=operations, slow=self.calibration.slow())
+        return Corrections(operations=operations, slow=self.calibration.slow)
 
 
 def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:

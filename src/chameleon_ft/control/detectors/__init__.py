@@ -15,6 +15,7 @@ from chameleon_ft.control.detectors.crash import CrashDetector
 from chameleon_ft.control.detectors.peer_failure import PeerFailureDetector
 from chameleon_ft.control.detectors.process_exit import ProcessExitDetector
 from chameleon_ft.control.detectors.quiesce_timeout import QuiesceTimeout
+from chameleon_ft.control.detectors.slowness import SlownessDetector
 from chameleon_ft.control.detectors.watchdog import Watchdog
 
 __all__ = ["Detectors"]
@@ -30,6 +31,7 @@ class Detectors:
     quiesce_timeout: QuiesceTimeout
     watchdog: Watchdog
     peer_failure: PeerFailureDetector
+    slowness: SlownessDetector
 
     @classmethod
     def with_timeouts(cls, timeouts: Timeouts) -> Self:
@@ -41,6 +43,7 @@ class Detectors:
             QuiesceTimeout(timeouts),
             Watchdog(timeouts),
             PeerFailureDetector(),
+            SlownessDetector(),
         )
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:

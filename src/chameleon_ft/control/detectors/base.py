@@ -16,18 +16,22 @@ __all__ = [
     "Detector",
     "ErrorReported",
     "Fatal",
+    "Fenced",
     "Finding",
     "Lost",
     "MessageFailed",
     "MessagesOverdue",
     "Note",
+    "OperationsMeasured",
     "OperationsTimed",
     "ProbeAnswered",
     "ProcessExited",
     "Progressed",
+    "Recovered",
     "SendProbe",
     "Signal",
     "Silent",
+    "Slow",
     "StepCommitted",
     "StopRequested",
     "Ticked",
@@ -92,6 +96,27 @@ class OperationsTimed(Signal):
 
     longest_s: float
     in_first_step: bool  # see `Worker.has_stepped`
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsMeasured(Signal):
+    """The operations of a worker in a step took `ratio` times as long as expected.
+
+    A worker compares with those of its `group`, of all workers that run the same layers; with any other if it is None.
+    """
+
+    worker: int
+    generation: int
+    step: int
+    ratio: float
+    group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced(Signal):
+    """A worker is no longer part of the run."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +189,23 @@ class Fatal(Finding):
     """The run cannot continue."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slow(Finding):
+    """Since a step, a worker computes at this speed relative to the others."""
+
+    worker: int
+    speed: float
+    since_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered(Finding):
+    """A worker is as fast as the others again; or counts as such, to be tried, after it was not in the plan."""
+
+    worker: int
+    is_trial: bool
 
 
 @dataclass(frozen=True, slots=True)

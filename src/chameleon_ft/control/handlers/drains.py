@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.control.commands import Drop, Send
-from chameleon_ft.control.handlers import switches
+from chameleon_ft.control.detectors.base import Fenced
+from chameleon_ft.control.handlers import incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -153,6 +154,7 @@ def _let_go(draft: Draft, worker: Worker) -> None:
     else:
         draft.send(worker.id, Exit(reason="drained"))
     draft.set(members=draft.state.members.fence(worker.id), scale_up=draft.state.scale_up.without(worker.id))
+    incidents.detect(draft, Fenced(worker.id))
     live = len(draft.state.members.live())
     draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
     message = f"worker {worker.id} has left, and its process ends"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import switches
+from chameleon_ft.control.handlers import slowness, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
@@ -49,6 +49,10 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 _lose(draft, worker, noticed_by, cause)
             case signals.Fatal(reason=reason):
                 end(draft, "failed", reason)
+            case signals.Slow():
+                slowness.slow(draft, finding)
+            case signals.Recovered():
+                slowness.recovered(draft, finding)
             case signals.SendProbe(probe=probe):
                 draft.tell_live(messages.Probe(probe=probe))
                 draft.tell_agents(messages.Probe(probe=probe))
@@ -69,6 +73,7 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     if worker.lost or draft.state.phase is Phase.OVER:
         return
     draft.set(members=draft.state.members.fence(number), scale_up=draft.state.scale_up.without(number))
+    detect(draft, signals.Fenced(number))
     if worker.agent is not None:
         # The recovery does not wait for the evidence.
         file = f"{draft.state.settings.logs}/worker-{number}.activity" if noticed_by in GIVEN_UP else None

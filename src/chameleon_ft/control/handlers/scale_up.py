@@ -68,9 +68,10 @@ def advance(draft: Draft) -> None:
             draft.change_worker(draft.state.members[number], takes_part=True)
             draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
         scale_up = draft.state.scale_up.admitted(now)
-        is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading())
+        speeds = state.detectors.slowness.speeds
+        is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading(), speeds=speeds)
         if is_complete or drains.is_waited_for(draft.state):
-            scale_up = replace(scale_up, considering=state.generation, question=scale_up.question + 1)
+            scale_up = scale_up.asked(state.generation, speeds)
             draft.do(Task.CONSIDER_SCALE_UP)
         draft.set(scale_up=scale_up)
 
@@ -85,7 +86,7 @@ def considered(draft: Draft, event: Considered) -> None:
     if generation != state.generation or state.phase is not Phase.TRAINING:
         return
     if event.error is not None:
-        _leave_as_spares(draft, event.error)
+        _stay_after_error(draft, event.error)
         drains.give_up(draft, event.error)
     elif event.staying != state.members.staying():
         return  # all are considered again
@@ -96,15 +97,22 @@ def considered(draft: Draft, event: Considered) -> None:
         drains.give_up(draft, event.reason)  # newcomers are considered again, with all that stay
     else:
         draft.do(Task.RECORD_SCALE_UP)
+        if scale_up.asked_speeds != scale_up.speeds:
+            message = "the plan stays as it is; `chameleon explain` shows why"
+            draft.record("stay", slow=sorted(scale_up.asked_speeds), message=message)
         draft.set(scale_up=scale_up.settled())
 
 
-def _leave_as_spares(draft: Draft, error: str) -> None:
-    """Record that the decision on the newcomers failed; training does not depend on it."""
-    workers = sorted(draft.state.scale_up.newcomers)
-    draft.set(scale_up=draft.state.scale_up.settled())
+def _stay_after_error(draft: Draft, error: str) -> None:
+    """Record that the decision on newcomers or slow workers failed; training does not depend on it."""
+    scale_up = draft.state.scale_up
+    workers, slow = sorted(scale_up.newcomers), sorted(scale_up.asked_speeds)
+    draft.set(scale_up=scale_up.settled())
     if workers:
         names, one = ", ".join(map(str, workers)), len(workers) == 1
         subject = f"worker {names} stays a spare" if one else f"workers {names} stay spares"
         message = f"{subject}: the decision on {'it' if one else 'them'} failed: {error}"
         draft.record("decision_failed", workers=workers, error=error, message=message)
+    elif scale_up.asked_speeds != scale_up.speeds:
+        message = f"the plan stays as it is: the decision on slow workers failed: {error}"
+        draft.record("decision_failed", workers=slow, error=error, message=message)

@@ -1,12 +1,16 @@
-"""Plans that are considered while training continues: for workers that join or leave, or after a hasty decision.
+"""Plans that are considered while training continues: for workers that join or leave, become slow or recover, or after
+a hasty decision.
 
 A worker that joins is a spare until a decision considers it, and then part of the plan if that is worth it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
+
+from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["ScaleUp"]
 
@@ -27,8 +31,14 @@ class ScaleUp:
     last_at_s: float = 0.0  # when the last newcomer did
     considering: int | None = None  # generation of the decision that is being made; None if there is none
     question: int = 0  # number of that decision, or of the last one
+    asked_speeds: Mapping[int, float] = FrozenMap({})  # slow worker -> its speed, for that decision
+    speeds: Mapping[int, float] = FrozenMap({})  # likewise for the newest one that was carried out
     retries: int = 0  # generations in a row that could not be prepared
     retry_at_s: float = 0.0  # no other is prepared before
+
+    def __post_init__(self) -> None:
+        for name in ("asked_speeds", "speeds"):
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     def admitted(self, now: float) -> Self:
         """Turn the ready workers into spares."""
@@ -41,18 +51,30 @@ class ScaleUp:
     def without(self, worker: int) -> Self:
         """Remove a lost worker."""
         loaded = tuple(each for each in self.loaded if each != worker)
-        return replace(self, loaded=loaded, newcomers=self.newcomers - {worker})
+        asked_speeds, speeds = (
+            {each: speed for each, speed in known.items() if each != worker}
+            for known in (self.asked_speeds, self.speeds)
+        )
+        newcomers = self.newcomers - {worker}
+        return replace(self, loaded=loaded, newcomers=newcomers, asked_speeds=asked_speeds, speeds=speeds)
 
-    def is_complete(self, now: float, *, is_loading: bool) -> bool:
+    def is_complete(self, now: float, *, is_loading: bool, speeds: Mapping[int, float]) -> bool:
         """Return whether to consider a plan now, with all newcomers, instead of waiting for more that are loading.
 
-        A plan that was chosen without a search may be a bad one: its successor waits for none.
+        A plan that was chosen without a search, or for other `speeds` of slow workers, may be a bad one: its successor
+        waits for none.
         """
+        if speeds != self.speeds:
+            return True
         if not self.newcomers:
             return self.hurried_at_s is not None
         if now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
+
+    def asked(self, generation: int, speeds: Mapping[int, float]) -> Self:
+        """Note that a decision is being made in a generation, for these speeds of slow workers."""
+        return replace(self, considering=generation, question=self.question + 1, asked_speeds=speeds)
 
     def failed(self, now: float) -> Self:
         """Note that a generation could not be prepared: the next attempt is made after a while."""
@@ -64,5 +86,7 @@ class ScaleUp:
         return replace(self, hurried_at_s=now)
 
     def settled(self) -> Self:
-        """Clear the newcomers: all are in the plan, or stay spares."""
-        return replace(self, newcomers=frozenset(), hurried_at_s=None, retries=0, retry_at_s=0.0)
+        """Note that the last decision is carried out: all newcomers are in the plan, or stay spares."""
+        return replace(
+            self, newcomers=frozenset(), hurried_at_s=None, speeds=self.asked_speeds, retries=0, retry_at_s=0.0
+        )

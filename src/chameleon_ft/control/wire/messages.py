@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from chameleon_ft.config import FailurePhase
+from chameleon_ft.config import FailureKind, FailurePhase
 from chameleon_ft.control.wire.parts import (
     BoundaryMessage,
     MessagePart,
@@ -281,13 +281,14 @@ class Crashed(Message):
 
 
 class Inject(Message):
-    """Make `worker` fail: at once, or in `phase` of step `step` or the first one after it."""
+    """Make `worker` fail, or slow: at once, or in `phase` of step `step` or the first one after it."""
 
     type: Literal["inject"] = "inject"
     worker: int
-    kind: Literal["kill", "hang", "disconnect"]
+    kind: FailureKind
     phase: FailurePhase | None = None
     step: int | None = None
+    factor: float | None = None  # of kind "slow": its speed, as a share of the usual one
 
 
 class Welcome(Message):

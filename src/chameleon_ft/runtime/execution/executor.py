@@ -204,6 +204,7 @@ class _StepExecution:
             tensor = self._compute(operation, message)
         if self._executor.pace is not None:
             self._executor.pace(operation, start)
+        self._executor.faults.slow_down(start)
         self._stats.spans.append((operation.kind, start, perf_counter()))
         if tensor is None:
             return

@@ -1,0 +1,55 @@
+"""Workers that become slow, or recover: it is said, and another plan is looked for beside training.
+
+What follows is decided like any switch: the plan stays, the worker gets fewer micro-batches or layers, or none at all.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from chameleon_ft.control.detectors.base import Recovered, Slow
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.state import State
+from chameleon_ft.quantities import duration
+
+__all__ = ["recovered", "slow"]
+
+
+def slow(draft: Draft, finding: Slow) -> None:
+    """Record that a worker is slow, and what that costs."""
+    times = _step_times(draft.state, finding.since_step)
+    message = f"worker {finding.worker} computes at {finding.speed:.2f} of the speed of others"
+    message += f" since step {finding.since_step}"
+    if times is not None:
+        before_s, now_s = times
+        message += f"; a step takes {duration(now_s)}, and took {duration(before_s)} before"
+    draft.record(
+        "slow",
+        worker=finding.worker,
+        speed=finding.speed,
+        since_step=finding.since_step,
+        step=draft.state.committed,
+        before_step_s=None if times is None else times[0],
+        step_s=None if times is None else times[1],
+        message=message,
+    )
+
+
+def recovered(draft: Draft, finding: Recovered) -> None:
+    """Record that a worker is slow no longer, or is to be tried again."""
+    reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
+    draft.record(
+        "recovered",
+        worker=finding.worker,
+        step=draft.state.committed,
+        is_trial=finding.is_trial,
+        message=f"worker {finding.worker} {reason}",
+    )
+
+
+def _step_times(state: State, since_step: int) -> tuple[float, float] | None:
+    """Return the median seconds of recent steps before and since a step; None if one of them is not known."""
+    steps_s = state.detectors.watchdog.steps_s
+    count = state.committed - since_step
+    before_s, now_s = steps_s[:-count], steps_s[-count:]
+    return (statistics.median(before_s), statistics.median(now_s)) if count > 0 and before_s else None

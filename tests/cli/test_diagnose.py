@@ -1,0 +1,148 @@
+"""`chameleon diagnose`: runs that were made by hand, word by word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.observe import RunDirectory
+from tests.cli.conftest import CommandLine
+from tests.observe.test_decisions import came, decided, lost, planned, started
+
+NOON = 1_767_268_800.0  # 2026-01-01 12:00:00 UTC
+
+HANG = """
+Incident 1 of 2: worker 5 lost in step 40
+worker       5 on 10.0.0.2
+since        2026-01-01 11:59:55 UTC, 5.000 s before it was detected
+why          hung: in F1 for 5.0 s, at /home/me/model.py:7 in forward
+detected by  lack of progress
+process      state S, 1.00 s of processor time
+evidence     incidents/worker-5-1.txt
+action       reroute: micro-batches 2, 3 of worker 3 go to worker 1
+resumed      at step 40 after a stall of 123 ms
+cost         0.50 steps
+since then   step 410 ms (predicted 400 ms, +2.5%), stall 900 ms (predicted 750 ms, +20.0%)
+decision     1, see chameleon explain
+
+Incident 2 of 2: workers 3, 6 lost in step 40
+worker       3 on 10.0.0.1
+since        2026-01-01 12:00:10 UTC, 10 ms before it was detected
+why          SIGKILL
+detected by  the end of its process
+before       its operations ran at 0.50 of the speed of others
+worker       6
+since        2026-01-01 12:00:10 UTC, 10 ms before it was detected
+why          SIGKILL
+detected by  the end of its process
+message      of worker 2 with worker 3 failed: connection reset
+action       reroute: micro-batches 2, 3 of worker 3 go to worker 1
+resumed      at step 40 after a stall of 133 ms
+decision     2, see chameleon explain
+"""
+
+
+def failure(worker: int, generation: int, at: float, **fields: Any) -> dict[str, Any]:
+    """The event of a worker whose loss was over at a time in seconds after noon."""
+    return {**lost(worker, generation), "time": NOON + at, **fields}
+
+
+def hang(worker: int, at: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "event": "hang",
+        "time": NOON + at,
+        "worker": worker,
+        "incarnation": 1,
+        "host": "10.0.0.2",
+        "process": "state S, 1.00 s of processor time",
+        "doing": "in F1",
+        "since": NOON + at - 5.1,
+        "place": "/home/me/model.py:7 in forward",
+        "file": f"worker-{worker}-1.txt",
+        **fields,
+    }
+
+
+EVENTS = [
+    started(),
+    hang(5, 0.1),
+    decided(2, 5),
+    planned(2, "repartition"),
+    failure(
+        5,
+        2,
+        0.123,
+        cause="hung: in F1 for 5.0 s, at /home/me/model.py:7 in forward",
+        noticed_by="watchdog",
+        host="10.0.0.2",
+        detect_s=None,
+        stall_s=0.123,
+    ),
+    {
+        "event": "failure_cost",
+        "time": NOON + 1,
+        "incident_generations": [2],
+        "step": 40,
+        "failure_cost_steps": 0.5,
+        "predicted_steps": None,
+    },
+    came(2),
+    {
+        "event": "messages_failed",
+        "time": NOON + 9,
+        "generation": 2,
+        "reports": [{"reporter": 2, "peer": 3, "error": "connection reset"}],
+    },
+    decided(3, 3, 6),
+    planned(3, "repartition"),
+    failure(3, 3, 10.133, host="10.0.0.1"),
+    failure(6, 3, 10.133),
+]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(events: list[dict[str, Any]]) -> str:
+        config = RunConfig(workers=8, parallel=Parallel(dp=4, pp=2), batch=Batch(micro_batches=8))
+        run = RunDirectory.create(tmp_path / "run", config)
+        run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+        return str(run.path)
+
+    return write
+
+
+def told(chameleon: CommandLine, *arguments: str) -> str:
+    assert chameleon("diagnose", *arguments) == 0
+    return str(chameleon.capture.readouterr().out)
+
+
+def test_one_answer_for_each_incident(write: Any, chameleon: CommandLine) -> None:
+    run = write(EVENTS)
+    assert told(chameleon, run) == f"{run}\n{HANG}"
+
+
+def test_as_json(write: Any, chameleon: CommandLine) -> None:
+    first, second = json.loads(told(chameleon, write(EVENTS), "--json"))["incidents"]
+    (culprit,) = first["culprits"]
+    assert (culprit["worker"], culprit["host"], culprit["doing"]) == (5, "10.0.0.2", "in F1")
+    assert culprit["place"] == "/home/me/model.py:7 in forward"
+    assert culprit["since"] == pytest.approx(NOON - 5.0)
+    assert (first["decision"], first["outcome"]["steps"], first["cost_steps"]) == (1, 10, 0.5)
+    assert [culprit["worker"] for culprit in second["culprits"]] == [3, 6]
+    assert second["failed_messages"] == [[2, 3, "connection reset"]]
+
+
+def test_evidence_that_came_after_the_banner(write: Any, chameleon: CommandLine) -> None:
+    events = [started(), failure(5, 2, 0.1, noticed_by="watchdog"), hang(5, 0.2, message="worker 5 hung")]
+    (incident,) = json.loads(told(chameleon, write(events), "--json"))["incidents"]
+    assert incident["culprits"][0]["evidence"] == "incidents/worker-5-1.txt"
+
+
+def test_a_run_without_losses(write: Any, chameleon: CommandLine) -> None:
+    run = write([started(), {"event": "finished", "time": NOON, "status": "failed", "reason": "the disk is full"}])
+    assert told(chameleon, run) == f"{run}\nno worker was lost\n\nthe run failed: the disk is full\n"
+    assert json.loads(told(chameleon, run, "--json")) == {"incidents": []}

@@ -1,0 +1,55 @@
+"""A worker of a live run becomes slow, as a user would make it: the plan changes, and changes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import Batch, Emulation, Parallel, Recovery, config_to_toml
+from chameleon_ft.observe import RunDirectory, read_generation_plans
+from chameleon_ft.observe.decisions import decision_stories
+from tests.harness import Command, Ended, assert_as_the_plain_loop
+from tests.runtime.test_emulation import emulated_config
+
+pytestmark = pytest.mark.multiprocess
+
+
+def make_slow(run: RunDirectory, factor: str) -> None:
+    with Command("inject", run.path, "--worker", 2, "--kind", "slow", "--factor", factor) as injecting:
+        injecting.read_until(f"worker 2 computes at {factor} of its speed now")
+        assert injecting.wait() == 0
+
+
+def test_a_slow_worker_gets_less_to_do_until_it_has_recovered(tmp_path: Path) -> None:
+    config = emulated_config(
+        tmp_path,
+        steps=100_000,
+        parallel=Parallel(dp=4, pp=1),
+        batch=Batch(micro_batches=16, micro_batch_size=2),
+        emulation=Emulation(time_scale=2.0),
+        recovery=Recovery(policy="chameleon"),
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", file, "--output-dir", run.path) as training:
+        training.read_until(r"^\s+8\s")
+        make_slow(run, "0.5")
+        training.read_until(r"slow: worker 2 computes at 0\.\d\d of the speed of others since step \d+; a step takes")
+        training.read_until("a better plan from step")
+        make_slow(run, "1.0")
+        training.read_until("recovered: worker 2 is as fast as the others again")
+        training.interrupt_all()
+        assert training.wait() == 130
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended)
+    assert not ended.lost
+    first = next(story for story in decision_stories(run.events()) if 2 in story.decided.corrections.slow)
+    assert first.decided.trigger == "slow"
+    assert first.decided.corrections.slow[2] < 0.7
+    before, after, *_ = (
+        sum(len(hop.layers) for route in each.plan.routes for hop in route.hops if hop.worker == 2)
+        for each in read_generation_plans(run.plans).values()
+    )
+    assert 0 < after < before, "it runs fewer layers, or fewer micro-batches through them"
