@@ -63,8 +63,9 @@ class _NoPeers:
         return _Arrived(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> _Arrived:
-        # Gradients, loss, terms, samples, no worker to finish or switch; this worker's contributions; all voters.
-        others = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, float(ballot[-2]), self._members]
+        # Gradients, loss, terms, samples, no vote to finish, switch or write a checkpoint; this worker's contributions;
+        # all voters.
+        others = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, float(ballot[-2]), self._members]
         return _Arrived(ballot.copy_(torch.tensor(others, dtype=ballot.dtype)))
 
     def interrupt(self) -> None: ...

@@ -16,10 +16,10 @@ from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig, Timeouts, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Drain, Exit, Hello, HostHello, Message, Refused, Spawn
+from chameleon_ft.control.wire.messages import Acknowledged, Drain, Exit, Hello, HostHello, Message, Refused, Spawn
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
@@ -209,7 +209,12 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
 @pytest.fixture
 def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
     config = small_config(
-        tmp_path, steps=100_000, workers=3, parallel=Parallel(dp=3, pp=1), batch=Batch(micro_batches=6)
+        tmp_path,
+        steps=100_000,
+        workers=3,
+        parallel=Parallel(dp=3, pp=1),
+        batch=Batch(micro_batches=6),
+        timeouts=Timeouts(reconnect_s=2.0),
     )
     with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as command:
         yield command
@@ -304,8 +309,10 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
         for text in connection:
             match decode(text):
                 case HostHello():
+                    connection.send(encode(Acknowledged(connection=1, received=0, reconnect_s=0.0)))
                     connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
                 case Hello():
+                    connection.send(encode(Acknowledged(connection=2, received=0, reconnect_s=0.0)))
                     ranks.append(connection)
                     has_joined.set()
                 case Drain() if drains:

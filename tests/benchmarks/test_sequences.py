@@ -43,7 +43,8 @@ def test_everything_is_drawn() -> None:
     runs = [draw(seed) for seed in range(MANY)]
     failures = [failure for run in runs for failure in run.failures]
     assert {failure.phase for failure in failures} == set(get_args(FailurePhase))
-    assert {failure.kind for failure in failures} == set(get_args(FailureKind))
+    # A slow worker is not lost.
+    assert {failure.kind for failure in failures} == set(get_args(FailureKind)) - {"slow"}
     assert {run.policy for run in runs} == set(get_args(PolicyName))
     assert {run.split_backward for run in runs} == {False, True}
     assert {len(run.failures) for run in runs} == {1, 2, 3, 4}

@@ -379,7 +379,9 @@ async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(st
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
         await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
-    assert stage.ranks[0].count(Prepare) == 0
+    # A better plan for the others may be found meanwhile.
+    prepared = [message.order.members for message in stage.ranks[0].sent if isinstance(message, Prepare)]
+    assert all(1 not in members for members in prepared)
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from chameleon_ft.config import Recovery
+from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import Launch, Task
 from chameleon_ft.control.events import Interrupted
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
+    BeginCheckpoint,
     Discard,
     Exit,
     Finish,
@@ -260,6 +261,13 @@ def test_an_interrupted_run_still_ends() -> None:
     history.finish()
     assert history.state.ended == ("interrupted", "interrupted by the user, with a checkpoint")
     assert len(history.sent(Exit)) == 5
+
+
+def test_a_requested_checkpoint_is_requested_of_workers_that_come_back() -> None:
+    history = training(checkpoint=Checkpoint(every="auto"))
+    assert history.state.schedule.is_requested
+    replaced(history)
+    assert [message.request for message in history.sent(BeginCheckpoint)] == [1, 1, 1, 1]
 
 
 def test_a_second_replacement_finds_the_peers_of_the_first() -> None:

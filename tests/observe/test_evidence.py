@@ -12,6 +12,7 @@ RUNTIME = """\
   File "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1747 in _call_impl
   File "/venv/lib/python3.12/site-packages/chameleon_ft/runtime/execution/executor.py", line 253 in _compute
   File "/venv/lib/python3.12/site-packages/chameleon_ft/runtime/rank.py", line 70 in rank_main
+  File "/venv/lib/python3.12/site-packages/chameleon_ft/launch.py", line 265 in _call
   File "<string>", line 1 in <module>
 """
 WAITER = """\

@@ -26,6 +26,16 @@ class Switchboard:
         self.messages: defaultdict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
         self.sums: dict[tuple[tuple[int, ...], int], list[Tensor]] = defaultdict(list)
 
+    def queue(self, key: tuple[int, int, int]) -> SimpleQueue[Tensor]:
+        """Messages of (sender, receiver, tag)."""
+        with self.lock:  # two threads at once may each make one, because a garbage collection can come in between
+            return self.messages[key]
+
+    def shares(self, group: tuple[int, ...], number: int) -> list[Tensor]:
+        """What the members of a group have added to a sum."""
+        with self.lock:
+            return self.sums[group, number]
+
     def await_(self, condition: Callable[[], bool]) -> None:
         while not condition():
             if self.cut.wait(0.0005):
@@ -43,11 +53,11 @@ class Line:
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         if self.board.cut.is_set():
             raise CommunicationError(peer, "the generation is over")
-        self.board.messages[self.worker, peer, tag].put(tensor.clone())
+        self.board.queue((self.worker, peer, tag)).put(tensor.clone())
         return Waiting(lambda: None)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        queue = self.board.messages[peer, self.worker, tag]
+        queue = self.board.queue((peer, self.worker, tag))
 
         def wait() -> None:
             while True:
@@ -64,7 +74,7 @@ class Line:
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         number = self.reductions[group]
         self.reductions[group] += 1
-        shares = self.board.sums[group, number]
+        shares = self.board.shares(group, number)
 
         def wait() -> None:
             with self.board.lock:

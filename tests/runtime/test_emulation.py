@@ -18,6 +18,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import (
     STAND_IN_JOB,
     Batch,
+    Checkpoint,
     Emulation,
     Failure,
     Parallel,
@@ -282,6 +283,7 @@ def emulated_config(folder: Path, **changes: Any) -> RunConfig:
         "batch": Batch(micro_batches=8, micro_batch_size=2),
         "timeouts": PATIENT,
         "timelines": Timelines(every=2),
+        "checkpoint": Checkpoint(every=0),
     }
     return RunConfig(**{**fields, **changes})
 

@@ -418,9 +418,16 @@ def test_an_error_that_everybody_would_meet_ends_the_run(tmp_path: Path) -> None
 
 
 def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    ended = train_here(broken_job(tmp_path, trap="if self.calls: raise ValueError('always')"), tmp_path / "run")
+    trap = "if self.calls > 1: raise ValueError('the second time')"  # the first time is before training
+    ended = train_here(broken_job(tmp_path, trap=trap), tmp_path / "run")
     assert (ended.code, ended.steps) == (1, [])
-    assert "failed in step 0: ValueError: always" in ended.summary["reason"]
+    assert "failed in step 0: ValueError: the second time" in ended.summary["reason"]
+
+
+def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:
+    config = broken_job(tmp_path, trap="if self.calls: raise ValueError('always')")
+    with pytest.raises(ConfigError, match=r"layer 0 \(Trap\) cannot be run on .* \(ValueError: always\)"):
+        train_here(config, tmp_path / "run")
 
 
 def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:

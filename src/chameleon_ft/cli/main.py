@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "explain": "Show each decision of a run: the candidates, the reason and the outcome.",
     "diagnose": "Say for each incident of a run which worker failed, where and why, and what was done.",
     "drain": "Take workers out of a live run before their machine leaves.",
-    "inject": "Make a worker of a live run fail.",
+    "inject": "Make a worker of a live run fail, or slow.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }
 _OLD_NAMES: Final = {"supervise": "agent"}

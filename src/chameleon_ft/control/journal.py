@@ -19,11 +19,12 @@ from chameleon_ft.observe import RecordLine, open_for_appending, read_lines, rep
 __all__ = ["Journal", "LastEntry"]
 
 _LONGEST_BYTES: Final = 16 << 20
+_OBSERVED: Final = frozenset({"ticked_at_s", "detectors"})
 
 
 @dataclass(frozen=True, slots=True)
 class LastEntry:
-    """What a journal says at its end.
+    """The end of a journal.
 
     Attributes:
         state: the last state.
@@ -80,7 +81,8 @@ class Journal(AbstractContextManager["Journal"]):
     ) -> None:
         """Write what has changed since the last call, before the commands of the change are carried out.
 
-        A change of the clock alone is not written.
+        Changes of the clock and of what detectors have observed are written with the next one of anything else: every
+        message of a worker leads to some, and another coordinator observes anew.
         """
         self._received |= received or {}
         self._unwritten |= received or {}
@@ -91,7 +93,7 @@ class Journal(AbstractContextManager["Journal"]):
             for field in fields(State)
             if self._last is None or _differs(getattr(state, field.name), getattr(self._last, field.name))
         }
-        if not (changed.keys() - {"ticked_at_s"} or records):
+        if not (changed.keys() - _OBSERVED or records):
             return
         line: dict[str, Any] = {"at": (at.unix_s, at.monotonic_s), "state": changed}
         if self._unwritten:

@@ -15,6 +15,7 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
+    BeginCheckpoint,
     Discard,
     Exit,
     Finish,
@@ -79,6 +80,8 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
                 is_next = generation == switching
                 order = Switch(generation=generation) if is_next else Discard(generation=generation)
                 draft.send(worker.id, order)
+            if state.schedule.is_requested:
+                draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
             if state.interrupted:
                 draft.send(worker.id, Finish())
         case Phase.OVER:
