@@ -113,6 +113,8 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
     if not joins or rng.random() < 0.5:
         return run
     steps = sorted(rng.sample(range(1, run.steps // 2), rng.randint(1, 2)))
+    if not run.respawn:
+        steps = steps[: run.workers - 1 - count]  # one worker is left
     return replace(run, drains=tuple((step, rng.randrange(run.workers)) for step in steps))
 
 
