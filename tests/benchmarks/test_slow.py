@@ -1,4 +1,4 @@
-"""What the benchmark of slow workers counts."""
+"""The counts of the benchmark of slow workers: reports, spells, and steps until they are noticed."""
 
 from __future__ import annotations
 

@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import Recorder, View
 from tests.control.histories import History
+from tests.control.stage import JOB, Stage, scene
 
 
 def states(*, steps: int) -> list[State]:
@@ -95,3 +98,28 @@ def test_no_journal_is_no_entry_and_a_damaged_one_is_an_error(tmp_path: Path) ->
     path.write_text('{"at": [1, 2], "state": {"phase": "nowhere"}}\n')
     with pytest.raises(ControlError, match="the journal of the run cannot be read"):
         LastEntry.read(path)
+
+
+@scene()
+async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still_away(stage: Stage) -> None:
+    stage.train()
+    counts = {7: 70, 9: 3}
+    last = LastEntry(stage.coordinator.state, moment(5.0), counts, [])
+    with Journal(stage.run.journal_file) as journal, Recorder(stage.run, View()) as recorder:
+        config = stage.run.config()
+        Coordinator(config=config, run=stage.run, recorder=recorder, job=JOB, resume=True, journal=journal, last=last)
+    found = LastEntry.read(stage.run.journal_file)
+    assert found is not None
+    assert found.received == counts
+    assert found.state.returning
+
+
+def test_records_of_the_last_change_alone_may_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *_, last = states(steps=2)
+    with Journal(path) as journal:
+        journal.write(first, moment(1.0), records=[("metrics", {"step": 0})])
+        journal.write(last, moment(2.0), records=[("metrics", {"step": 1}), ("events", {"event": "a"})])
+    found = LastEntry.read(path)
+    assert found is not None
+    assert found.records == [("metrics", {"step": 1}), ("events", {"event": "a"})]

@@ -217,7 +217,7 @@ def test_in_its_first_step_a_worker_may_be_silent_for_longer() -> None:
 
 
 def waits(dog: Dog, now: float, positions: dict[int, Position]) -> tuple[Finding, ...]:
-    """What is found at the tick after these workers, of three, have answered a probe."""
+    """Return the findings of the tick after these workers, of three, have answered a probe."""
     for worker, answer in positions.items():
         assert dog.judge(worker, answer, now=now) is None
     return dog.tell(Ticked(now, 0.0, (), (1, 2, 3), ()))

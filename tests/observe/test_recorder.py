@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.observe import Recorder, RunDirectory, View
+from chameleon_ft.observe import Recorder, RunDirectory, View, line_of
 from tests.observe.records import failure_record, outcome_record, run_info, step_record
 
 
@@ -79,3 +79,16 @@ def test_the_metrics_have_the_fields_that_are_promised(run: RunDirectory) -> Non
         records.step(step_record(0))
     promised = {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "workers", "generation"}
     assert promised <= set(json.loads(run.metrics_file.read_text()))
+
+
+def test_lines_that_are_missing_are_written_and_no_other(run: RunDirectory) -> None:
+    lines = [line_of(each) for each in (step_record(0), failure_record(1), outcome_record(), step_record(1))]
+    with recorder(run) as records:
+        records.step(step_record(0))
+        records.failure(failure_record(1))
+    with recorder(run) as records:
+        records.complete(lines)
+        records.complete(lines)
+    assert run.steps() == [step_record(0), step_record(1)]
+    assert run.failures() == [failure_record(1)]
+    assert run.outcomes() == [outcome_record()]

@@ -27,12 +27,12 @@ class Switchboard:
         self.sums: dict[tuple[tuple[int, ...], int], list[Tensor]] = defaultdict(list)
 
     def queue(self, key: tuple[int, int, int]) -> SimpleQueue[Tensor]:
-        """Messages of (sender, receiver, tag)."""
+        """Return the messages of (sender, receiver, tag)."""
         with self.lock:  # two threads at once may each make one, because a garbage collection can come in between
             return self.messages[key]
 
     def shares(self, group: tuple[int, ...], number: int) -> list[Tensor]:
-        """What the members of a group have added to a sum."""
+        """Return the summands of a sum so far: one of each member of the group in the end."""
         with self.lock:
             return self.sums[group, number]
 

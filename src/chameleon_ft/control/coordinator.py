@@ -120,7 +120,8 @@ class Coordinator:
         if (upcoming := last.state.switching_to) is not None:
             kept = RecoveryPlan.kept(upcoming.plan, None)
             self._prepared, _ = self._orders(last.state, kept, upcoming.number)
-        self._handle(events.TookOver(at=self._now()))
+        # The new journal has to know these, too, until the peers have come back.
+        self._handle(events.TookOver(at=self._now()), received=self._received)
 
     @property
     def first_connection(self) -> int:

@@ -30,7 +30,7 @@ class LastEntry:
         state: the last state.
         at: the time of the event that led to it.
         received: connection -> how many of its messages that state accounts for.
-        records: the records of the last changes, oldest first, which may not all have been written.
+        records: the records of the last change, oldest first, which may not all have been written.
     """
 
     state: State
@@ -51,7 +51,8 @@ class LastEntry:
             for line in read_lines(path):
                 state |= line["state"]
                 received |= {int(connection): count for connection, count in line.get("received", {}).items()}
-                records += [(file, fields) for file, fields in line.get("records", ())]
+                # Those of the lines before were written before this one.
+                records = [(file, fields) for file, fields in line.get("records", ())]
                 at = Moment(*line["at"])
             return None if at is None else cls(State.from_json(json.dumps(state)), at, received, records)
         except (ValueError, KeyError, TypeError) as error:

@@ -17,7 +17,6 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     BeginCheckpoint,
     Discard,
-    Exit,
     Finish,
     Hello,
     HostHello,
@@ -84,8 +83,6 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
                 draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
             if state.interrupted:
                 draft.send(worker.id, Finish())
-        case Phase.OVER:
-            draft.send(worker.id, Exit(reason="the run is over"))
 
 
 def host_returned(draft: Draft, connection: int, hello: HostHello) -> None:

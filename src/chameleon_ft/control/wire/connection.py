@@ -144,7 +144,7 @@ class ControlConnection:
     def _acknowledge(self, message: Acknowledged) -> None:
         if message.connection != self._number:
             self._number = message.connection
-            self._sent = message.received
+            self._sent = max(message.received, self._acknowledged)
         self._reconnect_s = message.reconnect_s
         while self._acknowledged < message.received:
             self._kept.popleft()
