@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from chameleon_ft.config import Batch, Parallel, Recovery
 from chameleon_ft.control.wire.messages import Migrate, PeerFailed, Quiesced
 from chameleon_ft.control.wire.parts import Progress
@@ -195,4 +197,8 @@ async def test_the_rest_of_a_step_without_a_loss_is_no_measure_either(stage: Sta
     stage.commit(3, step_s=0.001)
     stage.commit(4, step_s=0.2)
     assert stage.coordinator.state.outcomes.recent_s == (0.2,)
-    assert [step.is_rest for step in stage.run.steps()] == [False, False, False, True, False]
+    *_, before, rest, _ = steps = stage.run.steps()
+    assert [step.is_rest for step in steps] == [False, False, False, True, False]
+    assert rest.time is not None
+    assert before.time is not None
+    assert rest.step_s == pytest.approx(max(0.001, rest.time - before.time)), "it includes the stall"

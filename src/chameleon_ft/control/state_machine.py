@@ -303,6 +303,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if message.step != state.committed:
         return  # another worker has reported the step
     vote = message.vote
+    step_s = state.outcomes.completed_step_s(message.step_s, draft.at.unix_s) if is_rest else message.step_s
     # A step of the generation shows that all its workers have switched to it.
     switched_from = None if message.generation == state.generation else state.switched_from
     draft.set(committed=message.step + 1, last_vote=vote, switched_from=switched_from)
@@ -322,7 +323,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
                 lr=message.lr,
                 samples=vote.samples,
                 tokens=vote.terms,
-                step_s=message.step_s,
+                step_s=step_s,
                 workers=len(state.active.plan.workers),
                 generation=message.generation,
                 time=draft.at.unix_s,

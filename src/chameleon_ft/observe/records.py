@@ -106,7 +106,7 @@ class StepRecord(_Record):
     """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping.
 
     `time` is when the first worker reported the commit, in Unix seconds; older runs have none. If `is_rest`, the step
-    was interrupted and completed, and `step_s` is the time of its rest.
+    was interrupted and completed, and `step_s` is the time since the commit before it, with the stall.
     """
 
     step: int

@@ -119,6 +119,10 @@ class Outcomes:
             ),
         )
 
+    def completed_step_s(self, rest_s: float, now: float) -> float:
+        """Return the seconds of an interrupted step whose rest took `rest_s`, from the commit before it to now."""
+        return rest_s if self.committed_at is None else max(rest_s, now - self.committed_at)
+
     def cost(self, step: int, now: float) -> tuple[Self, FailureCostRecord | None]:
         """Note the commit of `step`; also return the cost of the incidents before it if it is the interrupted one."""
         hit = self.interrupted
