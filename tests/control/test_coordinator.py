@@ -90,11 +90,17 @@ async def test_a_worker_that_ends_before_the_run_has_begun_ends_it(stage: Stage)
 
 
 @scene()
-async def test_a_host_that_leaves_before_the_run_has_begun_ends_it(stage: Stage) -> None:
+async def test_another_host_takes_the_places_of_one_that_leaves_before_the_run_has_begun(stage: Stage) -> None:
     stage.say(stage.host, HostHello(host="a", slots=4))
     stage.depart(stage.host)
-    assert stage.ended is not None
-    assert "host a was lost before the run began" in stage.ended[1]
+    assert stage.ended is None
+    (lost,) = stage.events("host_lost")
+    assert lost["message"] == "a was lost before the run began; its places are open for 120.0 s"
+    stage.host = Puppet("another host")
+    stage.gather(4)
+    stage.start()
+    stage.commit(0)
+    assert [record.workers for record in stage.run.steps()] == [4]
 
 
 @scene()

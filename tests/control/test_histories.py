@@ -272,6 +272,10 @@ def test_a_stopped_process_is_found_by_a_probe() -> None:
     assert history.sent(Probe, to=21), "ranks are asked, too"
     history.tell(2, Position(probe=probe, doing="F3", waiting=True, since_s=60.0))
     history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
+    assert history.live() == (0, 1, 2, 3), "a debugger may have stopped it for a moment"
+    history.wait(1.0)
+    probe = history.sent(Probe, to=AGENT)[-1].probe
+    history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
     history.quiesce()
     history.start()
     assert history.failures == [(1, "watchdog", "hung: its process is stopped")]
@@ -284,6 +288,11 @@ def test_missing_heartbeats_of_a_worker_are_judged_by_its_agent() -> None:
     history.say(AGENT, ProcessState(probe=0, worker=1, stopped=False))
     history.commit()
     assert history.live() == (0, 1, 2, 3), "its process lives"
+    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
+    history.silence(history.connection(1), 1.5)
+    history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
+    assert history.live() == (0, 1, 2, 3), "it has answered meanwhile"
+    history.silence(history.connection(1), 2.0)
     history.say(AGENT, ProcessState(probe=0, worker=1, stopped=True))
     history.quiesce()
     history.start()

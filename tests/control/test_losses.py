@@ -94,6 +94,8 @@ async def test_a_lost_heartbeat(stage: Stage) -> None:
     stage.silence(stage.ranks[1])
     assert stage.host.last(Probe) == Probe(probe=0, worker=1)
     stage.say(stage.host, ProcessState(probe=0, worker=1, stopped=True))
+    stage.silence(stage.ranks[1])
+    stage.say(stage.host, ProcessState(probe=0, worker=1, stopped=True))
     stage.reap(1)  # fenced, and that is not why it is lost
     go_on(stage, 2)
     assert lost(stage) == [(1, "heartbeat", "no heartbeat, because its process is stopped")]
@@ -115,14 +117,24 @@ async def test_a_lost_host_is_the_loss_of_its_workers(stage: Stage) -> None:
     assert stage.order().members == (0, 1)
 
 
+async def find_stopped(stage: Stage, worker: int) -> None:
+    """Have the agent answer probes: the process of a worker is stopped, and those of the others run."""
+    for _ in range(20):
+        before = stage.host.count(Probe)
+        while stage.host.count(Probe) == before:
+            await asyncio.sleep(0.05)
+        for each in stage.live():
+            stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=each, stopped=each == worker))
+        if stage.coordinator.state.members[worker].lost:
+            return
+    raise AssertionError(f"worker {worker} is not found")
+
+
 @scene()
 async def test_a_stopped_process(stage: Stage) -> None:
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train()
-    while not stage.host.count(Probe):
-        await asyncio.sleep(0.05)
-    for worker in range(4):
-        stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=worker, stopped=worker == 1))
+    await find_stopped(stage, 1)
     assert go_on(stage, 2).cause == "hung: its process is stopped"
     assert lost(stage)[0][:2] == (1, "watchdog")
     watching.cancel()
@@ -165,9 +177,7 @@ async def test_a_worker_that_does_not_come_to_rest_is_looked_for(stage: Stage) -
     stage.train()
     stage.reap(1)
     stage.quiesce(2, 3, 0, 2)
-    while not stage.host.count(Probe):
-        await asyncio.sleep(0.05)
-    stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=3, stopped=True))
+    await find_stopped(stage, 3)
     assert stage.ended is not None, "1 and 3 were the holders of stage 1"
     assert [failure.worker for failure in stage.failures] == [1, 3]
     watching.cancel()
@@ -197,9 +207,7 @@ async def test_a_worker_that_does_not_regroup_is_looked_for(stage: Stage) -> Non
     stage.train()
     stage.reap(1)
     stage.quiesce(2, 3)
-    while not stage.host.count(Probe):
-        await asyncio.sleep(0.05)
-    stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=0, stopped=True))
+    await find_stopped(stage, 0)
     assert stage.ranks[3].last(Stop).generation == 3
     go_on(stage, 3)
     assert [failure.worker for failure in stage.failures] == [1, 0]

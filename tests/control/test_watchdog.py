@@ -122,14 +122,33 @@ def test_it_asks_again_but_not_all_the_time() -> None:
     assert second is not None
     assert second > first
     assert dog.judge(4, state(first, stopped=True)) is None, "an answer to the question before"
-    assert dog.judge(4, state(second, stopped=True)) is not None
+    assert dog.judge(4, position(second, since_s=60.0)) is not None
 
 
-def test_a_stopped_process_is_hung() -> None:
-    dog = watchdog()
-    verdict = dog.judge(4, state(dog.ask(2.0), stopped=True))
+def test_a_process_that_is_stopped_at_two_probes_is_hung() -> None:
+    dog = watchdog(step_s=60.0)
+    assert dog.judge(4, state(dog.ask(100.0), stopped=True), now=100.0) is None
+    assert dog.ask(100.2) is None
+    verdict = dog.judge(4, state(dog.ask(100.6), stopped=True), now=100.6)
     assert verdict is not None
     assert (verdict.worker, verdict.cause) == (4, "hung: its process is stopped")
+
+
+@pytest.mark.parametrize("how", ["its agent says that it runs", "it answers itself", "a step is committed"])
+def test_a_process_that_a_debugger_stops_now_and_then_is_not_hung(how: str) -> None:
+    dog = watchdog(step_s=1.0, longest_s=10.0)
+    now = 2.0
+    for _ in range(3):
+        assert dog.judge(4, state(dog.ask(now), stopped=True), now=now) is None
+        now += 2.0
+        if how == "a step is committed":
+            dog.committed(now, step_s=1.0)
+            now += 2.0
+            continue
+        probe = dog.ask(now)
+        running = state(probe, stopped=False) if "agent" in how else position(probe, waiting=True)
+        assert dog.judge(4, running, now=now) is None
+        now += 2.0
 
 
 def test_a_slow_step_is_not_a_hang() -> None:
@@ -169,7 +188,8 @@ def test_before_the_first_step_silence_says_little() -> None:
     probe = dog.ask(31.0)
     assert dog.judge(4, position(probe, since_s=119.0), in_first_step=True) is None
     assert dog.judge(4, position(probe, since_s=121.0), in_first_step=True) is not None
-    assert dog.judge(5, state(probe, stopped=True), in_first_step=True) is not None
+    assert dog.judge(5, state(probe, stopped=True), in_first_step=True) is None
+    assert dog.judge(5, state(probe, stopped=True), now=1.0, in_first_step=True) is not None
 
 
 def test_the_first_step_of_a_worker_may_take_longer_than_those_of_others() -> None:

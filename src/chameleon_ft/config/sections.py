@@ -192,13 +192,17 @@ class Timeouts(Section):
         description="Seconds for which all workers may wait for each other's messages before these count as failed.",
     )
     rendezvous_s: float = Field(
-        default=120.0, gt=0, description="Seconds the workers have to form their communicators together."
+        default=120.0,
+        gt=0,
+        description="Seconds the workers have to form their communicators together, and a process has to connect after "
+        "its start; and for which a run that has not begun waits for others in place of lost workers.",
     )
     first_step_s: float = Field(
         default=600.0,
         gt=0,
         description="Seconds in one operation after which a worker counts as hung until it has finished a step with "
-        "the layers that it has, since it may have to compile them. Must be longer than collective_timeout_s.",
+        "the layers that it has, since it may have to compile them; and which a newcomer has to load the job. Must "
+        "be longer than collective_timeout_s.",
     )
 
     reconnect_s: float = Field(

@@ -180,7 +180,10 @@ class Agent:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
         async with self._spawn_lock:
             for worker, incarnation in ranks:
-                if (worker, incarnation) not in self._pending:
+                if (worker, incarnation) not in self._pending:  # given up before it was started
+                    self._connection.send(
+                        WorkerExited(worker=worker, incarnation=incarnation, exit_code=-signal.SIGKILL)
+                    )
                     continue
                 try:
                     await asyncio.to_thread(self._spawn, worker, incarnation)

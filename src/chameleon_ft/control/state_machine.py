@@ -11,7 +11,7 @@ from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import checkpoints, drains, incidents, scale_up, switches, takeover
+from chameleon_ft.control.handlers import checkpoints, drains, gathering, incidents, scale_up, switches, takeover
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -86,6 +86,12 @@ def _ticked(draft: Draft) -> None:
     draft.set(ticked_at_s=now)
     for connection in takeover.missing(draft):
         _disconnected(draft, connection)
+    stages = gathering.stages(draft.state)
+    if stages or draft.state.detectors.start_timeout.since:
+        incidents.detect(draft, signals.Starting(now, held_up_s, stages))
+    if draft.state.phase is Phase.GATHERING:
+        scale_up.respawn_due(draft)
+    state = draft.state
     if state.phase not in _WATCHED:
         return
     is_stopping = state.phase is Phase.STOPPING
@@ -120,13 +126,11 @@ def _interrupt(draft: Draft) -> None:
 
 def _disconnected(draft: Draft, connection: int) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
-    state, settings = draft.state, draft.state.settings
+    state = draft.state
     host = state.members.agents.get(connection)
     if host is not None:
         draft.set(members=state.members.without_agent(connection))
-        draft.record("host_lost", host=host)
-        if state.phase is Phase.GATHERING:
-            incidents.end(draft, "failed", f"host {host} was lost before the run began; see {settings.logs}")
+        draft.record("host_lost", host=host, **gathering.describe_lost_host(state, host))
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
         incidents.detect(draft, signals.ConnectionEnded(worker.id))

@@ -16,6 +16,7 @@ from chameleon_ft.control.detectors.peer_failure import PeerFailureDetector
 from chameleon_ft.control.detectors.process_exit import ProcessExitDetector
 from chameleon_ft.control.detectors.quiesce_timeout import QuiesceTimeout
 from chameleon_ft.control.detectors.slowness import SlownessDetector
+from chameleon_ft.control.detectors.start_timeout import StartTimeout
 from chameleon_ft.control.detectors.watchdog import Watchdog
 
 __all__ = ["Detectors"]
@@ -32,6 +33,7 @@ class Detectors:
     watchdog: Watchdog
     peer_failure: PeerFailureDetector
     slowness: SlownessDetector
+    start_timeout: StartTimeout
 
     @classmethod
     def with_timeouts(cls, timeouts: Timeouts) -> Self:
@@ -44,6 +46,7 @@ class Detectors:
             Watchdog(timeouts),
             PeerFailureDetector(),
             SlownessDetector(),
+            StartTimeout(timeouts),
         )
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from chameleon_ft.control.wire.messages import Position, ProcessState
 from chameleon_ft.observe import NoticedBy
@@ -32,10 +32,16 @@ __all__ = [
     "Signal",
     "Silent",
     "Slow",
+    "StartStage",
+    "Starting",
     "StepCommitted",
     "StopRequested",
     "Ticked",
 ]
+
+
+StartStage = Literal["connecting", "loading", "vacant"]
+"""Of a worker that does not take part yet. Vacant: it was lost before the run began, and no process has its place."""
 
 
 class Signal:
@@ -167,6 +173,15 @@ class Ticked(Signal):
     unquiesced: tuple[int, ...]  # live workers that were told to quiesce but have not yet
     participants: tuple[int, ...]  # live workers that the generation needs
     in_first_step: tuple[int, ...]  # live workers to which that applies; see `Worker.has_stepped`
+
+
+@dataclass(frozen=True, slots=True)
+class Starting(Signal):
+    """The clock advanced while workers were starting, or just after; `held_up_s` is as for `Ticked`."""
+
+    at_s: float
+    held_up_s: float
+    stages: Mapping[int, StartStage]  # worker -> its stage
 
 
 class Finding:

@@ -1,9 +1,10 @@
 """A worker is alive and stuck, and the others wait for it.
 
 When no step is committed for longer than a step takes, every worker is asked for its current operation, and every agent
-whether its processes are stopped. A worker is hung if its process is stopped, or if it computes a single operation for
-many times longer than usual. In the first step with the layers that it has, an operation may take longer, because they
-may have to be compiled. A worker that waits for another is not at fault. If all wait for messages, these are lost.
+whether its processes are stopped. A worker is hung if its process is stopped at two probes in a row, because a debugger
+may stop it for a moment, or if it computes a single operation for many times longer than usual. In the first step with
+the layers that it has, an operation may take longer, because they may have to be compiled. A worker that waits for
+another is not at fault. If all wait for messages, these are lost.
 
 A worker cannot answer while an extension or a compiler holds the interpreter's lock. If its agent answers that its
 process lives, it has as much time as an operation may take, counted from the first probe that it did not answer.
@@ -41,6 +42,7 @@ _PATIENCE: Final = 1.25  # steps of silence before the first probe
 _PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps
 _FORGET: Final = 0.99  # decay of the longest operation with each report
 _PROBE_EVERY: Final = 0.5  # steps between two probes
+_STOPPED_S: Final = 0.5  # the least time for which a process has to be stopped; a profiler needs less for a look
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,11 @@ class Watchdog:
     positions: Mapping[int, Position] = FrozenMap({})  # the workers' answers to the last probe
     # Worker -> when the first of the probes was sent that its agent has answered and it has not.
     silent: Mapping[int, float] = FrozenMap({})
+    stopped: Mapping[int, float] = FrozenMap({})  # worker -> when its process was first found stopped, and since then
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "positions", FrozenMap(self.positions))
-        object.__setattr__(self, "silent", FrozenMap(self.silent))
+        for name in ("positions", "silent", "stopped"):
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""
@@ -82,13 +85,17 @@ class Watchdog:
                     return self._progressed(at_s), (MessagesOverdue(reports),)
                 forgiving = self
                 if held_up_s:
-                    silent = {worker: since + held_up_s for worker, since in self.silent.items()}
-                    forgiving = replace(self, progress_at_s=self.progress_at_s + held_up_s, silent=silent)
+                    silent, stopped = (
+                        {worker: since + held_up_s for worker, since in known.items()}
+                        for known in (self.silent, self.stopped)
+                    )
+                    progress_at_s = self.progress_at_s + held_up_s
+                    forgiving = replace(self, progress_at_s=progress_at_s, silent=silent, stopped=stopped)
                 return forgiving._probed(at_s)
         return self, ()
 
     def _progressed(self, now: float) -> Self:
-        return replace(self, progress_at_s=now, probed_at_s=None, positions={}, silent={})
+        return replace(self, progress_at_s=now, probed_at_s=None, positions={}, silent={}, stopped={})
 
     @property
     def step_s(self) -> float:
@@ -100,7 +107,10 @@ class Watchdog:
         patience_s = self._patience_s
         if now - self.progress_at_s < patience_s:
             return self, ()
-        if self.probed_at_s is not None and now - self.probed_at_s < max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s):
+        pause_s = max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s)
+        if self.stopped:
+            pause_s = min(pause_s, _STOPPED_S)
+        if self.probed_at_s is not None and now - self.probed_at_s < pause_s:
             return self, ()
         return replace(self, probe=self.probe + 1, probed_at_s=now, positions={}), (SendProbe(self.probe + 1),)
 
@@ -111,16 +121,20 @@ class Watchdog:
             return self, ()
         limit_s = self.timeouts.first_step_s if signal.in_first_step else self._operation_limit_s
         cause, after = None, self
+        continued = {each: since for each, since in self.stopped.items() if each != worker}
         if isinstance(answer, Position):
             silent = {each: since for each, since in self.silent.items() if each != worker}
-            after = replace(self, positions={**self.positions, worker: answer}, silent=silent)
+            after = replace(self, positions={**self.positions, worker: answer}, silent=silent, stopped=continued)
             if not answer.waiting and answer.since_s > limit_s:
                 cause = f"hung: in {answer.doing} for {answer.since_s:.1f} s"
         elif answer.stopped:
-            cause = "hung: its process is stopped"
+            since = self.stopped.get(worker, signal.at_s)
+            after = replace(self, stopped={**self.stopped, worker: since})
+            if signal.at_s - since >= _STOPPED_S:
+                cause = "hung: its process is stopped"
         elif worker not in self.positions:
             since = self.silent.get(worker, self.probed_at_s)
-            after = replace(self, silent={**self.silent, worker: since})
+            after = replace(self, silent={**self.silent, worker: since}, stopped=continued)
             if (silent_s := signal.at_s - since) > limit_s:
                 cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s"
         return after, () if cause is None else (Lost(worker, "watchdog", cause),)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import slowness, switches
+from chameleon_ft.control.handlers import gathering, slowness, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
@@ -81,10 +81,11 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     if worker.connection is not None:
         draft.do(commands.Drop(worker.connection))
     state = draft.state
-    if state.phase is Phase.GATHERING:
-        end(draft, "failed", f"worker {number} ended before the run began: {cause}; see {state.settings.logs}")
-        return
     _count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
+    if state.phase is Phase.GATHERING:
+        if (reason := gathering.lost(draft, number, worker.crash or cause)) is not None:
+            end(draft, "failed", reason)
+        return
     if not worker.takes_part:
         cause = worker.crash or cause
         message = f"worker {number} was lost before it took part: {cause}"

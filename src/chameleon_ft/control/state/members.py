@@ -30,6 +30,7 @@ class Worker:
     first_step: int | None = None  # committed steps when it became able to take part; None until then
     has_stepped: bool = False  # whether it has finished a step with the layers that it runs now
     lost: bool = False  # whether it counts as lost
+    is_vacant: bool = False  # whether it is lost, and another process may take its number although its agent is there
     exit_code: int | None = None  # how its process ended, as `subprocess` gives it
     crash: str | None = None  # the error that it reported before it ended
     hung_in: str = ""  # the activity in which it hung
@@ -207,7 +208,7 @@ class Members:
     def _is_free(self, number: int) -> bool:
         """Return whether a worker has no process, and no agent that will start it again."""
         worker = self.workers.get(number)
-        return worker is None or (worker.lost and worker.agent is None)
+        return worker is None or (worker.lost and (worker.agent is None or worker.is_vacant))
 
     def _spawned(self, agent: int, host: str, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
         members = replace(self._born(numbers, agent=agent, now=now), agents={**self.agents, agent: host})
