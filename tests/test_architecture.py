@@ -222,6 +222,7 @@ SURFACE = {
         "trace_to_jsonl",
     ],
     "config": [
+        "LASTING_KINDS",
         "LLAMA_JOB",
         "RENAMED_KEYS",
         "STAND_IN_JOB",
@@ -233,6 +234,7 @@ SURFACE = {
         "Failure",
         "FailureKind",
         "FailurePhase",
+        "Health",
         "LlamaConfig",
         "Optimizer",
         "Parallel",

@@ -132,7 +132,9 @@ def in_waves(
     return (*plans[:-1], final)
 
 
-def vote(step: int, *, switch: bool = False, finish: bool = False, checkpoint: bool = False) -> Vote:
+def vote(
+    step: int, *, switch: bool = False, finish: bool = False, checkpoint: bool = False, checked: bool = False
+) -> Vote:
     return Vote(
         grad_square_sum=4.0,
         loss_sum=12.0 * (step + 1),
@@ -141,6 +143,7 @@ def vote(step: int, *, switch: bool = False, finish: bool = False, checkpoint: b
         finish=finish,
         switch=switch,
         checkpoint=checkpoint,
+        checked=checked,
     )
 
 
@@ -292,28 +295,19 @@ class History:
             self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
         self.tell(first, Started(generation=self.state.generation))
 
-    def commit(self, *, switch: bool = False, finish: bool = False, checkpoint: bool = False) -> None:
+    def commit(self, **vote: bool) -> None:
         """Have the workers of the generation apply a step; after it, they may switch, or begin a checkpoint."""
         number, generation = self.state.committed, self.state.generation
         for worker in self.members():
-            self.commit_by(worker, number, switch=switch, finish=finish, checkpoint=checkpoint, generation=generation)
+            self.commit_by(worker, number, generation=generation, **vote)
 
-    def commit_by(
-        self,
-        worker: int,
-        number: int,
-        *,
-        switch: bool = False,
-        finish: bool = False,
-        checkpoint: bool = False,
-        generation: int | None = None,
-    ) -> None:
+    def commit_by(self, worker: int, number: int, *, generation: int | None = None, **fields: bool) -> None:
         self.tell(
             worker,
             Committed(
                 generation=self.state.generation if generation is None else generation,
                 step=number,
-                vote=vote(number, switch=switch, finish=finish, checkpoint=checkpoint),
+                vote=vote(number, **fields),
                 grad_norm=0.5,
                 lr=0.1,
                 step_s=0.1,

@@ -99,7 +99,9 @@ def test_the_first_is_requested_at_once_and_the_next_after_dalys_interval() -> N
     history.commit(checkpoint=True)
     history.commit()
     save(history, 3, copy_s=0.02)
-    assert [each for each in history.commands if isinstance(each, CompleteCheckpoint)] == [CompleteCheckpoint(3)]
+    assert [each for each in history.commands if isinstance(each, CompleteCheckpoint)] == [
+        CompleteCheckpoint(3, agreed=0)
+    ]
     history.commit()
     interval_s = history.state.schedule.interval_s
     assert interval_s is not None

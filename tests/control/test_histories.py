@@ -1120,7 +1120,7 @@ def test_a_checkpoint_is_complete_with_its_last_layer_and_void_after_a_return_to
     history.tell(0, CheckpointSaved(generation=1, step=2, layers=(0, 1), copy_s=0.1, write_s=3.0))
     history.tell(1, CheckpointSaved(generation=1, step=2, layers=(2, 3), copy_s=0.3, write_s=2.0))
     assert [command for command in history.commands if isinstance(command, CompleteCheckpoint)] == [
-        CompleteCheckpoint(2)
+        CompleteCheckpoint(2, agreed=0)
     ]
     assert history.events("checkpoint") == [{"step": 2, "copy_s": 0.3, "write_s": 3.0}]
     history.tell(0, CheckpointSaved(generation=1, step=3, layers=(0, 1)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
+    LASTING_KINDS,
     Batch,
     Checkpoint,
     Control,
@@ -16,6 +17,7 @@ from chameleon_ft.config.sections import (
     Failure,
     FailureKind,
     FailurePhase,
+    Health,
     LlamaConfig,
     Optimizer,
     Parallel,
@@ -27,6 +29,7 @@ from chameleon_ft.config.sections import (
 from chameleon_ft.config.validation import config_type, parse_config, parse_fields
 
 __all__ = [
+    "LASTING_KINDS",
     "LLAMA_JOB",
     "RENAMED_KEYS",
     "STAND_IN_JOB",
@@ -38,6 +41,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "FailurePhase",
+    "Health",
     "LlamaConfig",
     "Optimizer",
     "Parallel",

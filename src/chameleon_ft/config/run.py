@@ -9,12 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from chameleon_ft.config.sections import (
+    LASTING_KINDS,
     Batch,
     Checkpoint,
     Control,
     Data,
     Emulation,
     Failure,
+    Health,
     LlamaConfig,
     Optimizer,
     Parallel,
@@ -70,6 +72,7 @@ class RunConfig(Section):
     recovery: Recovery = Recovery()
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
+    health: Health = Health()
     emulation: Emulation = Emulation()
     control: Control = Control()
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
@@ -122,7 +125,7 @@ class RunConfig(Section):
                     f"already fails in failures[{seen[failure.worker]}], and a lost worker does not come back; "
                     "name another one, remove this failure, or set recovery.respawn",
                 )
-            if failure.kind != "slow":
+            if failure.kind not in LASTING_KINDS:
                 seen.setdefault(failure.worker, index)
             if failure.step >= self.steps:
                 yield (

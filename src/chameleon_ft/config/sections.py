@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 __all__ = [
+    "LASTING_KINDS",
     "RELATION_ERROR",
     "Batch",
     "Checkpoint",
@@ -20,6 +21,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "FailurePhase",
+    "Health",
     "LlamaConfig",
     "Optimizer",
     "Parallel",
@@ -47,7 +49,9 @@ FailurePhase = Literal[
     "switch",
     "checkpoint",
 ]
-FailureKind = Literal["kill", "hang", "disconnect", "slow"]
+FailureKind = Literal["kill", "hang", "disconnect", "slow", "corrupt"]
+LASTING_KINDS: Final = ("slow", "corrupt")
+"""Kinds of failures with which the process of a worker goes on."""
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
@@ -222,6 +226,21 @@ class Timeouts(Section):
                 )
 
 
+class Health(Section):
+    """Checks of the state that is trained."""
+
+    check_every: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two comparisons of the state of each layer between its holders; 0: none.",
+    )
+    on_disagreement: Literal["rollback", "stop"] = Field(
+        default="rollback",
+        description="Action if holders differ and no majority tells which is right. rollback: return to the "
+        "newest checkpoint from before they last agreed, and stop if there is none; stop: end the run.",
+    )
+
+
 class Timelines(Section):
     """Recording of operation times, for `chameleon report`."""
 
@@ -278,7 +297,7 @@ class Failure(Section):
     kind: FailureKind = Field(
         default="kill",
         description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
-        "computes at `factor` of its speed.",
+        "computes at `factor` of its speed; corrupt: a random bit of a parameter or of the optimizer's state flips.",
     )
     factor: float | None = Field(
         default=None, gt=0, le=1, description="Of kind slow: the speed, as a share of the usual one; 1 ends it."

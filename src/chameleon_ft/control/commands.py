@@ -18,6 +18,7 @@ from chameleon_ft.transfer import Transfer
 __all__ = [
     "Command",
     "CompleteCheckpoint",
+    "DistrustCheckpoints",
     "Drop",
     "Finish",
     "Launch",
@@ -117,9 +118,20 @@ class SaveEvidence(Command):
 
 @dataclass(frozen=True, slots=True)
 class CompleteCheckpoint(Command):
-    """Mark the checkpoint that resumes at `step` as complete, and remove those that are not needed any more."""
+    """Mark the checkpoint that resumes at `step` as complete, and remove those that are not needed any more.
+
+    The newest up to step `agreed` is needed: until then, the holders of all layers agreed.
+    """
 
     step: int
+    agreed: int
+
+
+@dataclass(frozen=True, slots=True)
+class DistrustCheckpoints(Command):
+    """Mark the checkpoints that resume after this step as damaged: the state in them may be wrong."""
+
+    after: int
 
 
 @dataclass(frozen=True, slots=True)

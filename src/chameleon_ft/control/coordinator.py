@@ -291,12 +291,18 @@ class Coordinator:
                 with contextlib.suppress(OSError):  # training does not depend on it
                     self._run.incidents.mkdir(exist_ok=True)
                     (self._run.incidents / file).write_text(text, encoding="utf-8")
-            case commands.CompleteCheckpoint(step=checkpoint):
+            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed):
                 model, num_layers = self._job.fingerprint, self._job.num_layers
                 mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)
                 # Removing old ones may be slow.
-                prune = partial(prune_checkpoints, self._run.checkpoints, keep=self._config.checkpoint.keep)
+                keep = self._config.checkpoint.keep
+                needed = agreed if self._config.health.check_every else None
+                prune = partial(prune_checkpoints, self._run.checkpoints, keep=keep, needed=needed)
                 asyncio.get_running_loop().run_in_executor(None, prune)
+            case commands.DistrustCheckpoints(after=agreed):
+                for checkpoint in complete_checkpoints(self._run.checkpoints):
+                    if checkpoint > agreed:
+                        self._mark_damaged(checkpoint)
             case commands.MarkDamaged(step=checkpoint):
                 self._mark_damaged(checkpoint)
             case commands.Finish(status=status, reason=reason):

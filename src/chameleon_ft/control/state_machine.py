@@ -11,7 +11,16 @@ from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import checkpoints, drains, gathering, incidents, scale_up, switches, takeover
+from chameleon_ft.control.handlers import (
+    checkpoints,
+    drains,
+    gathering,
+    health,
+    incidents,
+    scale_up,
+    switches,
+    takeover,
+)
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -217,6 +226,8 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             incidents.checkpoint_unreadable(draft, worker.id, message)
         case messages.Crashed(error=error):
             _crashed(draft, worker, error)
+        case messages.StateDiffers():
+            health.state_differs(draft, message)
         case messages.CheckpointSaved():
             checkpoints.saved(draft, message)
         case messages.SlowIO():
@@ -345,6 +356,8 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     draft.record_outcome(outcome)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
+    if vote.checked and (placed := draft.state.placed) is not None:
+        draft.set(health=draft.state.health.found_equal(message.step, placed.plan.placement))
     checkpoints.committed(draft, message)
 
 

@@ -150,13 +150,17 @@ def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
     return checksums["tensors"], None
 
 
-def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
-    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones."""
+def prune_checkpoints(checkpoints: Path, *, keep: int, needed: int | None = None) -> None:
+    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones.
+
+    `needed`: the newest complete one up to this step stays, too.
+    """
     complete = complete_checkpoints(checkpoints)
     if len(complete) < keep:
         return
+    kept = None if needed is None else max((step for step in complete if step <= needed), default=None)
     for directory, step in _step_directories(checkpoints):
-        if step < complete[-keep]:
+        if step < complete[-keep] and step != kept:
             # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
             (directory / _COMPLETE).unlink(missing_ok=True)
             with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ __all__ = [
     "summarize",
 ]
 
-NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self"]
+NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self", "checksum"]
 """The detection paths; see `DETECTED_BY`."""
 
 DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
@@ -38,6 +38,7 @@ DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
     "watchdog": "lack of progress",
     "peer": "a peer whose message to or from it failed",
     "self": "its own report of an error",
+    "checksum": "a checksum of its state",
 }
 """Description of each detection path."""
 

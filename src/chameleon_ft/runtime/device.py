@@ -23,7 +23,7 @@ from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
 from chameleon_ft.runtime.process import wake_on_time
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 
-__all__ = ["EmulatedDevice", "EmulatedPace", "claim_device", "device_memory_bytes", "device_name"]
+__all__ = ["EmulatedDevice", "EmulatedPace", "claim_device", "device_memory_bytes", "device_name", "side_stream"]
 
 
 def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:
@@ -52,6 +52,11 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream whose work does not wait for that of the present one; a CPU has none."""
+    return None if device.type == "cpu" else torch.Stream(device)
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

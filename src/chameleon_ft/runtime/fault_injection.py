@@ -1,17 +1,22 @@
-"""Fault injection: this rank fails in a phase of a step, as a real failure would end it, or becomes slow."""
+"""Fault injection: this rank fails in a phase of a step, as a real failure would end it, or becomes slow or wrong."""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from chameleon_ft.config import Failure, FailureKind, FailurePhase
+import torch
+from torch import Tensor
+
+from chameleon_ft.config import LASTING_KINDS, Failure, FailureKind, FailurePhase
 from chameleon_ft.observe import FaultLog
 
-__all__ = ["FaultInjector", "failures_of_incarnation"]
+__all__ = ["FaultInjector", "failures_of_incarnation", "flip_random_bit"]
 
 
 class FaultInjector:
@@ -21,6 +26,9 @@ class FaultInjector:
         failures: failures of the run's configuration; only those of `worker` count.
         log: records the moment of a failure, so that its detection can be timed.
         disconnect: cuts the control connection.
+
+    Attributes:
+        corrupt: flips a bit of the rank's state; called in the thread that calls `at`.
     """
 
     def __init__(
@@ -32,6 +40,7 @@ class FaultInjector:
         self._disconnect = disconnect
         self._lock = threading.Lock()
         self._speed = 1.0  # as a share of the usual one
+        self.corrupt: Callable[[], None] = lambda: None
 
     def plan(self, failure: Failure) -> None:
         """Add a failure. Called by the control thread."""
@@ -47,6 +56,8 @@ class FaultInjector:
         for failure in due:
             if failure.factor is not None:
                 self.slow(failure.factor)
+            elif failure.kind == "corrupt":
+                self.corrupt()
             else:
                 self.fail(failure.kind, phase=failure.phase, step=step)
 
@@ -74,12 +85,31 @@ class FaultInjector:
 def failures_of_incarnation(failures: Iterable[Failure], worker: int, incarnation: int) -> list[Failure]:
     """Return the failures of one incarnation, counted from 1: the n-th has the n-th one that ends it.
 
-    Where it becomes slow, or fast again, belongs to the incarnation that the next failure ends.
+    Where it becomes slow, or its state is changed, belongs to the incarnation that the next failure ends.
     """
     by_incarnation: list[list[Failure]] = [[]]
     for failure in failures:
         if failure.worker == worker:
             by_incarnation[-1].append(failure)
-            if failure.kind != "slow":
+            if failure.kind not in LASTING_KINDS:
                 by_incarnation.append([])
     return by_incarnation[incarnation - 1] if incarnation <= len(by_incarnation) else []
+
+
+def flip_random_bit(states: Mapping[int, Mapping[str, Any]]) -> str:
+    """Flip one bit of one tensor of some layer's state, all tensors being equally likely; describe what was flipped.
+
+    `states`: layer -> its state, by keys as those of `HeldLayers.state_of`.
+    """
+    tensors = [
+        (layer, key, value)
+        for layer, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.numel() and value.is_contiguous()
+    ]
+    layer, key, tensor = random.choice(tensors)
+    # Not a change that autograd sees: it would refuse the backward.
+    content = tensor.data.view(-1).view(torch.uint8)
+    byte, bit = random.randrange(content.numel()), random.randrange(8)
+    content[byte] ^= 1 << bit
+    return f"bit {bit} of byte {byte} of {key} of layer {layer}"

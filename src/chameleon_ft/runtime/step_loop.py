@@ -16,6 +16,7 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor
+from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
 from chameleon_ft.runtime.generation import Generation
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
@@ -41,6 +42,7 @@ class StepLoop:
 
     Attributes:
         migration: of layers that may move during the generation.
+        check: of the layers of the generation between their holders.
         first_committed: called after the first commit, when every rank has left the generation before.
     """
 
@@ -51,6 +53,7 @@ class StepLoop:
     committer: Committer
     executor: Executor
     migration: LayerMigration
+    check: StateCheck
     recorder: StepRecorder
     writer: CheckpointWriter
     activity: Activity
@@ -62,12 +65,18 @@ class StepLoop:
         Raises:
             CommunicationError: a message failed, probably because the generation is over.
         """
-        order, committer = self.generation.order, self.committer
+        order = self.generation.order
         vote: Vote | None = None
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
-        if order.rest is not None:
-            vote = self._rest_of_step(order.rest)
+        with self.check:
+            if order.rest is not None:
+                vote = self._rest_of_step(order.rest)
+            return self._whole_steps(vote)
+
+    def _whole_steps(self, vote: Vote | None) -> Outcome:
+        """Train after a step with this vote, if there was one; see `run`."""
+        order, committer = self.generation.order, self.committer
         with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
             while committer.committed < self.config.steps and not (vote and vote.finish):
                 if vote is not None and vote.switch:
@@ -90,6 +99,7 @@ class StepLoop:
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), time.time()
         state = self.committer.begin()
+        self._begin_check()
         with self.recorder.noting_interruption(state, generation=order.generation):
             stats = self.executor.run(state, self.generation.operations, after=reductions.after)
             vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
@@ -105,6 +115,7 @@ class StepLoop:
         committer, buffers = self.committer, self.committer.buffers
         committer.reduced = False
         state = committer.state or committer.begin()
+        self._begin_check()
         operations, sources = rest.unpack_operations(), dict(rest.sources)
         reduced = {key for segment in buffers.segments if len(segment.holders) > 1 for key in segment.keys}
         if twice := reduced & buffers.totals - sources.keys():
@@ -153,6 +164,7 @@ class StepLoop:
             switch=lambda: self.client.switch_to > order.generation,
             checkpoint=self._wants_checkpoint(request),
             migration=self.migration,
+            check=self.check,
         )
         self.client.send(
             Committed(
@@ -171,6 +183,12 @@ class StepLoop:
             self.writer.answered = request
             self._begin_checkpoint()
         return applied.vote
+
+    def _begin_check(self) -> None:
+        """Begin to compare the state before the present step, if it is due; it is before the last step."""
+        every, step = self.config.health.check_every, self.committer.committed
+        if every > 0 and (step % every == 0 or step + 1 == self.config.steps):
+            self.check.begin()
 
     def _wants_checkpoint(self, request: int) -> bool:
         """Return whether a checkpoint is due after the present step. The last one is written when training ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from chameleon_ft.control.wire.messages import (
     Refused,
     Started,
     StartGeneration,
+    StateDiffers,
     Stop,
     Switched,
 )
@@ -33,8 +35,9 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, Pace, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.execution.step_stats import StepRecorder
-from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
 from chameleon_ft.runtime.generation import Generation, Preparations
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
@@ -94,6 +97,7 @@ class Trainer:
             allocator=self._allocator,
             is_training=lambda: self._committer is not None,
         )
+        self.faults.corrupt = self._corrupt
         log = TimelineLog(self.run.timeline_file(self.worker))
         self._recorder = StepRecorder(log=log, worker=self.worker, every=self.config.timelines.every)
         self._writer = CheckpointWriter(
@@ -194,6 +198,16 @@ class Trainer:
         except CommunicationError as error:
             if not self.client.is_over(order.generation):
                 self.client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
+        except StateDiffersError as error:
+            assert self._committer is not None
+            self.client.send(
+                StateDiffers(
+                    generation=order.generation,
+                    step=self._committer.committed,
+                    checksums=tuple((layer, tuple(each.items())) for layer, each in error.checksums.items()),
+                )
+            )
+            self._committer.drop()
         finally:
             self._activity.idle("between generations")
             if self._committer is not None and self._committer.state is not None:
@@ -324,6 +338,12 @@ class Trainer:
         self._committer.reduced = False
         self._committer.buffers.regroup(held, generation.segments)
 
+    def _corrupt(self) -> None:
+        """Flip a random bit of the state that other holders have, too, as a fault of the memory would."""
+        if self._held is not None:
+            states = {layer: self._held.replicated_state_of(layer) for layer in sorted(self._held.layers)}
+            print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
+
     def _new_layers(self, layers: set[int] | tuple[()]) -> HeldLayers:
         return HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
 
@@ -392,6 +412,7 @@ class Trainer:
             committer=committer,
             executor=executor,
             migration=migration,
+            check=StateCheck(self.worker, self._held, generation.segments, device=self.device),
             recorder=self._recorder,
             writer=self._writer,
             activity=self._activity,

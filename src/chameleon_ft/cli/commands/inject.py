@@ -1,4 +1,4 @@
-"""`chameleon inject`: make a worker of a live run fail, or slow."""
+"""`chameleon inject`: make a worker of a live run fail, or slow, or wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
 
 @dataclass(frozen=True)
 class InjectArguments:
-    """Make a worker of a live run fail, or slow, to watch the run recover.
+    """Make a worker of a live run fail, or slow, or wrong, to watch the run recover.
 
     This happens at once, or with --phase or --step when it reaches that point.
     """
@@ -29,7 +29,7 @@ class InjectArguments:
     """Number of the worker, as the run shows it."""
     kind: FailureKind = "kill"
     """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its
-    speed."""
+    speed; corrupt: a random bit of a parameter or of the optimizer's state flips."""
     factor: OptionalFloat = None
     """With --kind slow: the speed, as a share of the usual one, such as 0.5; 1 ends the slowness."""
     phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045
@@ -56,14 +56,17 @@ def main(arguments: Sequence[str]) -> int:
     run.read_control()  # raises if the run is not live
     from chameleon_ft.control.fault_injection import inject
 
-    inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step, factor=given.factor)
+    # Between two operations, as it would be for a fault of the memory.
+    phase = "forward" if given.kind == "corrupt" and given.phase is None and given.step is None else given.phase
+    inject(run, worker=given.worker, kind=given.kind, phase=phase, step=given.step, factor=given.factor)
     what = {
         "kill": "is killed",
         "hang": "is stopped",
         "disconnect": "is cut off",
         "slow": f"computes at {given.factor} of its speed",
+        "corrupt": "has a bit of its state flipped",
     }[given.kind]
-    when = "" if given.phase is None else f" in its next {given.phase}"
+    when = "" if phase is None else f" in its next {phase}"
     if given.step is not None:
         when += f" in step {given.step}, or the first one after it that has it" if when else f" in step {given.step}"
     print(f"worker {given.worker} {what}{when or ' now'}")

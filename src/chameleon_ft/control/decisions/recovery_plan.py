@@ -10,6 +10,7 @@ from typing import Literal, Self
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.health import Disagreement
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
@@ -40,7 +41,10 @@ class ClusterState:
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
     shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
     rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
-    is_unloaded: bool = False  # whether workers wait for a checkpoint, because they could not read the last one
+    is_unloaded: bool = (
+        False  # whether workers wait for a checkpoint, for one could not be read, or their state is wrong
+    )
+    disagreement: Disagreement | None = None  # why their state is wrong
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -58,6 +62,7 @@ class ClusterState:
             shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
             rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
             is_unloaded=state.checkpoints.is_reread,
+            disagreement=state.health.disagreement,
         )
 
     @property
@@ -263,6 +268,8 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
 
 def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
     """Return the present plan, or new pipelines if it has lost workers, from the newest checkpoint that is left."""
+    if not cluster.checkpoints and cluster.disagreement is not None:
+        raise ControlError(f"{cluster.disagreement}, and there is no checkpoint from before")
     if not cluster.checkpoints:
         raise ControlError("no checkpoint is left that can be read")
     plan, limits = cluster.plan, context.in_flight_limits
@@ -320,6 +327,7 @@ def _from_checkpoint(
     reached = [cluster.quiesced[worker].committed for worker in cluster.survivors]
     repeated = counted(max((cluster.committed, *reached)) - step, "step")
     why = f"no worker holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
+    why = why if cluster.disagreement is None else f"{cluster.disagreement}: {why}"
     return RecoveryPlan(
         plan=plan,
         in_flight_limits=in_flight_limits,

@@ -71,7 +71,7 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     if complete is not None:
         schedule = state.schedule.ended(part.step, copy_s=complete.copy_s, is_complete=True)
         draft.set(schedule=schedule)
-        draft.do(commands.CompleteCheckpoint(part.step))
+        draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
 
 

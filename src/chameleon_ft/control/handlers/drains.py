@@ -153,7 +153,11 @@ def _let_go(draft: Draft, worker: Worker) -> None:
             draft.do(Drop(worker.connection))
     else:
         draft.send(worker.id, Exit(reason="drained"))
-    draft.set(members=draft.state.members.fence(worker.id), scale_up=draft.state.scale_up.without(worker.id))
+    draft.set(
+        members=draft.state.members.fence(worker.id),
+        scale_up=draft.state.scale_up.without(worker.id),
+        health=draft.state.health.without(worker.id),
+    )
     incidents.detect(draft, Fenced(worker.id))
     live = len(draft.state.members.live())
     draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))

@@ -28,6 +28,7 @@ __all__ = [
     "end",
     "hang_examined",
     "launched",
+    "lose",
     "peer_failed",
     "quiesced",
     "started",
@@ -46,7 +47,7 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
     for finding in findings:
         match finding:
             case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
-                _lose(draft, worker, noticed_by, cause)
+                lose(draft, worker, noticed_by, cause)
             case signals.Fatal(reason=reason):
                 end(draft, "failed", reason)
             case signals.Slow():
@@ -67,12 +68,16 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 draft.record(event, **fields)
 
 
-def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
+def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     """Fence a worker, and continue without it."""
     worker = draft.state.members[number]
     if worker.lost or draft.state.phase is Phase.OVER:
         return
-    draft.set(members=draft.state.members.fence(number), scale_up=draft.state.scale_up.without(number))
+    draft.set(
+        members=draft.state.members.fence(number),
+        scale_up=draft.state.scale_up.without(number),
+        health=draft.state.health.without(number),
+    )
     detect(draft, signals.Fenced(number))
     if worker.agent is not None:
         # The recovery does not wait for the evidence.
@@ -226,7 +231,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
         return
     assert state.active is not None
-    is_explained = not state.participants.issubset(live)
+    is_explained = state.checkpoints.is_reread or not state.participants.issubset(live)
     detect(draft, signals.AllQuiesced(state.active_generation, is_explained))
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
         return  # a culprit was fenced, and its loss is already handled

@@ -61,6 +61,8 @@ class Loss:
         """
         if crash is not None:
             return crash
+        if self.noticed_by == "checksum":
+            return self.cause
         if self.noticed_by in GIVEN_UP:  # so its exit code does not show the cause
             activity = f"; {hung_in}" if hung_in and hung_in not in self.cause else ""
             return f"{self.cause}{activity}{f', at {hung_at}' if hung_at else ''}"

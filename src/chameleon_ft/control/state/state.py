@@ -12,11 +12,13 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from chameleon_ft.config import Checkpoint, Recovery, RunConfig, Timeouts
+from chameleon_ft.config import Health as HealthConfig
 from chameleon_ft.control.detectors import Detectors
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.failure_history import FailureHistory
+from chameleon_ft.control.state.health import Health
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
@@ -55,6 +57,7 @@ class Settings:
     checkpoint: Checkpoint
     recovery: Recovery
     timeouts: Timeouts
+    health: HealthConfig = field(default_factory=HealthConfig)
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
     logs: str  # folder of the logs, for messages
     checkpoints: str  # folder of the checkpoints, likewise
@@ -69,6 +72,7 @@ class Settings:
             checkpoint=config.checkpoint,
             recovery=config.recovery,
             timeouts=config.timeouts,
+            health=config.health,
             workers_per_host=config.emulation.workers_per_host if config.device == "emulated" else None,
             logs=str(run.logs),
             checkpoints=str(run.checkpoints),
@@ -105,6 +109,7 @@ class State:
     schedule: CheckpointSchedule = CheckpointSchedule()  # noqa: RUF009 - frozen
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
+    health: Health = Health()  # noqa: RUF009 - frozen
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
     interrupted: bool = False  # whether the run is to end after the current step
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds

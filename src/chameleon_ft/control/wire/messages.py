@@ -59,6 +59,7 @@ __all__ = [
     "Spawn",
     "StartGeneration",
     "Started",
+    "StateDiffers",
     "Stop",
     "Switch",
     "Switched",
@@ -214,6 +215,16 @@ class PeerFailed(Message):
     error: str
 
 
+class StateDiffers(Message):
+    """Holders of layers had different states after `step` updates: no rank has applied that step."""
+
+    type: Literal["state_differs"] = "state_differs"
+    generation: int
+    step: int
+    checksums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """(layer, ((worker, checksum), ...)) of each layer whose holders differ."""
+
+
 class Position(Message):
     """Answer to a probe: the rank's operation and its duration so far."""
 
@@ -281,7 +292,7 @@ class Crashed(Message):
 
 
 class Inject(Message):
-    """Make `worker` fail, or slow: at once, or in `phase` of step `step` or the first one after it."""
+    """Make `worker` fail, or slow, or wrong: at once, or in `phase` of step `step` or the first one after it."""
 
     type: Literal["inject"] = "inject"
     worker: int

@@ -25,7 +25,9 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.runtime.device import side_stream
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.execution.step_stats import StepStats, TimedReduction
 from chameleon_ft.runtime.fault_injection import FaultInjector
@@ -78,7 +80,7 @@ class Reductions:
         for segment, point in zip(reduced, issue_points(operations, reduced), strict=True):
             self._due[point].append(segment)
         self._buckets = {segment: tuple(self._buckets_of(segment)) for segment in reduced}
-        self._stream = next((_side_stream(buffers.of(segment)[0].device) for segment in reduced), None)
+        self._stream = next((side_stream(buffers.of(segment)[0].device) for segment in reduced), None)
         self._issued: SimpleQueue[_Issued | None] = SimpleQueue()
         self._ended: SimpleQueue[TimedReduction | BaseException] = SimpleQueue()
         self._in_flight = 0
@@ -192,11 +194,6 @@ class _Reducing:
     parts: list[tuple[InFlight, Tensor, list[Tensor]]] = field(default_factory=list)
 
 
-def _side_stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream on which copies do not wait for the backward that follows; a CPU has none."""
-    return None if device.type == "cpu" else torch.Stream(device)
-
-
 @dataclass(frozen=True, slots=True)
 class AppliedStep:
     """An applied update. `grad_norm` is the global L2 norm of the mean gradient, before clipping."""
@@ -239,6 +236,11 @@ class Committer:
         self.state = StepState(self.committed)
         return self.state
 
+    def drop(self) -> None:
+        """Give up what there is of step `committed`: the state before it cannot be trusted."""
+        self.reduced = False
+        self.state = None
+
     def progress(self) -> Progress | None:
         """Return what this rank holds of step `committed`; None if it has not begun it."""
         return None if self.state is None else Progress.of(self.state.progress(self.buffers.totals))
@@ -255,6 +257,7 @@ class Committer:
         switch: Callable[[], bool] = lambda: False,
         checkpoint: bool = False,
         migration: LayerMigration | None = None,
+        check: StateCheck | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
 
@@ -264,9 +267,11 @@ class Committer:
             switch: returns whether it votes to switch to the next generation; called just before the vote.
             checkpoint: whether it votes for a checkpoint after this step.
             migration: of layers that are to take part in the update.
+            check: of the state before the update, if one was begun.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
+            StateDiffersError: the state before the update differs between holders; no rank applies the step.
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             NotFiniteError: as `apply` does.
         """
@@ -279,7 +284,7 @@ class Committer:
         self.reduced = True
         reduced_s = time.perf_counter()
         ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, contributions]
-        vote = self._vote(ballot, communicators, members)
+        vote = self._vote(ballot, communicators, members, check)
         stats.vote_s = (reduced_s, time.perf_counter())
         applied = self.apply(vote)
         if migration is not None:
@@ -315,17 +320,25 @@ class Committer:
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
-    def _vote(self, sums: Sequence[float], communicators: Communicators, members: tuple[int, ...]) -> Vote:
-        ballot = torch.tensor([self.buffers.square_sum(self.worker), *sums, 1.0], dtype=torch.float64)
+    def _vote(
+        self,
+        sums: Sequence[float],
+        communicators: Communicators,
+        members: tuple[int, ...],
+        check: StateCheck | None,
+    ) -> Vote:
+        checksums = () if check is None else check.ballot()
+        ballot = torch.tensor([self.buffers.square_sum(self.worker), *sums, 1.0, *checksums], dtype=torch.float64)
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote", for_message=True):
                 result.wait()
         grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = ballot.tolist()
-        checkpointing, contributions, voters = counts
+        checkpointing, contributions, voters, *checksums = counts
         if round(voters) != len(members):
             raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
+        is_checked = check is not None and check.compare(checksums)
         if round(contributions) != self.contributions:
             raise ControlError(
                 f"the gradients of step {self.committed} have {contributions:g} contributions of micro-batches to "
@@ -339,4 +352,5 @@ class Committer:
             finish=finishing > 0,
             switch=switching > 0,
             checkpoint=round(checkpointing) == len(members),
+            checked=is_checked,
         )

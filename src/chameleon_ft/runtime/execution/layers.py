@@ -160,6 +160,15 @@ class HeldLayers:
         state = self.state_of(layer)
         return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
+    def replicated_state_of(self, layer: int) -> LayerState:
+        """As `state_of`, without the buffers, which each holder changes in its own way. So it is equal on all holders.
+
+        The copies of tied parameters are part of it.
+        """
+        parameters = {f"module/{name}" for name, _ in self._modules[layer].named_parameters()}
+        state = sorted(self.state_of(layer).items())  # which may have come from another holder in another order
+        return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
+
     def snapshot(self, layer: int) -> LayerState:
         """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
         return {

@@ -1,0 +1,72 @@
+"""Workers with a wrong state: those known are lost; if it is not known which, all return to a checkpoint, or stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.control import commands
+from chameleon_ft.control.handlers import incidents
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.health import Disagreement
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire import messages
+from chameleon_ft.quantities import in_ranges
+
+__all__ = ["state_differs"]
+
+
+def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
+    """Act on the first report that holders of layers have different states; those of other workers say the same.
+
+    The report may come after the generation has been stopped, because other workers have found messages to fail.
+    """
+    state = draft.state
+    is_known = message.generation != state.active_generation or state.health.disagreement is not None
+    if is_known or state.phase not in (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING):
+        return
+    found = state.health.differs(message.step, {layer: dict(each) for layer, each in message.checksums})
+    # A checkpoint may have the wrong state from the moment at which the holders last agreed.
+    draft.do(commands.DistrustCheckpoints(after=state.health.agreed))
+    draft.set(health=replace(state.health, disagreement=found))
+    news = {"message": f"{found}; all return to a checkpoint from before"} if found.undecided else {}
+    draft.record(
+        "state_differs",
+        step=found.step,
+        agreed=state.health.agreed,
+        odd={str(worker): list(layers) for worker, layers in found.odd.items()},
+        undecided={str(layer): list(workers) for layer, workers in found.undecided.items()},
+        **news,
+    )
+    if found.undecided and not _may_return(draft, found):
+        return
+    for worker, layers in found.odd.items():
+        name = "layer" if len(layers) == 1 else "layers"
+        cause = f"its state of {name} {in_ranges(layers)} after {found.step} updates differs from that of its peers"
+        incidents.lose(draft, worker, "checksum", cause)
+    if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
+        incidents.stop(draft)
+    if draft.state.phase is not Phase.OVER:
+        # Parts of checkpoints that workers are still writing do not count.
+        checkpoints = draft.state.checkpoints.forgotten(draft.state.generation)
+        draft.set(checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
+
+
+def _may_return(draft: Draft, found: Disagreement) -> bool:
+    """Return whether all workers are to return to a checkpoint; otherwise end the run."""
+    health, settings = draft.state.health, draft.state.settings.health
+    if settings.on_disagreement == "stop":
+        remedy = "the run ends (health.on_disagreement = stop); --resume continues from a checkpoint from before"
+        incidents.end(draft, "failed", f"{found}: {remedy}")
+        return False
+    if again := sorted(found.doubted & health.doubted):
+        reason = f"{found}, again after a return to a checkpoint: {_REMEDY.format(min(again))}"
+        incidents.end(draft, "failed", reason)
+        return False
+    draft.set(health=replace(health, doubted=found.doubted))
+    return True
+
+
+_REMEDY = (
+    "one of them has a fault, or their processors compute differently; resume without worker {}, or set "
+    "health.check_every to 0 if that is to be allowed"
+)

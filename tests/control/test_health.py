@@ -1,0 +1,177 @@
+"""Holders of layers with different states: which of them are lost, and when all return to a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.config import Health as HealthConfig
+from chameleon_ft.config import Recovery
+from chameleon_ft.control.commands import CompleteCheckpoint, DistrustCheckpoints
+from chameleon_ft.control.events import Decided
+from chameleon_ft.control.state.health import Health
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire.messages import CheckpointSaved, PeerFailed, StateDiffers
+from chameleon_ft.plan import LayerRange, Placement
+from tests.control.histories import History, a_plan, new_state
+
+
+def differs(history: History, checksums: dict[int, int], *, layer: int = 1) -> StateDiffers:
+    found = ((layer, tuple(checksums.items())),)
+    return StateDiffers(generation=history.state.active_generation, step=history.state.committed, checksums=found)
+
+
+def training(**changes: object) -> History:
+    """A run that has taken three steps; before the last one, all holders agreed."""
+    history = History(new_state(**changes))
+    history.train(2)
+    history.commit(checked=True)
+    return history
+
+
+def return_to(history: History, step: int) -> None:
+    """Answer a question with a return to a checkpoint."""
+    asked = history.questions.pop(0)
+    plan = replace(a_plan(asked.members.live(), first_step=step), load=step)
+    history.happen(Decided(at=history.at, question=asked.question, plan=plan))
+    history.start()
+
+
+def test_the_worker_that_differs_from_a_majority_is_lost() -> None:
+    history = training(recovery=Recovery(respawn=True))
+    report = differs(history, {0: 5, 1: 5, 2: 6, 3: 5})
+    for worker in (1, 3, 0, 2):
+        history.tell(worker, report)
+    history.quiesce()
+    history.start()
+    cause = "its state of layer 1 after 3 updates differs from that of its peers"
+    assert history.failures == [(2, "checksum", cause)]
+    assert history.launched == (0, 1, 3)
+    assert DistrustCheckpoints(after=2) in history.commands
+    assert not history.state.checkpoints.is_reread, "the others go on with the state that they have"
+    history.wait(6.0)
+    assert 2 in history.state.respawns.deaths
+
+
+def test_a_checkpoint_that_workers_are_still_writing_does_not_count() -> None:
+    history = training()
+    history.tell(0, CheckpointSaved(generation=1, step=2, layers=(0, 1)))
+    history.tell(1, differs(history, {0: 5, 1: 5, 2: 6, 3: 5}))
+    history.tell(1, CheckpointSaved(generation=1, step=2, layers=(2, 3)))
+    assert not any(isinstance(command, CompleteCheckpoint) for command in history.commands)
+
+
+def test_without_a_majority_all_return_to_a_checkpoint() -> None:
+    history = training()
+    history.holds = True
+    history.tell(0, differs(history, {0: 5, 1: 5, 2: 6, 3: 6}))
+    history.tell(3, PeerFailed(generation=1, peer=2, error="closed"))
+    history.quiesce()
+    assert not history.failures, "no worker is to blame for the messages that failed"
+    (event,) = history.events("state_differs")
+    assert "differs between workers 0, 1, 2, 3; all return to a checkpoint" in event["message"]
+    assert history.state.checkpoints.is_reread
+    return_to(history, 2)
+    assert history.state.health.agreed == 2
+    assert history.state.health.disagreement is None
+    assert not history.state.checkpoints.is_reread
+
+
+def test_a_report_may_come_after_the_generation_was_stopped() -> None:
+    history = training()
+    history.holds = True
+    history.tell(3, PeerFailed(generation=1, peer=2, error="closed"))
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce(3)
+    history.tell(2, differs(history, {2: 5, 3: 6}))
+    history.quiesce(0, 1, 2)
+    assert not history.failures
+    assert history.state.checkpoints.is_reread
+
+
+@pytest.mark.parametrize("agree_between", [False, True])
+def test_a_second_disagreement_ends_the_run_unless_they_have_agreed_since(agree_between: bool) -> None:
+    history = training()
+    history.holds = True
+    history.tell(0, differs(history, {0: 5, 1: 6}))
+    history.quiesce()
+    return_to(history, 2)
+    if agree_between:
+        history.commit(checked=True)
+        assert history.state.health.agreed == 2
+    history.commit()
+    history.tell(0, differs(history, {1: 5, 2: 6}))
+    if agree_between:
+        assert history.state.phase is Phase.STOPPING
+    else:
+        assert history.state.ended is not None
+        assert "again after a return to a checkpoint" in history.state.ended[1]
+        assert "resume without worker 1" in history.state.ended[1]
+
+
+def test_the_run_ends_if_configured_so() -> None:
+    history = training(health=HealthConfig(on_disagreement="stop"))
+    history.tell(0, differs(history, {0: 5, 1: 6}))
+    assert history.state.ended is not None
+    status, reason = history.state.ended
+    assert status == "failed"
+    assert reason.startswith("the state of layer 1 after 3 updates differs between workers 0, 1: ")
+    assert DistrustCheckpoints(after=2) in history.commands
+
+
+def test_a_worker_that_got_its_copy_from_another_makes_no_majority() -> None:
+    history = training(workers=3, recovery=Recovery(respawn=True, respawn_delay_s=1.0))
+    history.reap(1)
+    history.quiesce()
+    history.start()
+    history.commit(checked=True)
+    history.wait(1.5)
+    history.come_back(1)
+    history.wait(1.0)
+    history.consider(0, 1, 2)
+    history.switch()
+    history.holds = True
+    history.tell(0, differs(history, {0: 5, 1: 6, 2: 6}))
+    assert not history.state.members[0].lost
+    assert history.state.checkpoints.is_reread, "worker 1 has a copy from worker 0 or 2"
+
+
+def test_a_lost_worker_is_no_witness_any_more() -> None:
+    health = Health().loaded(0, Placement(2, {each: (LayerRange(0, 2),) for each in range(3)}))
+    assert health.without(1).witnesses == {0: (0, 2), 1: (0, 2)}
+
+
+@given(st.integers(1, 8), st.data())
+def test_no_sound_worker_is_lost_while_most_witnesses_are_sound(layers: int, data: st.DataObject) -> None:
+    workers = data.draw(st.integers(2, 7))
+    placement = Placement(layers, {each: (LayerRange(0, layers),) for each in range(workers)})
+    health = Health().loaded(0, placement)
+    corrupt = data.draw(st.sets(st.integers(0, workers - 1), max_size=(workers - 1) // 2))
+    checksums = {
+        layer: {each: data.draw(st.integers(2, 4)) if each in corrupt else 1 for each in range(workers)}
+        for layer in range(layers)
+        if corrupt
+    }
+    found = health.differs(3, {layer: each for layer, each in checksums.items() if len(set(each.values())) > 1})
+    assert set(found.odd) == corrupt
+    if workers >= 3:
+        assert not found.undecided
+
+
+@given(st.dictionaries(st.integers(0, 5), st.integers(1, 3), min_size=2), st.sets(st.integers(0, 5)))
+def test_whoever_is_lost_differs_from_more_than_half_of_the_witnesses(
+    checksums: dict[int, int], witnesses: set[int]
+) -> None:
+    health = Health(witnesses={0: tuple(sorted(witnesses))})
+    found = health.differs(3, {0: checksums})
+    votes = Counter(checksums[each] for each in witnesses if each in checksums)
+    for worker in found.odd:
+        most, count = votes.most_common(1)[0]
+        assert checksums[worker] != most
+        assert 2 * count > sum(votes.values()) >= 2
+    if not found.odd and len(set(checksums.values())) > 1:
+        assert found.doubted == set(checksums)

@@ -1,0 +1,85 @@
+"""Bits that flip in the state of one holder of a layer: the next check notices, and training goes on without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import Batch, Checkpoint, Health, LlamaConfig, Parallel, Recovery
+from chameleon_ft.observe import RunDirectory
+from tests.harness import StoppingView, assert_as_the_plain_loop, fails, small_config, train_here
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_of_three_holders_the_one_that_differs_is_lost(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        failures=(fails(2, step=4, kind="corrupt"),),
+        health=Health(check_every=3),
+        checkpoint=Checkpoint(every=0),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 0
+    (failure,) = ended.failures
+    assert (failure.worker, failure.noticed_by, failure.step) == (2, "checksum", 6)
+    assert "differs from that of its peers" in failure.cause
+    assert ended.steps == list(range(10))
+    assert_as_the_plain_loop(ended, steps=4)
+
+
+def test_of_two_holders_all_return_to_the_checkpoint_from_before(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        workers=4,
+        parallel=Parallel(dp=2, pp=2),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        failures=(fails(1, step=4, kind="corrupt"),),
+        health=Health(check_every=3),
+        checkpoint=Checkpoint(every=1, keep=1),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 0
+    assert not ended.lost
+    (event,) = ended.events("state_differs")
+    assert (event["step"], event["agreed"]) == (6, 3)
+    first = ended.steps[6]
+    assert 1 <= first <= 3, "a checkpoint may have been left out, because the one before was still being written"
+    assert ended.steps == [*range(6), *range(first, 10)]
+    assert_as_the_plain_loop(ended)
+
+
+def test_without_a_checkpoint_from_before_the_run_ends_and_names_layers_workers_and_step(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        workers=2,
+        parallel=Parallel(dp=2, pp=1),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        failures=(fails(1, step=1, kind="corrupt"),),
+        health=Health(check_every=2),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 1
+    reason = ended.summary["reason"]
+    assert "after 2 updates differs between workers 0, 1, and there is no checkpoint from before" in reason
+
+
+def test_nothing_is_found_where_layers_move_steps_are_completed_and_parameters_are_tied(tmp_path: Path) -> None:
+    model = LlamaConfig(
+        dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32, dropout=0.1, tie_embeddings=True
+    )
+    config = small_config(
+        tmp_path,
+        steps=100_000,
+        model=model,
+        failures=(fails(2, step=3, phase="backward"), fails(5, step=12, phase="sync")),
+        recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.2),
+        health=Health(check_every=1),
+    )
+    run = RunDirectory(tmp_path / "run")
+    view = StoppingView(run, is_over=lambda ended: len(ended.lost) == 2 and ended.events("join"))
+    ended = train_here(config, run.path, view=view)
+    assert ended.code == 130, ended.summary["reason"]
+    assert not ended.events("state_differs")
+    assert_as_the_plain_loop(ended)
