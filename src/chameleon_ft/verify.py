@@ -110,6 +110,8 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     }
     loop = _PlainLoop(config, jobs[config.steps])
     for record in _committed(run.steps())[:limit]:
+        if record.is_skipped:  # it has changed nothing
+            continue
         steps = next((steps for first, steps in reversed(starts) if first <= record.step), config.steps)
         rate = jobs[steps].learning_rate
         plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))

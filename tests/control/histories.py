@@ -132,19 +132,9 @@ def in_waves(
     return (*plans[:-1], final)
 
 
-def vote(
-    step: int, *, switch: bool = False, finish: bool = False, checkpoint: bool = False, checked: bool = False
-) -> Vote:
-    return Vote(
-        grad_square_sum=4.0,
-        loss_sum=12.0 * (step + 1),
-        terms=12,
-        samples=12,
-        finish=finish,
-        switch=switch,
-        checkpoint=checkpoint,
-        checked=checked,
-    )
+def vote(step: int, **fields: bool) -> Vote:
+    sums = {"grad_square_sum": 4.0, "loss_sum": 12.0 * (step + 1), "terms": 12, "samples": 12}
+    return Vote.model_validate({**sums, "finish": False, **fields})
 
 
 class History:

@@ -15,7 +15,7 @@ from chameleon_ft.control.commands import CompleteCheckpoint, DistrustCheckpoint
 from chameleon_ft.control.events import Decided
 from chameleon_ft.control.state.health import Health
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import CheckpointSaved, PeerFailed, StateDiffers
+from chameleon_ft.control.wire.messages import BadStep, CheckpointSaved, Finish, PeerFailed, StateDiffers
 from chameleon_ft.plan import LayerRange, Placement
 from tests.control.histories import History, a_plan, new_state
 
@@ -175,3 +175,101 @@ def test_whoever_is_lost_differs_from_more_than_half_of_the_witnesses(
         assert 2 * count > sum(votes.values()) >= 2
     if not found.odd and len(set(checksums.values())) > 1:
         assert found.doubted == set(checksums)
+
+
+# --- bad steps -------------------------------------------------------------------------------------------------------
+
+
+def bad_step(
+    history: History, *, again: bool, changed: bool = False, at: tuple[int, int, int, str] | None = None
+) -> BadStep:
+    return BadStep(
+        generation=history.state.active_generation,
+        step=history.state.committed,
+        why="the loss is nan",
+        is_bad_again=again,
+        has_changed=changed,
+        origins=() if at is None else (at,),
+    )
+
+
+def test_a_step_that_is_good_when_it_is_repeated_names_the_workers_that_have_changed() -> None:
+    history = training()
+    for worker in range(4):
+        history.tell(worker, bad_step(history, again=False, changed=worker == 2))
+    history.commit()
+    (event,) = history.events("bad_step")
+    assert event["changed"] == [2]
+    assert event["message"] == (
+        "the loss is nan in step 3, but not when it was computed again, so the hardware is at fault: the contribution "
+        "of worker 2 was another one"
+    )
+    assert not history.state.health.reports
+
+
+def test_the_first_place_is_named_data_before_operations() -> None:
+    history = training()
+    places = {0: (5, 0, 2, "backward"), 1: (3, 0, 1, "data"), 2: (4, 1, 3, "forward"), 3: (4, 3, 4, "forward")}
+    for worker, place in places.items():
+        history.tell(worker, bad_step(history, again=True, at=place))
+    (event,) = history.events("bad_step")
+    assert [each["worker"] for each in event["origins"]] == [1, 2, 3, 0]
+    assert event["message"] == (
+        "the loss is nan in step 3, also when it was computed again, first in the data of micro-batch 3 in layers 0-0 "
+        "on worker 1, the forward of micro-batch 4 in layers 1-2 on worker 2, the forward of micro-batch 4 in layers "
+        "3-3 on worker 3 and 1 more place; its samples are left out"
+    )
+
+
+def test_all_return_to_a_checkpoint_once_all_have_reported_and_skip_the_step() -> None:
+    history = training(health=HealthConfig(on_bad_step="rollback"))
+    history.holds = True
+    for worker in range(3):
+        history.tell(worker, bad_step(history, again=True))
+        assert history.state.phase is Phase.TRAINING, "some worker still computes the step"
+    history.tell(3, bad_step(history, again=True))
+    assert history.state.health.skipped == {3}
+    history.quiesce()
+    assert history.state.checkpoints.is_reread
+    return_to(history, 2)
+    history.commit()
+    assert history.state.health.skipped == {3}
+
+
+def test_a_worker_lost_in_a_bad_step_leaves_the_report_of_the_others() -> None:
+    history = training(health=HealthConfig(on_bad_step="rollback"))
+    history.tell(0, bad_step(history, again=True))
+    history.reap(2)
+    assert len(history.events("bad_step")) == 1
+    assert not history.state.health.reports
+    history.quiesce()
+    history.start()
+    for worker in (0, 1, 3):
+        history.tell(worker, bad_step(history, again=True))
+    assert history.state.health.skipped == {3}, "it was bad again"
+
+
+def test_the_run_ends_as_failed_once_the_checkpoint_is_written() -> None:
+    history = training(health=HealthConfig(on_bad_step="stop"))
+    for worker in range(4):
+        history.tell(worker, bad_step(history, again=True))
+    assert history.state.phase is Phase.TRAINING
+    history.finish()
+    assert history.state.ended is not None
+    assert history.state.ended[0] == "failed"
+    assert "the run ends, with a checkpoint of the state before it; to leave its samples out" in history.state.ended[1]
+
+
+def test_five_bad_steps_in_a_row_end_the_run() -> None:
+    history = training(steps=30)
+    for _ in range(4):
+        history.commit(skipped=True)
+    history.commit()
+    for _ in range(4):
+        history.commit(skipped=True)
+    assert not history.sent(Finish)
+    history.commit(skipped=True)
+    assert len(history.sent(Finish)) == 4
+    history.finish()
+    assert history.state.ended is not None
+    assert history.state.ended[1].startswith("5 steps in a row were bad, at last step 12: ")

@@ -49,8 +49,8 @@ FailurePhase = Literal[
     "switch",
     "checkpoint",
 ]
-FailureKind = Literal["kill", "hang", "disconnect", "slow", "corrupt"]
-LASTING_KINDS: Final = ("slow", "corrupt")
+FailureKind = Literal["kill", "hang", "disconnect", "slow", "corrupt", "nan"]
+LASTING_KINDS: Final = ("slow", "corrupt", "nan")
 """Kinds of failures with which the process of a worker goes on."""
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
@@ -227,7 +227,7 @@ class Timeouts(Section):
 
 
 class Health(Section):
-    """Checks of the state that is trained."""
+    """Checks of the state that is trained, and of the steps that change it."""
 
     check_every: int = Field(
         default=10,
@@ -238,6 +238,18 @@ class Health(Section):
         default="rollback",
         description="Action if holders differ and no majority tells which is right. rollback: return to the "
         "newest checkpoint from before they last agreed, and stop if there is none; stop: end the run.",
+    )
+    on_bad_step: Literal["skip", "rollback", "stop"] = Field(
+        default="skip",
+        description="Action if a loss or gradient is bad, and also when the step is computed again. skip: leave the "
+        "samples of the step out; rollback: return to the newest checkpoint, and leave them out then; stop: end the "
+        "run with a checkpoint.",
+    )
+    spike_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="A loss or gradient norm is bad, too, if it is above the median of the last 64 steps by more than "
+        "this many standard deviations; 0: only if it is not finite.",
     )
 
 
@@ -297,7 +309,8 @@ class Failure(Section):
     kind: FailureKind = Field(
         default="kill",
         description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
-        "computes at `factor` of its speed; corrupt: a random bit of a parameter or of the optimizer's state flips.",
+        "computes at `factor` of its speed; corrupt: a random bit of a parameter or of the optimizer's state flips; "
+        "nan: an element of its gradient is not a number, once.",
     )
     factor: float | None = Field(
         default=None, gt=0, le=1, description="Of kind slow: the speed, as a share of the usual one; 1 ends it."

@@ -6,12 +6,14 @@ It makes all decisions of the coordinator, with `handlers`. Clocks, connections,
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import (
+    bad_steps,
     checkpoints,
     drains,
     gathering,
@@ -26,7 +28,7 @@ from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import StepRecord
+from chameleon_ft.observe import RunStatus, StepRecord
 
 __all__ = ["TICK_S", "step"]
 
@@ -226,6 +228,8 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             incidents.checkpoint_unreadable(draft, worker.id, message)
         case messages.Crashed(error=error):
             _crashed(draft, worker, error)
+        case messages.BadStep():
+            health.bad_step(draft, worker.id, message)
         case messages.StateDiffers():
             health.state_differs(draft, message)
         case messages.CheckpointSaved():
@@ -313,7 +317,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     incidents.detect(draft, signals.OperationsTimed(message.times.longest_s, in_first_step=not worker.has_stepped))
     if not worker.has_stepped and message.generation == state.active_generation and not is_rest:
         draft.change_worker(worker, has_stepped=True)
-    if message.generation == state.generation and not is_rest:
+    if message.generation == state.generation and not is_rest and not message.vote.skipped:
         draft.do(commands.MeasureOperations(worker.id, message.step, message.times))
     if message.step != state.committed:
         return  # another worker has reported the step
@@ -333,20 +337,23 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
         commands.Record(
             StepRecord(
                 step=message.step,
-                loss=vote.loss_sum / vote.terms,
+                loss=math.nan if vote.skipped else vote.loss_sum / vote.terms,
                 grad_norm=message.grad_norm,
                 lr=message.lr,
-                samples=vote.samples,
-                tokens=vote.terms,
+                samples=0 if vote.skipped else vote.samples,
+                tokens=0 if vote.skipped else vote.terms,
                 step_s=step_s,
                 workers=len(state.active.plan.workers),
                 generation=message.generation,
                 time=draft.at.unix_s,
                 is_rest=is_rest,
+                is_skipped=vote.skipped,
             )
         )
     )
-    if not is_rest and state.active.migration is None:  # layers that move make a step longer
+    if vote.skipped:
+        bad_steps.skipped(draft, message.step)
+    if not is_rest and not vote.skipped and state.active.migration is None:  # layers that move make a step longer
         draft.do(commands.MeasureStep(message.step_s))
     outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s, is_rest=is_rest)
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
@@ -368,6 +375,8 @@ def _finished(draft: Draft, worker: int) -> None:
     if state.active is None or not finished.issuperset(state.active.plan.workers):
         return
     if state.committed < state.settings.steps:
-        incidents.end(draft, "interrupted", "interrupted by the user, with a checkpoint")
+        ending = state.health.ending
+        status: RunStatus = "failed" if ending else "interrupted"
+        incidents.end(draft, status, ending or "interrupted by the user, with a checkpoint")
     else:
         incidents.end(draft, "finished", "all steps are trained")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class StepRecord(_Record):
 
     `time` is when the first worker reported the commit, in Unix seconds; older runs have none. If `is_rest`, the step
     was interrupted and completed, and `step_s` is the time since the commit before it, with the stall.
+    If `is_skipped`, the step was bad and has changed nothing: its loss is not a number, and no sample counts.
     """
 
     step: int
@@ -121,10 +123,16 @@ class StepRecord(_Record):
     generation: int
     time: float | None = None
     is_rest: bool = False
+    is_skipped: bool = False
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:
             raise ValueError(f"a step needs step >= 0, step_s > 0 and workers >= 1; got {self}")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """See `_Record`."""
+        return super(StepRecord, cls).from_json({**data, "loss": math.nan} if data.get("loss", 0) is None else data)
 
     @property
     def tokens_per_s(self) -> float:
@@ -133,7 +141,8 @@ class StepRecord(_Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the rate as JSON values."""
-        return {**dataclasses.asdict(self), "tokens_per_s": self.tokens_per_s}
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {**dataclasses.asdict(self), "loss": loss, "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +306,7 @@ class Summary(_Record):
     samples_seen: int
     samples_lost: int
     samples_repeated: int
+    samples_skipped: int = 0
     failures: tuple[FailureRecord, ...]
     median_step_s_before: float | None
     median_step_s_after: float | None
@@ -340,16 +350,19 @@ def summarize(
     committed = {record.step: record for record in steps}
     last = max(committed, default=-1)
     seen = sum(record.samples for record in committed.values())
+    skipped = samples_per_step * sum(record.is_skipped for record in committed.values())
+    losses = [committed[step].loss for step in sorted(committed) if not committed[step].is_skipped]
     interrupted = {failure.step for failure in failures}
     first_failure = min(interrupted, default=last + 1)
     return Summary(
         status=status,
         reason=reason,
         steps=len(committed),
-        final_loss=committed[last].loss if committed else None,
+        final_loss=losses[-1] if losses else None,
         samples_seen=seen,
-        samples_lost=(last + 1) * samples_per_step - seen,
+        samples_lost=(last + 1) * samples_per_step - seen - skipped,
         samples_repeated=sum(record.samples for record in steps) - seen,
+        samples_skipped=skipped,
         failures=tuple(failures),
         median_step_s_before=_median(r.step_s for r in steps if r.step < first_failure),
         median_step_s_after=_median(

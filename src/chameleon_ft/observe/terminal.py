@@ -103,7 +103,7 @@ class TerminalView(View):
     def step(self, record: StepRecord) -> None:
         """Print one line."""
         self._print(
-            f"{record.step:>7d}  {record.loss:>9.4f}  {record.tokens_per_s:>10,.0f}  "
+            f"{record.step:>7d}  {_loss_of(record):>9}  {record.tokens_per_s:>10,.0f}  "
             f"{record.step_s:>8.3f}  {record.workers:>7d}"
         )
 
@@ -162,7 +162,8 @@ class TerminalView(View):
             facts.add_row("final loss", f"{summary.final_loss:.4f}")
         facts.add_row(
             "samples",
-            f"{summary.samples_seen:,} seen, {summary.samples_lost:,} lost, {summary.samples_repeated:,} repeated",
+            f"{summary.samples_seen:,} seen, {summary.samples_lost:,} lost, {summary.samples_repeated:,} repeated"
+            f"{f', {summary.samples_skipped:,} skipped' if summary.samples_skipped else ''}",
         )
         if summary.median_step_s_before is not None:
             times = f"median {duration(summary.median_step_s_before)}"
@@ -230,3 +231,7 @@ def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
     rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
     rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
     return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"
+
+
+def _loss_of(record: StepRecord) -> str:
+    return "skipped" if record.is_skipped else f"{record.loss:.4f}"

@@ -29,6 +29,7 @@ class FaultInjector:
 
     Attributes:
         corrupt: flips a bit of the rank's state; called in the thread that calls `at`.
+        spoil: makes a gradient not a number; likewise.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class FaultInjector:
         self._lock = threading.Lock()
         self._speed = 1.0  # as a share of the usual one
         self.corrupt: Callable[[], None] = lambda: None
+        self.spoil: Callable[[], None] = lambda: None
 
     def plan(self, failure: Failure) -> None:
         """Add a failure. Called by the control thread."""
@@ -58,6 +60,8 @@ class FaultInjector:
                 self.slow(failure.factor)
             elif failure.kind == "corrupt":
                 self.corrupt()
+            elif failure.kind == "nan":
+                self.spoil()
             else:
                 self.fail(failure.kind, phase=failure.phase, step=step)
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.messages import CheckpointSaved, Committed
+from chameleon_ft.control.wire.messages import BadStep, CheckpointSaved, Committed
 from chameleon_ft.control.wire.parts import Rest, Vote
-from chameleon_ft.errors import ControlError
+from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
+from chameleon_ft.runtime.execution.commit import AppliedStep, Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
@@ -23,6 +24,10 @@ from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
 __all__ = ["Outcome", "StepLoop"]
+
+
+class _EndedByBadStepError(ChameleonError):
+    """A step is bad, and training is to end with the state before it."""
 
 
 class Outcome(Enum):
@@ -70,12 +75,19 @@ class StepLoop:
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
         with self.check:
+            bad: BadStepError | None = None
             if order.rest is not None:
-                vote = self._rest_of_step(order.rest)
-            return self._whole_steps(vote)
+                try:
+                    vote = self._rest_of_step(order.rest)
+                except BadStepError as error:
+                    bad = error
+            try:
+                return self._whole_steps(vote, bad)
+            except _EndedByBadStepError:
+                return Outcome.FINISHED
 
-    def _whole_steps(self, vote: Vote | None) -> Outcome:
-        """Train after a step with this vote, if there was one; see `run`."""
+    def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
+        """Train after a step with this vote, if there was one, or with one that was bad; see `run`."""
         order, committer = self.generation.order, self.committer
         with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
             while committer.committed < self.config.steps and not (vote and vote.finish):
@@ -83,7 +95,8 @@ class StepLoop:
                     return Outcome.SWITCH
                 if self.client.is_over(order.generation):
                     return Outcome.OVER
-                vote = self._step(reductions)
+                vote = self._step(reductions) if bad is None else self._repeat(reductions, bad)
+                bad = None
         return Outcome.FINISHED
 
     def submit_checkpoint(self) -> None:
@@ -95,19 +108,80 @@ class StepLoop:
         self.writer.submit(self.generation.number, self.committer.committed, layers, copy_s=copy_s)
 
     def _step(self, reductions: Reductions) -> Vote:
-        """Run, commit, report and record a step; return its vote."""
+        """Train a step, or skip it; return its vote."""
+        if self.committer.committed in self.generation.order.skipped:
+            return self._skip(reductions)
+        try:
+            return self._compute(reductions)
+        except BadStepError as bad:
+            return self._repeat(reductions, bad)
+
+    def _compute(self, reductions: Reductions, repetition: Repetition | None = None) -> Vote:
+        """Run, commit, report and record a step; return its vote.
+
+        Args:
+            repetition: if the step is computed again.
+        """
         order, step = self.generation.order, self.committer.committed
         start_s, start_unix_s = time.perf_counter(), time.time()
         state = self.committer.begin()
-        self._begin_check()
+        self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
-            stats = self.executor.run(state, self.generation.operations, after=reductions.after)
-            vote = self._commit(reductions, stats, contributions=state.contributions(), start_s=start_s)
+            stats = self.executor.run(state, self.generation.operations, after=reductions.after, repetition=repetition)
+            vote = self._commit(
+                reductions, stats, contributions=state.contributions(), start_s=start_s, repetition=repetition
+            )
         self.committer.step_s = stats.end_s - start_s
         first_step = order.first_step if order.rest is None else order.first_step + 1
         if self.recorder.wants(step, first_step=first_step):
             self.recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
         return vote
+
+    def _repeat(self, reductions: Reductions, bad: BadStepError) -> Vote:
+        """Compute a bad step again, from the same samples and random numbers, and go on as configured.
+
+        Raises:
+            BadStepError: it is bad again, and all workers are to return to a checkpoint.
+            _EndedByBadStepError: it is bad again, and training is to end.
+        """
+        step, start_s, repetition = self.committer.committed, time.perf_counter(), Repetition()
+        request = self.client.checkpoint_request
+        self.migration.resume(applied=False)
+        try:
+            vote = self._compute(reductions, repetition)
+        except BadStepError as again:
+            self._report(step, bad, repetition, is_bad_again=True)
+            if self.config.health.on_bad_step == "rollback":
+                raise
+            if self.config.health.on_bad_step == "stop":
+                self.committer.drop()
+                raise _EndedByBadStepError from None
+            none = {"loss_sum": 0.0, "grad_square_sum": 0.0, "skipped": True}
+            applied = self.committer.apply(again.vote.model_copy(update=none))
+            self.migration.resume()
+            self._committed(applied, StepStats(), request=request, start_s=start_s)
+            return applied.vote
+        self._report(step, bad, repetition, is_bad_again=False)
+        return vote
+
+    def _report(self, step: int, bad: BadStepError, repetition: Repetition, *, is_bad_again: bool) -> None:
+        self.client.send(
+            BadStep(
+                generation=self.generation.number,
+                step=step,
+                why=bad.why,
+                is_bad_again=is_bad_again,
+                has_changed=bad.changed(repetition.contributions),
+                origins=tuple(repetition.found),
+            )
+        )
+
+    def _skip(self, reductions: Reductions) -> Vote:
+        """Commit a step of which nothing is computed; return its vote."""
+        start_s = time.perf_counter()
+        self.committer.begin()
+        self._begin_check()
+        return self._commit(reductions, StepStats(), contributions=0, start_s=start_s, is_skipped=True)
 
     def _rest_of_step(self, rest: Rest) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
@@ -150,9 +224,18 @@ class StepLoop:
             self.recorder.record(state.step, stats, generation=self.generation.number, part="rest", **times)
         return vote
 
-    def _commit(self, reductions: Reductions, stats: StepStats, *, contributions: int, start_s: float) -> Vote:
+    def _commit(
+        self,
+        reductions: Reductions,
+        stats: StepStats,
+        *,
+        contributions: int,
+        start_s: float,
+        is_skipped: bool = False,
+        repetition: Repetition | None = None,
+    ) -> Vote:
         """Commit and report the step that was just executed, and begin a checkpoint if one is due."""
-        order, step = self.generation.order, self.committer.committed
+        order = self.generation.order
         request = self.client.checkpoint_request
         applied = self.committer.commit(
             stats,
@@ -165,7 +248,15 @@ class StepLoop:
             checkpoint=self._wants_checkpoint(request),
             migration=self.migration,
             check=self.check,
+            is_skipped=is_skipped,
+            repetition=repetition,
         )
+        self._committed(applied, stats, request=request, start_s=start_s)
+        return applied.vote
+
+    def _committed(self, applied: AppliedStep, stats: StepStats, *, request: int, start_s: float) -> None:
+        """Report a step that is over, and begin a checkpoint if one is due."""
+        order, step = self.generation.order, self.committer.committed - 1
         self.client.send(
             Committed(
                 generation=order.generation,
@@ -182,12 +273,11 @@ class StepLoop:
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request
             self._begin_checkpoint()
-        return applied.vote
 
-    def _begin_check(self) -> None:
+    def _begin_check(self, *, always: bool = False) -> None:
         """Begin to compare the state before the present step, if it is due; it is before the last step."""
         every, step = self.config.health.check_every, self.committer.committed
-        if every > 0 and (step % every == 0 or step + 1 == self.config.steps):
+        if every > 0 and (always or step % every == 0 or step + 1 == self.config.steps):
             self.check.begin()
 
     def _wants_checkpoint(self, request: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from chameleon_ft.runtime.activity import SlowIOReporter
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, Pace, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
@@ -97,7 +99,7 @@ class Trainer:
             allocator=self._allocator,
             is_training=lambda: self._committer is not None,
         )
-        self.faults.corrupt = self._corrupt
+        self.faults.corrupt, self.faults.spoil = self._corrupt, self._spoil
         log = TimelineLog(self.run.timeline_file(self.worker))
         self._recorder = StepRecorder(log=log, worker=self.worker, every=self.config.timelines.every)
         self._writer = CheckpointWriter(
@@ -207,6 +209,9 @@ class Trainer:
                     checksums=tuple((layer, tuple(each.items())) for layer, each in error.checksums.items()),
                 )
             )
+            self._committer.drop()
+        except BadStepError:  # the coordinator knows, and has all return to a checkpoint
+            assert self._committer is not None
             self._committer.drop()
         finally:
             self._activity.idle("between generations")
@@ -344,6 +349,13 @@ class Trainer:
             states = {layer: self._held.replicated_state_of(layer) for layer in sorted(self._held.layers)}
             print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
 
+    def _spoil(self) -> None:
+        """Make an element of a gradient not a number, as a fault of the processor would."""
+        if self._committer is not None and (
+            gradients := self._committer.buffers.of(self._committer.buffers.segments[0])
+        ):
+            gradients[0][0] = math.nan
+
     def _new_layers(self, layers: set[int] | tuple[()]) -> HeldLayers:
         return HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
 
@@ -359,6 +371,7 @@ class Trainer:
             committed=order.first_step,
             activity=self._activity,
             faults=self.faults,
+            recent=RecentSteps(self.config.health.spike_factor) if before is None else before.recent,
             last_vote=before.last_vote if before is not None and before.committed == order.first_step else None,
         )
 

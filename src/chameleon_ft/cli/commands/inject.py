@@ -29,7 +29,8 @@ class InjectArguments:
     """Number of the worker, as the run shows it."""
     kind: FailureKind = "kill"
     """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its
-    speed; corrupt: a random bit of a parameter or of the optimizer's state flips."""
+    speed; corrupt: a random bit of a parameter or of the optimizer's state flips; nan: an
+    element of its gradient is not a number, once."""
     factor: OptionalFloat = None
     """With --kind slow: the speed, as a share of the usual one, such as 0.5; 1 ends the slowness."""
     phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045
@@ -56,8 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     run.read_control()  # raises if the run is not live
     from chameleon_ft.control.fault_injection import inject
 
-    # Between two operations, as it would be for a fault of the memory.
-    phase = "forward" if given.kind == "corrupt" and given.phase is None and given.step is None else given.phase
+    phase: FailurePhase | None = given.phase
+    if phase is None and given.kind in ("corrupt", "nan"):  # between two operations
+        phase = "forward" if given.kind == "corrupt" else "backward"
     inject(run, worker=given.worker, kind=given.kind, phase=phase, step=given.step, factor=given.factor)
     what = {
         "kill": "is killed",
@@ -65,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         "disconnect": "is cut off",
         "slow": f"computes at {given.factor} of its speed",
         "corrupt": "has a bit of its state flipped",
+        "nan": "has an element of its gradient spoilt",
     }[given.kind]
     when = "" if phase is None else f" in its next {phase}"
     if given.step is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.control import commands
-from chameleon_ft.control.handlers import incidents
+from chameleon_ft.control.handlers import bad_steps, incidents
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.health import Disagreement
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import in_ranges
 
-__all__ = ["state_differs"]
+__all__ = ["bad_step", "state_differs"]
 
 
 def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
@@ -49,6 +49,30 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
         # Parts of checkpoints that workers are still writing do not count.
         checkpoints = draft.state.checkpoints.forgotten(draft.state.generation)
         draft.set(checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
+
+
+def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
+    """Collect the workers' reports of a bad step, and act once all have reported: until then, some compute it."""
+    state = draft.state
+    if message.generation != state.active_generation or state.active is None:
+        return
+    reports = {**state.health.reports, worker: message}
+    if any(each.step != message.step for each in reports.values()):
+        bad_steps.record(draft)  # one of its workers was lost since
+        reports = {worker: message}
+    draft.set(health=replace(draft.state.health, reports=reports))
+    if not reports.keys() >= set(state.active.plan.workers).intersection(state.members.live()):
+        return
+    action = state.settings.health.on_bad_step if message.is_bad_again else "applied"
+    bad_steps.record(draft)
+    if action == "stop":
+        ending = bad_steps.describe(reports, action=action)
+        remedy = "to leave its samples out, resume with --health.on-bad-step skip"
+        draft.set(health=replace(draft.state.health, ending=f"{ending}; {remedy}"))
+    elif action == "rollback":
+        bad_steps.skipped(draft, message.step)
+        draft.set(checkpoints=replace(draft.state.checkpoints, is_reread=True))
+        incidents.stop(draft)
 
 
 def _may_return(draft: Draft, found: Disagreement) -> bool:

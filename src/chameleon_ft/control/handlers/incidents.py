@@ -7,7 +7,7 @@ from dataclasses import replace
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import gathering, slowness, switches
+from chameleon_ft.control.handlers import bad_steps, gathering, slowness, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
@@ -196,6 +196,7 @@ def checkpoint_unreadable(draft: Draft, worker: int, message: messages.Checkpoin
 
 def stop(draft: Draft) -> None:
     """End the generation, and one that is being prepared: all workers leave their operations and report their state."""
+    bad_steps.record(draft)
     incident = draft.state.incident
     if incident.is_switch:
         incident = Incident(losses=incident.losses)

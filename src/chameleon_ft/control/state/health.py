@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
+from chameleon_ft.control.wire.messages import BadStep
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges, listed
@@ -55,15 +56,22 @@ class Health:
         witnesses: layer -> the workers that held it then, and still do.
         disagreement: the one for which all workers return to a checkpoint.
         doubted: workers that differed before the last return, since which holders have not agreed.
+        skipped: bad steps, whose samples are left out.
+        reports: worker -> its report of the present step, which was bad.
+        ending: why the run ends after the present step; empty if it does not.
     """
 
     agreed: int = 0
     witnesses: Mapping[int, tuple[int, ...]] = FrozenMap({})
     disagreement: Disagreement | None = None
     doubted: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+    reports: Mapping[int, BadStep] = FrozenMap({})
+    ending: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "witnesses", FrozenMap(self.witnesses))
+        for name in ("witnesses", "reports"):
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     def loaded(self, step: int, placement: Placement) -> Self:
         """Note that all workers begin with the state after `step` updates, which they have read."""

@@ -25,6 +25,7 @@ from chameleon_ft.sync import Segment
 
 __all__ = [
     "Acknowledged",
+    "BadStep",
     "Begin",
     "BeginCheckpoint",
     "CheckpointSaved",
@@ -225,6 +226,20 @@ class StateDiffers(Message):
     """(layer, ((worker, checksum), ...)) of each layer whose holders differ."""
 
 
+class BadStep(Message):
+    """A rank has computed a step again whose loss or gradient was bad."""
+
+    type: Literal["bad_step"] = "bad_step"
+    generation: int
+    step: int
+    why: str
+    is_bad_again: bool
+    has_changed: bool  # whether its own contribution was another one
+    origins: tuple[tuple[int, int, int, str], ...]
+    """(micro-batch, first layer, layer after the last, where) of its operations in which the first values appeared that
+    are not finite, when it computed the step again: in its data, its forward or its backward."""
+
+
 class Position(Message):
     """Answer to a probe: the rank's operation and its duration so far."""
 
@@ -326,6 +341,7 @@ class StartGeneration(Message):
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
     load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
     transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
+    skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
 
     @property

@@ -135,6 +135,7 @@ class Vote(MessagePart):
     finish: bool  # whether some rank was told to end the run after this step
     switch: bool = False  # whether some rank was told to switch to the next generation after this step
     checkpoint: bool = False  # whether all ranks write a checkpoint after this step
+    skipped: bool = False  # whether the step is bad, and no rank changes anything; then the sums are 0
     checked: bool = False  # whether the state before the step was compared between the holders of each layer: it agreed
 
 

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.control.wire.parts import Progress, Vote
-from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.device import side_stream
+from chameleon_ft.runtime.execution.bad_steps import BadStepError, Contributions, RecentSteps, Repetition
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_state import StepState
@@ -35,7 +36,7 @@ from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment, issue_points
 
-__all__ = ["AppliedStep", "Committer", "NotFiniteError", "Reductions"]
+__all__ = ["AppliedStep", "Committer", "Reductions"]
 
 _CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _POLL_S: Final = 0.01
@@ -43,10 +44,6 @@ _POLL_S: Final = 0.01
 # new pages from the kernel each time, and take four times as long.
 _BUCKET_BYTES: Final = 8 << 20
 _COPIED_BYTES: Final = 2 * _BUCKET_BYTES  # of all copies, unless a single bucket has more
-
-
-class NotFiniteError(ChameleonError):
-    """The loss or the gradient is not finite. It is so on every worker, so no worker can continue."""
 
 
 class Reductions:
@@ -81,6 +78,7 @@ class Reductions:
             self._due[point].append(segment)
         self._buckets = {segment: tuple(self._buckets_of(segment)) for segment in reduced}
         self._stream = next((side_stream(buffers.of(segment)[0].device) for segment in reduced), None)
+        self._own_sums: dict[str, Tensor] = {}
         self._issued: SimpleQueue[_Issued | None] = SimpleQueue()
         self._ended: SimpleQueue[TimedReduction | BaseException] = SimpleQueue()
         self._in_flight = 0
@@ -102,6 +100,8 @@ class Reductions:
 
         Before the first operation, those are the segments to which this worker adds nothing.
         """
+        if count == 0:
+            self._own_sums.clear()
         for segment in self._due.get(count, ()):
             ready = None if self._stream is None else torch.accelerator.current_stream().record_event()
             self._in_flight += 1
@@ -117,6 +117,13 @@ class Reductions:
             found.append(ended)
             self._in_flight -= 1
         return tuple(found)
+
+    def contributions(self) -> Contributions:
+        """Return the sums of this worker's own contributions to the gradients of the step, which are all reduced."""
+        alone = (segment for segment in self._buffers.segments if len(segment.holders) == 1)
+        own = {f"{each.keys[0]} {i}": b for each in alone for i, b in enumerate(self._buffers.of(each))}
+        sums = {place: buffer.sum(dtype=torch.float32) for place, buffer in own.items()} | self._own_sums
+        return {place: float(value) for place, value in sums.items()}
 
     def _buckets_of(self, segment: Segment) -> Iterator[tuple[GradientKey, ...]]:
         """Cut the keys of a segment into buckets, equal on all its holders."""
@@ -164,6 +171,7 @@ class Reductions:
         started = _Reducing(bucket)
         for own in by_type.values():
             copy = torch.cat([torch.zeros_like(buffer) if key in self._zeros else buffer for key, buffer in own])
+            self._own_sums[f"{own[0][0]} {copy.dtype}"] = copy.sum(dtype=torch.float32)  # it is in the cache
             started.parts.append((self._communicators.all_reduce(copy, group), copy, [buffer for _, buffer in own]))
         return started
 
@@ -196,7 +204,7 @@ class _Reducing:
 
 @dataclass(frozen=True, slots=True)
 class AppliedStep:
-    """An applied update. `grad_norm` is the global L2 norm of the mean gradient, before clipping."""
+    """A step that is over. `grad_norm`: global L2 norm of the mean gradient before clipping; 0 if it is skipped."""
 
     vote: Vote
     grad_norm: float
@@ -213,6 +221,7 @@ class Committer:
         state: of step `committed`, once it has begun.
         reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
+        recent: the last steps that it has applied.
         step_s: seconds of the last step that it has run as a whole; None before the first.
     """
 
@@ -224,6 +233,7 @@ class Committer:
     committed: int
     activity: Activity
     faults: FaultInjector
+    recent: RecentSteps = field(default_factory=lambda: RecentSteps(0.0))
     state: StepState | None = None
     reduced: bool = False
     last_vote: Vote | None = None
@@ -258,6 +268,8 @@ class Committer:
         checkpoint: bool = False,
         migration: LayerMigration | None = None,
         check: StateCheck | None = None,
+        is_skipped: bool = False,
+        repetition: Repetition | None = None,
     ) -> AppliedStep:
         """Reduce, vote and apply the step that was just executed, and complete its `stats`.
 
@@ -268,12 +280,15 @@ class Committer:
             checkpoint: whether it votes for a checkpoint after this step.
             migration: of layers that are to take part in the update.
             check: of the state before the update, if one was begun.
+            is_skipped: whether no worker has computed anything, because the step is known to be bad.
+            repetition: if the step is computed again; it is given the contributions of this worker.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
             StateDiffersError: the state before the update differs between holders; no rank applies the step.
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
-            NotFiniteError: as `apply` does.
+            BadStepError: the loss or the gradient is bad; no rank applies the step.
+            ConfigError: as `apply` does.
         """
         self.activity.begin(f"gradient sync in step {self.committed}")
         self.faults.at("sync", self.committed)
@@ -284,8 +299,19 @@ class Committer:
         self.reduced = True
         reduced_s = time.perf_counter()
         ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, contributions]
-        vote = self._vote(ballot, communicators, members, check)
+        vote, bounds = self._vote(
+            ballot, communicators, members, check, expected=0 if is_skipped else self.contributions
+        )
         stats.vote_s = (reduced_s, time.perf_counter())
+        if repetition is not None:
+            repetition.contributions = {"loss": stats.loss, **reductions.contributions()}
+        if is_skipped:
+            vote = vote.model_copy(update={"skipped": True})
+        elif vote.terms > 0:
+            loss, grad_norm = vote.loss_sum / vote.terms, _grad_norm(vote)
+            if (why := self.recent.why_bad(loss, grad_norm, bounds)) is not None:
+                raise BadStepError(vote, why, {"loss": stats.loss, **reductions.contributions()})
+            self.recent.add(loss, grad_norm)
         applied = self.apply(vote)
         if migration is not None:
             migration.resume()
@@ -293,27 +319,26 @@ class Committer:
         return applied
 
     def apply(self, vote: Vote) -> AppliedStep:
-        """Apply step `committed` from the reduced gradients and its vote, without any message.
+        """Apply step `committed` from the reduced gradients and its vote, without any message; or skip it.
 
         Raises:
-            NotFiniteError: the gradient's norm or the loss is not finite; nothing is changed.
+            ConfigError: the batch has no loss terms.
         """
         assert self.reduced, "a step is applied only from a fully reduced gradient"
+        if vote.skipped:
+            return self._applied(vote, 0.0, self.held.learning_rate(self.committed))
         if vote.terms < 1:
-            raise NotFiniteError(
+            raise ConfigError(
                 f"step {self.committed}: the batch has {vote.terms} loss terms; see that `loss_terms` counts them"
             )
-        grad_norm = math.sqrt(vote.grad_square_sum) / vote.terms
-        if not (math.isfinite(grad_norm) and math.isfinite(vote.loss_sum)):
-            raise NotFiniteError(
-                f"step {self.committed}: the loss is {vote.loss_sum / vote.terms} and the gradient norm {grad_norm}; "
-                "lower the learning rate, or clip the gradient"
-            )
+        grad_norm = _grad_norm(vote)
         self.activity.begin(f"the optimizer in step {self.committed}")
         self.faults.at("optimizer", self.committed)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
         self.buffers.scale(clip / vote.terms)
-        lr = self.held.update(self.committed)
+        return self._applied(vote, grad_norm, self.held.update(self.committed))
+
+    def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:
         self.committed += 1
         self.state = None  # the vote is complete, so all messages have arrived
         self.reduced = False
@@ -326,25 +351,29 @@ class Committer:
         communicators: Communicators,
         members: tuple[int, ...],
         check: StateCheck | None,
-    ) -> Vote:
-        checksums = () if check is None else check.ballot()
-        ballot = torch.tensor([self.buffers.square_sum(self.worker), *sums, 1.0, *checksums], dtype=torch.float64)
+        *,
+        expected: int,
+    ) -> tuple[Vote, list[float]]:
+        """Return the vote, and the sums of the bounds for spikes; `expected`: contributions to the gradients."""
+        bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
+        numbers = [self.buffers.square_sum(self.worker), *sums, 1.0, *bounds, *checksums]
+        ballot = torch.tensor(numbers, dtype=torch.float64)
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote", for_message=True):
                 result.wait()
         grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = ballot.tolist()
-        checkpointing, contributions, voters, *checksums = counts
+        checkpointing, contributions, voters, *others = counts
         if round(voters) != len(members):
             raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
-        is_checked = check is not None and check.compare(checksums)
-        if round(contributions) != self.contributions:
+        is_checked = check is not None and check.compare(others[len(bounds) :])
+        if round(contributions) != expected:
             raise ControlError(
                 f"the gradients of step {self.committed} have {contributions:g} contributions of micro-batches to "
-                f"layers instead of {self.contributions}"
+                f"layers instead of {expected}"
             )
-        return Vote(
+        vote = Vote(
             grad_square_sum=grad_square_sum,
             loss_sum=loss_sum,
             terms=round(terms),
@@ -354,3 +383,8 @@ class Committer:
             checkpoint=round(checkpointing) == len(members),
             checked=is_checked,
         )
+        return vote, others[: len(bounds)]
+
+
+def _grad_norm(vote: Vote) -> float:
+    return math.sqrt(vote.grad_square_sum) / vote.terms

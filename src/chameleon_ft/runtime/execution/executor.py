@@ -20,6 +20,7 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import generator_lock
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
+from chameleon_ft.runtime.execution.bad_steps import Repetition
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations
 from chameleon_ft.runtime.execution.sent_messages import SentMessages, tag_of
@@ -85,7 +86,14 @@ class Executor:
     faults: FaultInjector
     pace: Pace | None = None
 
-    def run(self, state: StepState, operations: Sequence[Operation], *, after: Callable[[int], None]) -> StepStats:
+    def run(
+        self,
+        state: StepState,
+        operations: Sequence[Operation],
+        *,
+        after: Callable[[int], None],
+        repetition: Repetition | None = None,
+    ) -> StepStats:
         """Run all operations of a new step in order, accumulating gradients.
 
         Hold `state` until the step's vote is complete, because messages may still be on their way. If the step is
@@ -93,12 +101,14 @@ class Executor:
 
         Args:
             after: is called with the number of operations that have been run: 0 before the first, and after each.
+            repetition: looks at all that they compute, if the step was bad when it was computed before.
 
         Raises:
             CommunicationError: the generation is over.
             ConfigError: a result has another shape or type than its receiver expects.
         """
-        return _StepExecution(self, state, operations, _middle_of_each_kind(operations)).run(after)
+        fault_at = _middle_of_each_kind(operations)
+        return _StepExecution(self, state, operations, fault_at, repetition=repetition).run(after)
 
     def resume(
         self,
@@ -143,8 +153,10 @@ class _StepExecution:
         fault_at: Mapping[int, str],
         counted: Collection[int] = (),
         resent_gradients: Collection[tuple[int, int]] = (),
+        repetition: Repetition | None = None,
     ) -> None:
         self._executor = executor
+        self._repetition = repetition
         self._state = state
         self._operations = operations
         self._fault_at = fault_at
@@ -206,6 +218,8 @@ class _StepExecution:
             self._executor.pace(operation, start)
         self._executor.faults.slow_down(start)
         self._stats.spans.append((operation.kind, start, perf_counter()))
+        if self._repetition is not None:
+            self._examine(self._repetition, operation, message, tensor)
         if tensor is None:
             return
         result = _result_of(operation)
@@ -214,6 +228,25 @@ class _StepExecution:
             self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
         elif result in self._used_here:
             self._state.results[result] = tensor
+
+    def _examine(
+        self, repetition: Repetition, operation: Operation, received: Tensor | None, result: Tensor | None
+    ) -> None:
+        micro_batch, layers, executor = operation.micro_batch, operation.layers, self._executor
+        if operation.kind is not OperationKind.FORWARD:
+            gradients = {
+                layer: [each.grad for each in executor.held.parameters([layer]) if each.grad is not None]
+                for layer in layers
+            }
+            repetition.backward(micro_batch, layers, received=received, result=result, gradients=gradients)
+            return
+        data = []
+        if operation.first or operation.last:
+            inputs, targets = executor.micro_batches(self._state.step, micro_batch)
+            data = [*([inputs] if operation.first else []), *([targets] if operation.last else [])]
+        output = self._state.losses[micro_batch].value if operation.last else result
+        assert output is not None
+        repetition.forward(micro_batch, layers, data=data, received=received, result=output)
 
     def _require_boundary(self, result: Result, tensor: Tensor) -> None:
         """Raise ConfigError if the receiver's buffer, which is a boundary, is of another shape or type."""

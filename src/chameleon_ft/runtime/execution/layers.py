@@ -133,13 +133,19 @@ class HeldLayers:
 
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
-        if self._optimizer is None:
-            return 0.0 if self._job.learning_rate is None else self._job.learning_rate(step)
+        lr = self.learning_rate(step)
+        if self._optimizer is not None:
+            if self._job.learning_rate is not None:
+                for group in self._optimizer.param_groups:
+                    group["lr"] = lr
+            self._optimizer.step()
+        return lr
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
         if self._job.learning_rate is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._job.learning_rate(step)
-        self._optimizer.step()
-        return float(self._optimizer.param_groups[0]["lr"])
+            return self._job.learning_rate(step)
+        return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
     def state_of(self, layer: int) -> LayerState:
         """A layer's parameters, persistent buffers and optimizer state: its own tensors, which training changes.

@@ -169,10 +169,10 @@ class LayerMigration:
         while time.monotonic() < until_s and not self._is_ending():
             time.sleep(_POLL_S)
 
-    def resume(self) -> None:
-        """Note that the update has been applied."""
+    def resume(self, *, applied: bool = True) -> None:
+        """Note that the update has been applied; or that the step is computed again, and has other sums."""
         with self._condition:
-            self._committed += 1
+            self._committed += applied
             self._summed = self._announced = self._settling = False
             self._held_until_s = None
             self._given = 0
