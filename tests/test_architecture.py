@@ -225,6 +225,7 @@ SURFACE = {
         "LASTING_KINDS",
         "LLAMA_JOB",
         "RENAMED_KEYS",
+        "SLOWNESS",
         "STAND_IN_JOB",
         "Batch",
         "Checkpoint",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from chameleon_ft.errors import ConfigError
 
@@ -77,14 +78,23 @@ class Worker:
 class Cluster:
     """The workers and the two kinds of links between them.
 
-    Raises ConfigError if two workers share an id. A cluster may be empty, because all workers can fail.
+    Attributes:
+        slow_links: (worker, worker, share) of links that have only this share of the bandwidth of their kind, with
+            ascending workers; those of workers that are not in the cluster do not count.
+
+    Raises ConfigError if two workers share an id, or a share is not above 0 and at most 1. A cluster may be empty,
+    because all workers can fail.
     """
 
     workers: tuple[Worker, ...]
     intra_host: Link
     inter_host: Link
+    slow_links: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        for a, b, share in self.slow_links:
+            if not 0 < share <= 1:
+                raise ConfigError(f"the link of workers {a} and {b} must have a share above 0 and up to 1; got {share}")
         if len(self._by_id) < len(self.workers):
             twice = next(worker for worker in self.workers if self._by_id[worker.id] is not worker)
             raise ConfigError(f"worker {twice.id} is in the cluster twice; give every worker its own id")
@@ -113,18 +123,40 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two workers: inside a host if both are on it, else between hosts."""
-        return self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host
+        link = self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host
+        share = self._shares.get((min(a, b), max(a, b))) if self.slow_links else None
+        return link if share is None else replace(link, bytes_per_s=link.bytes_per_s * share)
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int], float]:
+        return {(a, b): share for a, b, share in self.slow_links}
 
     def ring_all_reduce_s(self, workers: Collection[int], num_bytes: float) -> float:
         """Return the seconds of an all-reduce of `num_bytes` in a ring of these workers; zero for a single one.
 
         The ring passes through them host by host; its slowest link determines the time of every step.
         """
+        if self.slow_links and len(workers) > 1:
+            ring = sorted(workers, key=lambda worker: (self.worker(worker).host, worker))
+            every = {self.link(*ends) for ends in pairwise([*ring, ring[0]])}
+            return max(link.ring_all_reduce_s(num_bytes, len(ring)) for link in every)
         count, hosts = len(workers), len({self.worker(worker).host for worker in workers})
         links = ([self.inter_host] if hosts > 1 else []) + ([self.intra_host] if count > hosts else [])
         return max((link.ring_all_reduce_s(num_bytes, count) for link in links), default=0.0)
 
+    @cached_property
+    def badly_linked(self) -> tuple[int, ...]:
+        """The workers of whose links most are slow; if there are none, both ends of every slow link. Ascending."""
+        present = [pair for pair in self._shares if self._by_id.keys() >= set(pair)]
+        ends = Counter(worker for pair in present for worker in pair)
+        most = tuple(sorted(worker for worker, count in ends.items() if 2 * count >= len(self.workers)))
+        return most or tuple(sorted(ends))
+
     def without(self, ids: Collection[int]) -> Cluster:
         """Return the cluster without the workers with these ids; ids that it does not have are ignored."""
         gone = frozenset(ids)
-        return Cluster(tuple(w for w in self.workers if w.id not in gone), self.intra_host, self.inter_host)
+        return self.of(tuple(w for w in self.workers if w.id not in gone))
+
+    def of(self, workers: tuple[Worker, ...]) -> Cluster:
+        """Return the cluster of other workers, with the same links."""
+        return Cluster(workers, self.intra_host, self.inter_host, self.slow_links)

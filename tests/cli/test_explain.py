@@ -24,7 +24,7 @@ in force   4 pipelines of 2 stages; 7 workers are left
 expected   the next failure in 16.7 min, by 1 failure in 240.0 s of work by all workers together, 7 of which are live;
            expected beforehand: one per worker in 3.8 h, which counts like 1; 25% of failures take a whole host
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
-corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
+corrected  operations x 3.50, worker 3 at 0.50 of the speed of others, link 2-3 at 0.40 of its bandwidth
 scored in 20 ms
 +---------------------------------------------------------------------------------------+
 |             |   step |  stall |   moves | samples until then |                        |
@@ -104,7 +104,7 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("drain", "leaving    workers 3, 4\n"),
         ("review", "review     the last plan was chosen without a search, so that no worker waited for it\n"),
-        ("slow", "slow       worker 3 at 0.50 of the speed of others\n"),
+        ("slow", "slow       worker 3 at 0.50 of the speed of others, link 2-3 at 0.40 of its bandwidth\n"),
     ],
 )
 def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], trigger: str, subject: str) -> None:

@@ -128,9 +128,9 @@ def test_a_failure_is_injected_into_a_live_run(
         (["--worker", "-1"], "--worker -1: workers are numbered from 0"),
         (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
         (["--worker", "1", "--kind", "melt"], "melt"),
-        (["--worker", "1", "--kind", "slow"], "--factor is missing: --kind slow needs the speed"),
-        (["--worker", "1", "--kind", "slow", "--factor", "2"], "--factor 2.0: a speed is above 0 and up to 1"),
-        (["--worker", "1", "--factor", "0.5"], "--factor 0.5: only --kind slow has a factor, not kill"),
+        (["--worker", "1", "--kind", "slow"], "--factor is missing: --kind slow needs a share"),
+        (["--worker", "1", "--kind", "slow", "--factor", "2"], "--factor 2.0: a share is above 0 and up to 1"),
+        (["--worker", "1", "--factor", "0.5"], "--factor 0.5: only --kind slow and slow-link have a factor, not kill"),
         (["--worker", "1"], "not live"),
     ],
 )

@@ -156,6 +156,8 @@ class History:
         """A worker that the next plan moves a layer to."""
         self.speeds: dict[int, float] = {}
         """Of slow workers, relative to the others."""
+        self.link_speeds: dict[tuple[int, int], float] = {}
+        """Likewise of slow links. If there are any, all links are measured."""
         self.began: list[int] = []
         """Generations that were begun, by an order or by a switch."""
         self.moved: dict[int, int] = {}
@@ -183,9 +185,19 @@ class History:
                 case MeasureOperations(worker=worker, step=number):
                     ratio = 1 / self.speeds.get(worker, 1.0)
                     generation = after.generation
+                    links = {}
+                    if self.link_speeds:
+                        pairs = ((other, worker) for other in self.members() if other < worker)
+                        links = {pair: (1 / self.link_speeds.get(pair, 1.0), 0) for pair in pairs}
                     self.happen(
                         OperationsMeasured(
-                            at=self.at, worker=worker, generation=generation, step=number, ratio=ratio, group=None
+                            at=self.at,
+                            worker=worker,
+                            generation=generation,
+                            step=number,
+                            ratio=ratio,
+                            group=None,
+                            links=links,
                         )
                     )
                 case Task.BEGIN_GENERATION:

@@ -95,7 +95,7 @@ def corrections(decision: RecoveryPlan) -> dict[str, float]:
     """The factors by which its predictions were corrected."""
     found = decision.inputs["corrections"]
     assert isinstance(found, dict)
-    return {name: factor for name, factor in found.items() if name != "slow"}
+    return {name: factor for name, factor in found.items() if name not in ("slow", "slow_links")}
 
 
 def predictions(decision: RecoveryPlan) -> dict[str, float]:
@@ -160,7 +160,7 @@ def test_decisions_go_round_a_worker_that_is_persistently_slower(profile: Profil
     fair = shares(lose(by, decision, 1).plan)
     by.calibration.slow = {3: 0.25}
     lost = lose(by, decision, 1)
-    assert lost.inputs["corrections"] == {**corrections(lost), "slow": {"3": 0.25}}
+    assert lost.inputs["corrections"] == {**corrections(lost), "slow": {"3": 0.25}, "slow_links": {}}
     found = shares(lost.plan)
     assert found[3] < 0.75 * fair[3]
     assert found[3] < min(found[worker] for worker in (0, 2, 4, 5))

@@ -243,7 +243,7 @@ def test_a_decision_that_fails_is_recorded_and_not_made_again() -> None:
     asked = history.considerations.pop()
     history.happen(Considered(at=history.at, question=asked.scale_up.question, error="no memory"))
     (event,) = history.events("decision_failed")
-    assert event["message"] == "the plan stays as it is: the decision on slow workers failed: no memory"
+    assert event["message"] == "the plan stays as it is: the decision on slow workers and links failed: no memory"
     history.wait(30.0)
     assert not history.considerations
 

@@ -82,7 +82,14 @@ def decided(
             "regroup_s": 0.05,
             "restart_cost_s": 300.0,
         },
-        "corrections": {"operations": 3.5, "step": 1.0, "transfer": 1.0, "migration": 1.0, "slow": {"3": 0.5}},
+        "corrections": {
+            "operations": 3.5,
+            "step": 1.0,
+            "transfer": 1.0,
+            "migration": 1.0,
+            "slow": {"3": 0.5},
+            "slow_links": {"2-3": 0.4},
+        },
         "chosen": chosen,
         "horizon_s": 1000.0,
         "candidates": candidates

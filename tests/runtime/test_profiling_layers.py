@@ -283,7 +283,9 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
     )
     workers = tuple(Worker(worker, "host") for worker in range(job.num_layers))
     for plan in plans(job.num_layers):
-        costs = CostModel(Workload(layers, plan.micro_batches, SAMPLES), Cluster(workers, *[Link(1e-4, math.inf)] * 2))
+        costs = CostModel(
+            Workload(layers, plan.micro_batches, SAMPLES), Cluster(workers, Link(1e-4, math.inf), Link(1e-4, math.inf))
+        )
         program = best_program(plan, costs).program
         predicted = program_memory(program, plan.placement, costs.workload)
         for worker in plan.workers:

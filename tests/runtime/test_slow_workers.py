@@ -15,6 +15,12 @@ from tests.runtime.test_emulation import emulated_config
 pytestmark = pytest.mark.multiprocess
 
 
+def make_link_slow(run: RunDirectory, factor: str) -> None:
+    with Command("inject", run.path, "--worker", 2, "--kind", "slow-link", "--factor", factor) as injecting:
+        injecting.read_until(f"worker 2 has {factor} of the bandwidth of its links now")
+        assert injecting.wait() == 0
+
+
 def make_slow(run: RunDirectory, factor: str) -> None:
     with Command("inject", run.path, "--worker", 2, "--kind", "slow", "--factor", factor) as injecting:
         injecting.read_until(f"worker 2 computes at {factor} of its speed now")
@@ -53,3 +59,34 @@ def test_a_slow_worker_gets_less_to_do_until_it_has_recovered(tmp_path: Path) ->
         for each in read_generation_plans(run.plans).values()
     )
     assert 0 < after < before, "it runs fewer layers, or fewer micro-batches through them"
+
+
+def test_slow_links_are_noticed_decided_on_and_forgotten(tmp_path: Path) -> None:
+    config = emulated_config(
+        tmp_path,
+        steps=100_000,
+        workers=6,
+        parallel=Parallel(dp=2, pp=3),
+        batch=Batch(micro_batches=12, micro_batch_size=2),
+        emulation=Emulation(time_scale=2.0),
+        recovery=Recovery(policy="reroute"),
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", file, "--output-dir", run.path) as training:
+        training.read_until(r"^\s+8\s")
+        make_link_slow(run, "0.02")
+        training.read_until(r"slow_link: messages between workers 1 and 2 take \d+\.\d\d times as long as others since")
+        training.read_until("stay: the plan stays as it is")
+        make_link_slow(run, "1.0")
+        training.read_until("recovered_link: the link of workers 1 and 2 is as fast as the others again")
+        training.interrupt_all()
+        assert training.wait() == 130
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended)
+    assert not ended.lost
+    assert {tuple(event["workers"]) for event in ended.events("slow_link")} == {(1, 2)}
+    first = next(story for story in decision_stories(run.events()) if story.decided.trigger == "slow")
+    assert first.decided.corrections.slow_links.keys() == {"1-2"}
+    assert first.decided.corrections.slow_links["1-2"] < 0.5

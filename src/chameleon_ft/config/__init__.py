@@ -9,6 +9,7 @@ from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config,
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
+    SLOWNESS,
     Batch,
     Checkpoint,
     Control,
@@ -32,6 +33,7 @@ __all__ = [
     "LASTING_KINDS",
     "LLAMA_JOB",
     "RENAMED_KEYS",
+    "SLOWNESS",
     "STAND_IN_JOB",
     "Batch",
     "Checkpoint",

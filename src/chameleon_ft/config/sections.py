@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 __all__ = [
     "LASTING_KINDS",
     "RELATION_ERROR",
+    "SLOWNESS",
     "Batch",
     "Checkpoint",
     "Control",
@@ -49,8 +50,10 @@ FailurePhase = Literal[
     "switch",
     "checkpoint",
 ]
-FailureKind = Literal["kill", "hang", "disconnect", "slow", "corrupt", "nan"]
-LASTING_KINDS: Final = ("slow", "corrupt", "nan")
+FailureKind = Literal["kill", "hang", "disconnect", "slow", "slow-link", "corrupt", "nan"]
+SLOWNESS: Final = ("slow", "slow-link")
+"""Kinds of failures that have a factor."""
+LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
 """Kinds of failures with which the process of a worker goes on."""
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
@@ -309,18 +312,25 @@ class Failure(Section):
     kind: FailureKind = Field(
         default="kill",
         description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
-        "computes at `factor` of its speed; corrupt: a random bit of a parameter or of the optimizer's state flips; "
-        "nan: an element of its gradient is not a number, once.",
+        "computes at `factor` of its speed; slow-link: from then on its links have `factor` of their bandwidth; "
+        "corrupt: a random bit of a parameter or of the optimizer's state flips; nan: an element of its gradient is "
+        "not a number, once.",
     )
     factor: float | None = Field(
-        default=None, gt=0, le=1, description="Of kind slow: the speed, as a share of the usual one; 1 ends it."
+        default=None,
+        gt=0,
+        le=1,
+        description="Of kind slow or slow-link: the speed, or bandwidth, as a share of the usual one; 1 ends it.",
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.kind == "slow" and self.factor is None:
-            yield "factor", 'is missing; kind = "slow" needs the speed as a share of the usual one, such as 0.5'
-        if self.kind != "slow" and self.factor is not None:
-            yield "factor", f'only kind = "slow" has a factor, not "{self.kind}"; remove it, or change the kind'
+        if self.kind in SLOWNESS and self.factor is None:
+            yield "factor", f'is missing; kind = "{self.kind}" needs a share of what is usual, such as 0.5'
+        if self.kind not in SLOWNESS and self.factor is not None:
+            yield (
+                "factor",
+                f'only the kinds slow and slow-link have a factor, not "{self.kind}"; remove it, or change the kind',
+            )
 
 
 class LlamaConfig(Section):

@@ -231,7 +231,7 @@ class Coordinator:
             if self._journal is not None:
                 self._journal.write(state, event.at, received=received, records=records)
             self.state, received = state, None
-            self._planner.calibration.slow = state.detectors.slowness.speeds
+            self._planner.calibration.learn(state.detectors)
             for command in orders:
                 if (answer := self._execute(command)) is not None:
                     events.append(answer)
@@ -322,9 +322,14 @@ class Coordinator:
             case commands.MeasureOperations(worker=worker, step=step, times=times):
                 measured = self._planner.calibration.operations(worker, times)
                 if measured is not None:
-                    ratio, group = measured
                     return events.OperationsMeasured(
-                        at=self._now(), worker=worker, generation=state.generation, step=step, ratio=ratio, group=group
+                        at=self._now(),
+                        worker=worker,
+                        generation=state.generation,
+                        step=step,
+                        ratio=measured[0],
+                        group=measured[1],
+                        links=self._planner.calibration.links(worker, step, times),
                     )
             case commands.MeasureStep(step_s=step_s):
                 self._planner.calibration.step(step_s)

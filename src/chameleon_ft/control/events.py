@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import RunStatus
+from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = [
     "Considered",
@@ -136,6 +138,7 @@ class OperationsMeasured(Event):
     step: int
     ratio: float
     group: int | None
+    links: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=lambda: FrozenMap({}))  # `LinksMeasured`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

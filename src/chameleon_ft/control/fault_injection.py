@@ -23,7 +23,7 @@ def inject(
     """Ask the run's coordinator to make `worker` fail, or slow, or wrong; at once if neither phase nor step is given.
 
     Args:
-        factor: of kind "slow": the speed, as a share of the usual one; 1 ends it.
+        factor: of kind "slow" or "slow-link": the speed, or bandwidth, as a share of the usual one; 1 ends it.
 
     Raises:
         ConfigError: the run is not live, or has no such worker.

@@ -20,7 +20,7 @@ from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 __all__ = ["JobInfo", "OperationRate"]
 
 # Until links are measured; only the order of operations depends on it.
-_LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)
+LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class JobInfo:
         workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
         return CostModel(
             Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size, tied=self.tied),
-            Cluster(workers, _LOOPBACK, _LOOPBACK),
+            Cluster(workers, LOOPBACK, LOOPBACK),
         )
 
     def completed(self, costs: CostModel) -> CostModel:

@@ -80,6 +80,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
                 incidents.detect(
                     draft, signals.OperationsMeasured(worker, generation, event.step, event.ratio, event.group)
                 )
+                if event.links:
+                    incidents.detect(draft, signals.LinksMeasured(generation, event.step, event.links))
         case events.PrepareFailed():
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):

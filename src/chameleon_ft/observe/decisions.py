@@ -99,6 +99,7 @@ class UsedCorrections(_Part):
     transfer: float
     migration: float = 1.0
     slow: dict[int, float]
+    slow_links: dict[str, float] = {}
 
 
 class Salvaged(_Part):

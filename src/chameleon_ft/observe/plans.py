@@ -49,6 +49,7 @@ class GenerationPlan:
             workers=cluster.workers,
             intra_host=cluster.intra_host,
             inter_host=cluster.inter_host,
+            slow_links=cluster.slow_links,
             costs_from=self.costs_from,
         )
         replace_file(path, file.model_dump_json(indent=1) + "\n", mode=0o644)
@@ -60,7 +61,7 @@ class GenerationPlan:
             file = _File.model_validate_json(path.read_bytes())
             plan = Plan.from_json(file.plan)
             program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
-            cluster = Cluster(file.workers, file.intra_host, file.inter_host)
+            cluster = Cluster(file.workers, file.intra_host, file.inter_host, file.slow_links)
         except (OSError, ValidationError, ChameleonError, IndexError) as error:
             raise ConfigError(f"{path}: does not hold the plan of a generation: {error}") from None
         return cls(
@@ -92,6 +93,7 @@ class _File(BaseModel):
     workers: tuple[Worker, ...]
     intra_host: Link
     inter_host: Link
+    slow_links: tuple[tuple[int, int, float], ...] = ()
 
 
 def _operations(text: str, plan: Plan) -> Iterable[Operation]:

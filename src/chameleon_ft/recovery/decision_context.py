@@ -109,7 +109,7 @@ class DecisionContext:
     def senders(self) -> Cluster:
         """The cluster with the workers that leave."""
         cluster = self.costs.cluster
-        return Cluster((*cluster.workers, *self.leaving), cluster.intra_host, cluster.inter_host)
+        return cluster.of((*cluster.workers, *self.leaving))
 
     @property
     def migration_factor(self) -> float:

@@ -229,7 +229,7 @@ class ControlClient:
                 )
             )
         elif message.factor is not None:
-            self._faults.slow(message.factor)
+            self._faults.slow(message.kind, message.factor)
         else:
             self._faults.fail(message.kind, phase=None, step=None)
 

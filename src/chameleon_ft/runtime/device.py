@@ -74,6 +74,11 @@ class EmulatedDevice:
         self.pace = EmulatedPace(self._costs([worker]), worker)
         wake_on_time()
 
+    @property
+    def scale(self) -> int:
+        """Emulated bytes per real byte of a message."""
+        return self._scale
+
     def links(self, inner: Communicators) -> Communicators:
         """Return communicators that are as slow as the emulated links."""
         return EmulatedLinks(inner, lambda workers: self._costs(workers).cluster, scale=self._scale)

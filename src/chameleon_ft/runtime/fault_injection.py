@@ -41,6 +41,7 @@ class FaultInjector:
         self._disconnect = disconnect
         self._lock = threading.Lock()
         self._speed = 1.0  # as a share of the usual one
+        self.link_share = 1.0  # of the bandwidth of its links
         self.corrupt: Callable[[], None] = lambda: None
         self.spoil: Callable[[], None] = lambda: None
 
@@ -57,7 +58,7 @@ class FaultInjector:
                 self._planned.remove(failure)
         for failure in due:
             if failure.factor is not None:
-                self.slow(failure.factor)
+                self.slow(failure.kind, failure.factor)
             elif failure.kind == "corrupt":
                 self.corrupt()
             elif failure.kind == "nan":
@@ -76,9 +77,12 @@ class FaultInjector:
             case "disconnect":
                 self._disconnect()
 
-    def slow(self, factor: float) -> None:
-        """Compute at this share of the usual speed from now on."""
-        self._speed = factor
+    def slow(self, kind: FailureKind, factor: float) -> None:
+        """Compute at this share of the usual speed from now on, or have this share of the links' bandwidth."""
+        if kind == "slow":
+            self._speed = factor
+        else:
+            self.link_share = factor
 
     def slow_down(self, start_s: float) -> None:
         """Return when an operation, begun at `start_s` of `time.perf_counter`, would end at the injected speed."""

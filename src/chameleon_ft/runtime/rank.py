@@ -8,19 +8,24 @@ import signal
 import sys
 import tomllib
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from chameleon_ft.config import config_type, parse_config
+from chameleon_ft.cluster import Cluster, Worker
+from chameleon_ft.config import RunConfig, config_type, parse_config
+from chameleon_ft.control.job_info import LOOPBACK
 from chameleon_ft.control.wire.address import require_worker_ports
 from chameleon_ft.control.wire.messages import Crashed, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
-from chameleon_ft.runtime.communicators import communicators_for
+from chameleon_ft.profiles import costs_of_run, profile_of_run
+from chameleon_ft.runtime.communicators import Communicators, communicators_for
+from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
@@ -112,7 +117,16 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
-    new_communicators = partial(communicators_for, config, address=host, device=device)
+    on_device = partial(communicators_for, config, address=host, device=device)
+
+    def new_communicators() -> Communicators:
+        return SlowedLinks(
+            on_device() if emulated is None else emulated.links(on_device()),
+            partial(_usual_links, config),
+            lambda: faults.link_share,
+            scale=1 if emulated is None else emulated.scale,
+        )
+
     return Trainer(
         worker=worker,
         config=config,
@@ -120,11 +134,18 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         job=load_job(config.job, config),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
-        new_communicators=new_communicators if emulated is None else lambda: emulated.links(new_communicators()),
+        new_communicators=new_communicators,
         pace=None if emulated is None else emulated.pace,
         client=client,
         faults=faults,
     )
+
+
+def _usual_links(config: RunConfig, workers: Sequence[int]) -> Cluster:
+    """Return the links that injected slowness is a share of: the profile's, or without one a guess."""
+    if config.profile is None:
+        return Cluster(tuple(Worker(worker, "") for worker in workers), LOOPBACK, LOOPBACK)
+    return costs_of_run(config, profile_of_run(config), dict.fromkeys(workers, "")).cluster
 
 
 def _redirect_output(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -32,7 +32,7 @@ _UNNAMED: Final = {
     "loss": "no worker",
     "join": "new workers",
     "review": "the last plan was chosen without a search, so that no worker waited for it",
-    "slow": "no worker any longer",
+    "slow": "none any longer",
 }
 
 
@@ -127,8 +127,8 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
 def _describe_trigger(story: DecisionStory) -> str:
     if story.decided.trigger == "drain":
         return listed("worker", story.decided.leaving)
-    if story.decided.trigger == "slow" and (slow := story.decided.corrections.slow):
-        return _describe_slow(slow)
+    if story.decided.trigger == "slow" and (slow := _describe_slow(story.decided.corrections)):
+        return slow
     if not story.decided.lost:
         return _UNNAMED[story.decided.trigger]
     known = {loss.worker: loss for loss in story.losses}
@@ -339,11 +339,11 @@ def _describe_corrections(corrections: UsedCorrections) -> str:
         "migrations": corrections.migration,
     }
     texts = [f"{name} x {factor:.2f}" for name, factor in factors.items() if f"{factor:.2f}" != "1.00"]
-    texts += [_describe_slow(corrections.slow)] if corrections.slow else []
+    texts += [slow] if (slow := _describe_slow(corrections)) else []
     return ", ".join(texts) or "none"
 
 
-def _describe_slow(speeds: Mapping[int, float]) -> str:
-    return ", ".join(
-        f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(speeds.items())
-    )
+def _describe_slow(corrections: UsedCorrections) -> str:
+    slow = [f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in corrections.slow.items()]
+    slow += [f"link {ends} at {share:.2f} of its bandwidth" for ends, share in corrections.slow_links.items()]
+    return ", ".join(slow)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Optional, get_args
 
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, metavar, parse_arguments
-from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -29,10 +29,10 @@ class InjectArguments:
     """Number of the worker, as the run shows it."""
     kind: FailureKind = "kill"
     """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its
-    speed; corrupt: a random bit of a parameter or of the optimizer's state flips; nan: an
-    element of its gradient is not a number, once."""
+    speed; slow-link: its links have --factor of their bandwidth; corrupt: a random bit of a parameter or of the
+    optimizer's state flips; nan: an element of its gradient is not a number, once."""
     factor: OptionalFloat = None
-    """With --kind slow: the speed, as a share of the usual one, such as 0.5; 1 ends the slowness."""
+    """With --kind slow or slow-link: the share of the usual speed or bandwidth, such as 0.5; 1 ends the slowness."""
     phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045
     """Phase in which the worker should fail."""
     step: OptionalInt = None
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--worker {given.worker}: workers are numbered from 0")
     if given.step is not None and not 0 <= given.step < steps:
         raise ConfigError(f"--step {given.step}: there is no such step; the run has {steps}, numbered 0 to {steps - 1}")
-    if given.kind == "slow" and given.factor is None:
-        raise ConfigError("--factor is missing: --kind slow needs the speed as a share of the usual one, such as 0.5")
+    if given.kind in SLOWNESS and given.factor is None:
+        raise ConfigError(f"--factor is missing: --kind {given.kind} needs a share of what is usual, such as 0.5")
     if given.factor is not None and not 0 < given.factor <= 1:
-        raise ConfigError(f"--factor {given.factor}: a speed is above 0 and up to 1, which is the usual one")
-    if given.kind != "slow" and given.factor is not None:
-        raise ConfigError(f"--factor {given.factor}: only --kind slow has a factor, not {given.kind}")
+        raise ConfigError(f"--factor {given.factor}: a share is above 0 and up to 1, which is the usual speed")
+    if given.kind not in SLOWNESS and given.factor is not None:
+        raise ConfigError(f"--factor {given.factor}: only --kind slow and slow-link have a factor, not {given.kind}")
     run.read_control()  # raises if the run is not live
     from chameleon_ft.control.fault_injection import inject
 
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         "hang": "is stopped",
         "disconnect": "is cut off",
         "slow": f"computes at {given.factor} of its speed",
+        "slow-link": f"has {given.factor} of the bandwidth of its links",
         "corrupt": "has a bit of its state flipped",
         "nan": "has an element of its gradient spoilt",
     }[given.kind]

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.control.decisions.links import Ends, LinkTimes, assumed_shares
+from chameleon_ft.control.detectors import Detectors
+from chameleon_ft.control.detectors.slow_links import SlowLinkDetector, workers_of_link
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import estimate_step
@@ -41,12 +44,17 @@ class Corrections:
     transfer: float = 1.0  # for seconds of a transfer
     migration: float = 1.0  # for seconds of a migration
     slow: Mapping[int, float] = FrozenMap({})  # slow worker -> its speed relative to the others
+    slow_links: Mapping[Ends, float] = FrozenMap({})  # workers of a slow link -> the share of its bandwidth that it has
+    measured_links: frozenset[Ends] = frozenset()  # links of which that is known; of others it is assumed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))
+        object.__setattr__(self, "slow_links", FrozenMap(self.slow_links))
         factors = ("operations", "step", "transfer", "migration")
         named = {name: getattr(self, name) for name in factors}
-        for name, value in (*named.items(), *((f"speed of worker {each}", speed) for each, speed in self.slow.items())):
+        named |= {f"speed of worker {each}": speed for each, speed in self.slow.items()}
+        named |= {f"share of link {ends}": share for ends, share in self.slow_links.items()}
+        for name, value in named.items():
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"a correction must be a positive number; got {value} for {name}")
 
@@ -61,7 +69,10 @@ class Corrections:
             )
         if self.slow:
             workers = tuple(replace(each, speed=each.speed * self.slow.get(each.id, 1.0)) for each in cluster.workers)
-            cluster = Cluster(workers, cluster.intra_host, cluster.inter_host)
+            cluster = cluster.of(workers)
+        if self.slow_links:
+            shares = assumed_shares(self.slow_links, self.measured_links, cluster.hosts)
+            cluster = replace(cluster, slow_links=tuple((*ends, share) for ends, share in shares.items()))
         return CostModel(workload, cluster)
 
     def to_json(self) -> dict[str, object]:
@@ -72,6 +83,7 @@ class Corrections:
             "transfer": self.transfer,
             "migration": self.migration,
             "slow": {str(worker): speed for worker, speed in sorted(self.slow.items())},
+            "slow_links": {f"{one}-{other}": share for (one, other), share in sorted(self.slow_links.items())},
         }
 
 
@@ -103,12 +115,16 @@ class Calibration:
 
     Attributes:
         slow: slow worker -> its speed relative to the others, as the detector of slowness has found it.
+        slow_links: workers of a slow link -> the usual time of its messages by theirs, likewise.
     """
 
     # Whether the reference costs tell layers apart, as a profile's do; otherwise only workers that run equal layers can
     # be compared with each other.
     knows_layers: bool
     slow: Mapping[int, float] = FrozenMap({})
+    slow_links: Mapping[Ends, float] = FrozenMap({})
+    _slow_links: SlowLinkDetector | None = None
+    _links: LinkTimes = field(default_factory=LinkTimes)
     _plan: Plan | None = None
     _program: Program | None = None
     _reference: CostModel | None = None
@@ -130,6 +146,7 @@ class Calibration:
             if self._layers(worker) != plan.placement.ranges_of(worker):
                 self._before[worker] = _median_of(self._seen.pop(worker))
         self._plan, self._program, self._reference = plan, program, reference
+        self._links.begin(program, reference)
         self._groups = _groups_of(plan, knows_layers=self.knows_layers)
         self._expected.clear()
         self._has_begun.clear()
@@ -160,6 +177,28 @@ class Calibration:
         self._has_begun.add(worker)
         self._before.setdefault(worker, seen)
         return None
+
+    def learn(self, detectors: Detectors) -> None:
+        """Take over the speeds of slow workers and links, as the detectors have found them."""
+        self.slow = detectors.slowness.speeds
+        if self._slow_links is not detectors.slow_links:
+            self._slow_links = detectors.slow_links
+            speeds = self._slow_links.speeds
+            self.slow_links = {ends: speeds[each] for each in speeds if (ends := workers_of_link(each)) is not None}
+
+    def links(self, worker: int, step: int, times: OperationTimes) -> dict[Ends, tuple[float, int]]:
+        """Take in when a worker sent and received messages in a step.
+
+        Return for each link that is now measured: observed by expected seconds of a message, and whether it is inside a
+        host (0) or not (1): links of a kind compare with each other.
+        """
+        return self._links.reported(worker, step, times.channels) if worker in self._has_begun else {}
+
+    @property
+    def corrections(self) -> Corrections:
+        """The corrections for workers and links that are slow."""
+        shares = {ends: self._links.share_of(ends, speed) for ends, speed in self.slow_links.items()}
+        return Corrections(slow=self.slow, slow_links=shares, measured_links=self._links.known)
 
     def step(self, step_s: float) -> None:
         """Take in the duration of a committed step."""

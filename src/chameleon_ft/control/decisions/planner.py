@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from chameleon_ft import recovery
-from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.recovery_plan import (
@@ -120,7 +119,7 @@ class Planner:
         return recovery.DecisionContext(
             plan=in_force.plan,
             in_flight_limits=in_force.in_flight_limits,
-            costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
+            costs=CostModel(costs.workload, cluster.of(workers)),
             phases=phases,
             repeat_s=repeat_s,
             restart_cost_s=self._config.recovery.restart_cost_s,
@@ -350,7 +349,7 @@ class Planner:
     def _corrections(self) -> Corrections:
         """Corrections of the costs; those of whole steps and transfers are in the context."""
         operations = 1.0 if self._profile is None else self.calibration.both
-        return Corrections(operations=operations, slow=self.calibration.slow)
+        return replace(self.calibration.corrections, operations=operations)
 
 
 def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:

@@ -15,9 +15,11 @@ from chameleon_ft.control.detectors.crash import CrashDetector
 from chameleon_ft.control.detectors.peer_failure import PeerFailureDetector
 from chameleon_ft.control.detectors.process_exit import ProcessExitDetector
 from chameleon_ft.control.detectors.quiesce_timeout import QuiesceTimeout
+from chameleon_ft.control.detectors.slow_links import SlowLinkDetector
 from chameleon_ft.control.detectors.slowness import SlownessDetector
 from chameleon_ft.control.detectors.start_timeout import StartTimeout
 from chameleon_ft.control.detectors.watchdog import Watchdog
+from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["Detectors"]
 
@@ -33,6 +35,7 @@ class Detectors:
     watchdog: Watchdog
     peer_failure: PeerFailureDetector
     slowness: SlownessDetector
+    slow_links: SlowLinkDetector
     start_timeout: StartTimeout
 
     @classmethod
@@ -46,8 +49,14 @@ class Detectors:
             Watchdog(timeouts),
             PeerFailureDetector(),
             SlownessDetector(),
+            SlowLinkDetector(),
             StartTimeout(timeouts),
         )
+
+    @property
+    def speeds(self) -> FrozenMap[int, float]:
+        """The speeds of slow workers, and of slow links by their numbers (`number_of_link`)."""
+        return FrozenMap({**self.slowness.speeds, **self.slow_links.speeds})
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """Return the detectors after a signal, and their findings in the order of the fields."""

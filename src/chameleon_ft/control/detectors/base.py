@@ -18,6 +18,7 @@ __all__ = [
     "Fatal",
     "Fenced",
     "Finding",
+    "LinksMeasured",
     "Lost",
     "MessageFailed",
     "MessagesOverdue",
@@ -28,10 +29,12 @@ __all__ = [
     "ProcessExited",
     "Progressed",
     "Recovered",
+    "RecoveredLink",
     "SendProbe",
     "Signal",
     "Silent",
     "Slow",
+    "SlowLink",
     "StartStage",
     "Starting",
     "StepCommitted",
@@ -116,6 +119,15 @@ class OperationsMeasured(Signal):
     step: int
     ratio: float
     group: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LinksMeasured(Signal):
+    """Messages on links took so many times as long in a step as expected; links of a kind compare with each other."""
+
+    generation: int
+    step: int
+    links: Mapping[tuple[int, int], tuple[float, int]]  # workers of a link, ascending -> (ratio, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +232,23 @@ class Recovered(Finding):
     """A worker is as fast as the others again; or counts as such, to be tried, after it was not in the plan."""
 
     worker: int
+    is_trial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink(Finding):
+    """Since a step, messages between two workers take 1 / `speed` times as long as on other links."""
+
+    workers: tuple[int, int]
+    speed: float
+    since_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredLink(Finding):
+    """Messages between two workers take as long as on other links again; `is_trial` is as for `Recovered`."""
+
+    workers: tuple[int, int]
     is_trial: bool
 
 

@@ -54,6 +54,10 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 slowness.slow(draft, finding)
             case signals.Recovered():
                 slowness.recovered(draft, finding)
+            case signals.SlowLink():
+                slowness.slow_link(draft, finding)
+            case signals.RecoveredLink():
+                slowness.recovered_link(draft, finding)
             case signals.SendProbe(probe=probe):
                 draft.tell_live(messages.Probe(probe=probe))
                 draft.tell_agents(messages.Probe(probe=probe))

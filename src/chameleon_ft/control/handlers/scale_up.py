@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.control.commands import Send, Task
+from chameleon_ft.control.detectors.slow_links import workers_of_link
 from chameleon_ft.control.events import Considered
 from chameleon_ft.control.handlers import drains, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
+from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import HostHello
 
@@ -68,7 +70,7 @@ def advance(draft: Draft) -> None:
             draft.change_worker(draft.state.members[number], takes_part=True)
             draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
         scale_up = draft.state.scale_up.admitted(now)
-        speeds = state.detectors.slowness.speeds
+        speeds = state.detectors.speeds
         is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading(), speeds=speeds)
         if is_complete or drains.is_waited_for(draft.state):
             scale_up = scale_up.asked(state.generation, speeds)
@@ -99,14 +101,14 @@ def considered(draft: Draft, event: Considered) -> None:
         draft.do(Task.RECORD_SCALE_UP)
         if scale_up.asked_speeds != scale_up.speeds:
             message = "the plan stays as it is; `chameleon explain` shows why"
-            draft.record("stay", slow=sorted(scale_up.asked_speeds), message=message)
+            draft.record("stay", **_slow(scale_up), message=message)
         draft.set(scale_up=scale_up.settled())
 
 
 def _stay_after_error(draft: Draft, error: str) -> None:
     """Record that the decision on newcomers or slow workers failed; training does not depend on it."""
     scale_up = draft.state.scale_up
-    workers, slow = sorted(scale_up.newcomers), sorted(scale_up.asked_speeds)
+    workers = sorted(scale_up.newcomers)
     draft.set(scale_up=scale_up.settled())
     if workers:
         names, one = ", ".join(map(str, workers)), len(workers) == 1
@@ -114,5 +116,15 @@ def _stay_after_error(draft: Draft, error: str) -> None:
         message = f"{subject}: the decision on {'it' if one else 'them'} failed: {error}"
         draft.record("decision_failed", workers=workers, error=error, message=message)
     elif scale_up.asked_speeds != scale_up.speeds:
-        message = f"the plan stays as it is: the decision on slow workers failed: {error}"
-        draft.record("decision_failed", workers=slow, error=error, message=message)
+        message = f"the plan stays as it is: the decision on slow workers and links failed: {error}"
+        slow = _slow(scale_up)
+        draft.record("decision_failed", workers=slow.pop("slow"), **slow, error=error, message=message)
+
+
+def _slow(scale_up: ScaleUp) -> dict[str, object]:
+    """Return the fields of an event with the slow workers and links that a decision was about."""
+    links = {number: workers_of_link(number) for number in sorted(scale_up.asked_speeds)}
+    return {
+        "slow": [number for number, workers in links.items() if workers is None],
+        "slow_links": [workers for workers in links.values() if workers is not None],
+    }

@@ -1,4 +1,4 @@
-"""Workers that become slow, or recover: it is said, and another plan is looked for beside training.
+"""Workers and links that become slow, or recover: it is said, and another plan is looked for beside training.
 
 What follows is decided like any switch: the plan stays, the worker gets fewer micro-batches or layers, or none at all.
 """
@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import statistics
 
-from chameleon_ft.control.detectors.base import Recovered, Slow
+from chameleon_ft.control.detectors.base import Recovered, RecoveredLink, Slow, SlowLink
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import State
 from chameleon_ft.quantities import duration
 
-__all__ = ["recovered", "slow"]
+__all__ = ["recovered", "recovered_link", "slow", "slow_link"]
 
 
 def slow(draft: Draft, finding: Slow) -> None:
     """Record that a worker is slow, and what that costs."""
-    times = _step_times(draft.state, finding.since_step)
     message = f"worker {finding.worker} computes at {finding.speed:.2f} of the speed of others"
+    _record(draft, "slow", finding, message, worker=finding.worker)
+
+
+def slow_link(draft: Draft, finding: SlowLink) -> None:
+    """Record that messages on a link take longer, and what that costs."""
+    one, other = finding.workers
+    message = f"messages between workers {one} and {other} take {1 / finding.speed:.2f} times as long as others"
+    _record(draft, "slow_link", finding, message, workers=finding.workers)
+
+
+def _record(draft: Draft, event: str, finding: Slow | SlowLink, message: str, **fields: object) -> None:
+    times = _step_times(draft.state, finding.since_step)
     message += f" since step {finding.since_step}"
     if times is not None:
         before_s, now_s = times
         message += f"; a step takes {duration(now_s)}, and took {duration(before_s)} before"
     draft.record(
-        "slow",
-        worker=finding.worker,
+        event,
+        **fields,
         speed=finding.speed,
         since_step=finding.since_step,
         step=draft.state.committed,
@@ -44,6 +55,19 @@ def recovered(draft: Draft, finding: Recovered) -> None:
         step=draft.state.committed,
         is_trial=finding.is_trial,
         message=f"worker {finding.worker} {reason}",
+    )
+
+
+def recovered_link(draft: Draft, finding: RecoveredLink) -> None:
+    """Record that a link is slow no longer, or is to be tried again."""
+    one, other = finding.workers
+    reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
+    draft.record(
+        "recovered_link",
+        workers=finding.workers,
+        step=draft.state.committed,
+        is_trial=finding.is_trial,
+        message=f"the link of workers {one} and {other} {reason}",
     )
 
 

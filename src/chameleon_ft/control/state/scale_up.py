@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from chameleon_ft.control.detectors.slow_links import workers_of_link
 from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["ScaleUp"]
@@ -31,7 +32,7 @@ class ScaleUp:
     last_at_s: float = 0.0  # when the last newcomer did
     considering: int | None = None  # generation of the decision that is being made; None if there is none
     question: int = 0  # number of that decision, or of the last one
-    asked_speeds: Mapping[int, float] = FrozenMap({})  # slow worker -> its speed, for that decision
+    asked_speeds: Mapping[int, float] = FrozenMap({})  # as `Detectors.speeds`, for that decision
     speeds: Mapping[int, float] = FrozenMap({})  # likewise for the newest one that was carried out
     retries: int = 0  # generations in a row that could not be prepared
     retry_at_s: float = 0.0  # no other is prepared before
@@ -52,7 +53,7 @@ class ScaleUp:
         """Remove a lost worker."""
         loaded = tuple(each for each in self.loaded if each != worker)
         asked_speeds, speeds = (
-            {each: speed for each, speed in known.items() if each != worker}
+            {each: speed for each, speed in known.items() if worker not in (workers_of_link(each) or (each,))}
             for known in (self.asked_speeds, self.speeds)
         )
         newcomers = self.newcomers - {worker}

@@ -314,7 +314,7 @@ class Inject(Message):
     kind: FailureKind
     phase: FailurePhase | None = None
     step: int | None = None
-    factor: float | None = None  # of kind "slow": its speed, as a share of the usual one
+    factor: float | None = None  # of kind "slow" or "slow-link": its speed, or bandwidth, as a share of the usual one
 
 
 class Welcome(Message):

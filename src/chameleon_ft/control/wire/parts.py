@@ -17,6 +17,7 @@ from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
 __all__ = [
     "BoundaryMessage",
+    "ChannelTimes",
     "MessagePart",
     "OperationTimes",
     "Progress",
@@ -139,12 +140,25 @@ class Vote(MessagePart):
     checked: bool = False  # whether the state before the step was compared between the holders of each layer: it agreed
 
 
+class ChannelTimes(MessagePart):
+    """When a worker sent and received its first messages to and from a peer in a step, in one direction, in order.
+
+    By its own clock, in seconds; 0 for a message that was there before the worker waited for it.
+    """
+
+    peer: int
+    forward: bool  # activations; otherwise gradients
+    sent_s: tuple[float, ...] = ()
+    arrived_s: tuple[float, ...] = ()
+
+
 class OperationTimes(MessagePart):
     """Median seconds of a worker's operations in a step; 0 for a kind that it did not run."""
 
     forward_s: float
     backward_s: float
     longest_s: float
+    channels: tuple[ChannelTimes, ...] = ()
 
 
 class BoundaryMessage(MessagePart):

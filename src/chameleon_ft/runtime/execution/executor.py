@@ -226,6 +226,7 @@ class _StepExecution:
         if operation.send_to is not None:
             self._require_boundary(result, tensor)
             self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
+            self._stats.note_sent(operation.send_to, forward=result[0])
         elif result in self._used_here:
             self._state.results[result] = tensor
 
@@ -263,7 +264,10 @@ class _StepExecution:
         receive, tensor = self._receives.pop(index)
         doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
         with self._executor.activity.waiting(doing, for_message=True, peer=operation.receive_from):
+            since_s = perf_counter()
             receive.wait()
+        forward = operation.kind is OperationKind.FORWARD
+        self._stats.note_arrived(operation.receive_from, forward=forward, waited_since_s=since_s)
         sent = True, operation.micro_batch, operation.layers.stop - 1
         if operation.kind in _BACKWARDS and sent in self._answered:
             self._sent.release(sent)

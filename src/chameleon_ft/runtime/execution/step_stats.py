@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
-from chameleon_ft.control.wire.parts import OperationTimes
+from chameleon_ft.control.wire.parts import ChannelTimes, OperationTimes
 from chameleon_ft.observe import RecordedReduction, RecordedStep, StepPart, TimelineLog
 from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.execution.step_state import Span, StepState
@@ -18,6 +19,8 @@ from chameleon_ft.sync import Segment
 
 __all__ = ["StepRecorder", "StepStats", "TimedReduction"]
 
+_TIMED_MESSAGES: Final = 8  # of each channel in a step: the shortest of some is hardly noise
+_WAITED_S: Final = 2e-4  # a shorter wait may be for a message that is there
 _AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number
 
 
@@ -42,6 +45,10 @@ class StepStats:
     samples: int = 0
     spans: list[Span] = field(default_factory=list)
     """Of each operation, in order."""
+    sent: dict[tuple[int, bool], list[float]] = field(default_factory=dict)
+    """(receiver, whether forward) -> when the first messages were sent."""
+    arrived: dict[tuple[int, bool], list[float]] = field(default_factory=dict)
+    """(sender, whether forward) -> when the first messages arrived; 0 for those that were not waited for."""
     reductions: tuple[TimedReduction, ...] = ()
     vote_s: tuple[float, float] = (0.0, 0.0)
     """(start, end)"""
@@ -54,6 +61,31 @@ class StepStats:
             backward_s=self._median_s(OperationKind.BACKWARD)
             or self._median_s(OperationKind.INPUT_GRAD) + self._median_s(OperationKind.WEIGHT_GRAD),
             longest_s=max((end - start for _, start, end in self.spans), default=0.0),
+            channels=self._channels(),
+        )
+
+    def note_sent(self, receiver: int, *, forward: bool) -> None:
+        """Note that a message has been sent."""
+        times = self.sent.setdefault((receiver, forward), [])
+        if len(times) < _TIMED_MESSAGES:
+            times.append(time.perf_counter())
+
+    def note_arrived(self, sender: int, *, forward: bool, waited_since_s: float) -> None:
+        """Note that a message is there, for which the worker has waited since a time."""
+        times = self.arrived.setdefault((sender, forward), [])
+        if len(times) < _TIMED_MESSAGES:
+            now = time.perf_counter()
+            times.append(now if now - waited_since_s > _WAITED_S else 0.0)
+
+    def _channels(self) -> tuple[ChannelTimes, ...]:
+        return tuple(
+            ChannelTimes(
+                peer=peer,
+                forward=forward,
+                sent_s=_rounded(self.sent.get((peer, forward), ())),
+                arrived_s=_rounded(self.arrived.get((peer, forward), ())),
+            )
+            for peer, forward in sorted(self.sent.keys() | self.arrived.keys())
         )
 
     def _median_s(self, kind: OperationKind) -> float:
@@ -134,6 +166,10 @@ class StepRecorder:
             self.log.append(recorded)
         except OSError as error:  # training does not depend on it
             print(f"the operations of step {step} cannot be written down: {error}", file=sys.stderr, flush=True)
+
+
+def _rounded(times_s: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(each, 6) for each in times_s)
 
 
 def _since(start_s: float, spans: Sequence[Span]) -> tuple[tuple[float, float], ...]:

@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
@@ -181,7 +180,7 @@ def fastest_layout(
     """
     # Published planners take all workers to be alike.
     workers = tuple(replace(worker, speed=1.0, memory_bytes=None) for worker in costs.cluster.workers)
-    alike = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
+    alike = costs.cluster.of(workers)
     pool = WorkerPool.of(alike)
     compared: list[tuple[float, Plan, Layout]] = []
     for layout in layouts:

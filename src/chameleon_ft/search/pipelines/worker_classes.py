@@ -79,7 +79,7 @@ def merged_clusters(cluster: Cluster) -> Iterator[Cluster]:
     if merged != cluster:
         slowest = min(worker.speed for worker in cluster.workers)
         workers = tuple(replace(worker, speed=slowest) for worker in cluster.workers)
-        yield _merge_classes(Cluster(workers, cluster.intra_host, cluster.inter_host))
+        yield _merge_classes(cluster.of(workers))
 
 
 def _merge_classes(cluster: Cluster) -> Cluster:
@@ -103,7 +103,7 @@ def _merge_classes(cluster: Cluster) -> Cluster:
     for worker in cluster.workers:
         own = least[WorkerClass(worker.speed, worker.memory_bytes)]
         workers.append(replace(worker, speed=own.speed, memory_bytes=own.memory_bytes))
-    return Cluster(tuple(workers), cluster.intra_host, cluster.inter_host)
+    return cluster.of(tuple(workers))
 
 
 def _spread(classes: Sequence[WorkerClass]) -> tuple[float, float]:

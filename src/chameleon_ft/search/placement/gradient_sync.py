@@ -22,7 +22,11 @@ PlacedPipelines: TypeAlias = tuple[tuple[TimedPipeline, tuple[int, ...]], ...]
 
 
 def links_are_equal(cluster: Cluster) -> bool:
-    """Return whether it does not matter which workers share a host."""
+    """Return whether it does not matter which workers share a host, and no link is slow."""
+    return not cluster.slow_links and _are_equal(cluster)
+
+
+def _are_equal(cluster: Cluster) -> bool:
     return cluster.intra_host == cluster.inter_host or len(cluster.host_sizes) in (1, len(cluster.workers))
 
 

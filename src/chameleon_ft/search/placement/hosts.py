@@ -78,8 +78,11 @@ def assigned_workers(
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
     """Yield the cluster without its hosts with the fewest workers, and so on; at last only one with the most.
 
-    A worker alone on its host, on a slow link, slows down every ring that it is in, and may better be idle.
+    A worker alone on its host, on a slow link, slows down every ring that it is in, and may better be idle. So may the
+    workers whose own links are slow, without which the first one is.
     """
+    if 0 < len(cluster.badly_linked) < len(cluster.workers):
+        yield cluster.without(cluster.badly_linked)
     sizes = Counter(worker.host for worker in cluster.workers)
     kept = [{host for host in sizes if sizes[host] >= size} for size in sorted(set(sizes.values()))[1:]]
     for hosts in [*kept, {max(sizes, key=sizes.__getitem__)}]:

@@ -41,6 +41,7 @@ class Polish:
         self._options = options
         self._class_of = pipelines[0].scheduler.pool.class_of()
         self._hosts = cluster.hosts
+        self._badly_linked = frozenset(cluster.badly_linked)
         self._equal_links = links_are_equal(cluster)
 
     def with_best_programs(self, pipelines: PlacedPipelines) -> PlacedPipelines:
@@ -107,18 +108,20 @@ class Polish:
             yield shifted
 
     def _exchanges(self, pipelines: PlacedPipelines) -> Iterator[PlacedPipelines]:
-        """Yield pipelines of which two workers of a class, on different hosts, take each other's place.
+        """Yield pipelines of which two workers of a class take each other's place, where their links differ.
 
-        One of the two may be idle.
+        They are on different hosts, or some links of one of them are slow. One of the two may be idle.
         """
         used = [worker for _, workers in pipelines for worker in workers]
-        if self._equal_links or len(used) > _FEW_WORKERS:
+        if self._equal_links:
             return
+        is_small = len(used) <= _FEW_WORKERS
         idle = self._hosts.keys() - set(used)
         for one, other in combinations([*used, *sorted(idle)], 2):
             if one in idle:
                 return
-            if self._class_of[one] == self._class_of[other] and self._hosts[one] != self._hosts[other]:
+            differ = bool({one, other} & self._badly_linked) or (is_small and self._hosts[one] != self._hosts[other])
+            if differ and self._class_of[one] == self._class_of[other]:
                 exchange = {one: other, other: one}
                 placed = [(timed, tuple(exchange.get(own, own) for own in workers)) for timed, workers in pipelines]
                 yield tuple((timed.scheduler.replayed(timed, workers), workers) for timed, workers in placed)

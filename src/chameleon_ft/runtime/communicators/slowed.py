@@ -1,0 +1,168 @@
+"""Links that are made slow on purpose: real communicators whose messages take longer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.runtime.communicators.base import CommunicationError, Communicators, InFlight, Membership
+
+__all__ = ["SlowedLinks"]
+
+
+class SlowedLinks:
+    """Communicators of a worker whose links have a share of their bandwidth, as `share` says when a message begins.
+
+    Both what it sends and what it receives takes the rest of the time that its bytes would take. Without a slow link
+    every call is passed on, and costs nothing.
+
+    Args:
+        inner: communicators that carry the tensors; not opened yet.
+        cluster_of: returns the usual links of the given workers.
+        share: returns the share of the bandwidth; 1 if the links are as fast as usual.
+        scale: bytes that each real byte stands for.
+    """
+
+    def __init__(
+        self,
+        inner: Communicators,
+        cluster_of: Callable[[Sequence[int]], Cluster],
+        share: Callable[[], float],
+        *,
+        scale: int = 1,
+    ) -> None:
+        self._inner = inner
+        self._cluster_of = cluster_of
+        self._share = share
+        self._scale = scale
+        self._worker = -1
+        self._cluster: Cluster | None = None
+        self._members: tuple[int, ...] = ()
+        self._lanes: dict[tuple[int, bool], _Lane] = {}  # (peer, whether sending) -> its messages, one by one
+        self._over = threading.Event()
+
+    def open(self, membership: Membership) -> None:
+        self._worker, self._members = membership.worker, membership.members
+        self._inner.open(membership)
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
+        def send() -> InFlight:
+            return self._inner.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
+
+        more_s = self._more_s(peer, tensor.nbytes * self._scale if stands_for_bytes is None else stands_for_bytes)
+        if not more_s and (peer, True) not in self._lanes:
+            return send()
+        return self._lane(peer, sends=True).put(lambda: self._later(more_s, send))
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+        arriving = self._inner.receive(tensor, peer=peer, tag=tag)
+        more_s = self._more_s(peer, tensor.nbytes * self._scale)
+        if not more_s and (peer, False) not in self._lanes:
+            return arriving
+
+        def receive() -> InFlight:
+            arriving.wait()
+            return self._later(more_s, lambda: _ARRIVED)
+
+        return self._lane(peer, sends=False).put(receive)
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
+        reducing, share = self._inner.all_reduce(tensor, group), self._share()
+        if share == 1 or len(group) < 2:
+            return reducing
+        usual_s = self._links().ring_all_reduce_s(group, tensor.nbytes * self._scale)
+
+        def wait() -> None:
+            reducing.wait()
+            self._sleep(usual_s * (1 / share - 1))
+
+        return _Deferred(wait)
+
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self._inner.vote(ballot, group)
+
+    def interrupt(self) -> None:
+        self._over.set()
+        self._inner.interrupt()
+
+    def close(self) -> None:
+        self._over.set()
+        self._inner.close()
+        for lane in self._lanes.values():
+            lane.end()
+
+    def _links(self) -> Cluster:
+        if self._cluster is None:
+            self._cluster = self._cluster_of(self._members)
+        return self._cluster
+
+    def _more_s(self, peer: int, num_bytes: float) -> float:
+        share = self._share()
+        return 0.0 if share == 1 else num_bytes / self._links().link(self._worker, peer).bytes_per_s * (1 / share - 1)
+
+    def _lane(self, peer: int, *, sends: bool) -> _Lane:
+        return self._lanes.setdefault((peer, sends), _Lane())
+
+    def _later(self, seconds: float, act: Callable[[], InFlight]) -> InFlight:
+        self._sleep(seconds)
+        return act()
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds > 0 and self._over.wait(seconds):
+            raise CommunicationError(None, "the generation is over")
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A message or a reduction whose work is done in `wait`."""
+
+    wait: Callable[[], None]
+
+
+_ARRIVED = _Deferred(lambda: None)
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A message that a lane has yet to begin, or to bring in."""
+
+    act: Callable[[], InFlight]
+    begun: threading.Event = field(default_factory=threading.Event)
+    message: InFlight | None = None
+    error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.begun.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.message is not None
+        self.message.wait()
+
+
+class _Lane:
+    """A thread that handles the messages with one peer in one direction, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="slowed-link", daemon=True).start()
+
+    def put(self, act: Callable[[], InFlight]) -> InFlight:
+        queued = _Queued(act)
+        self._queue.put(queued)
+        return queued
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            try:
+                queued.message = queued.act()
+            except BaseException as error:  # noqa: BLE001 - raised where the message is waited for
+                queued.error = error.with_traceback(None)
+            queued.begun.set()
