@@ -181,9 +181,10 @@ def _children() -> list[psutil.Process]:
 
 
 def _is_server(process: psutil.Process) -> bool:
-    """Return whether it is one of the two processes that multiprocessing keeps for all runs of this process."""
+    """Return whether it is the fork server or the resource tracker, which are kept for all runs of this process."""
     try:
-        return process.parent() == psutil.Process() and any("multiprocessing" in part for part in process.cmdline())
+        is_tracker = "resource_tracker" in " ".join(process.cmdline())
+        return process.parent() == psutil.Process() and (is_tracker or process.pid == launch._fork_server().pid)
     except psutil.NoSuchProcess:
         return True
 

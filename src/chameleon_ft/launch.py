@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import importlib
+import math
 import os
 import secrets
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
+from multiprocessing import Pipe, active_children, get_context, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import local_address_towards, split_address
+from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.control.wire.server import control_server, listening_address
 from chameleon_ft.control.wire.tls import generate_certificates
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, ControlError
@@ -44,12 +45,16 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.process import end_with_parent, exit_immediately, fork_server, ignore_interrupts
+from chameleon_ft.runtime.fork_server import ForkServer
+from chameleon_ft.runtime.process import SAME_SIGNAL_S, end_with, exit_immediately
 
 __all__ = ["coordinate", "run_agent", "take_over", "train", "work"]
 
+_RANK = "chameleon_ft.runtime.rank:spawned_rank_main"
+_INSPECTION = "chameleon_ft.runtime.inspection:inspection_main"
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM)
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
-_EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
+_EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
 
 
 def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
@@ -103,9 +108,9 @@ async def _coordinate(
     config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool, lost: ControlAddress | None = None
 ) -> int:
     """Coordinate a run until it ends; with `lost`, from where the coordinator at that address has left it."""
-    context = _fork_server()
+    server = _fork_server()
     solvers = _start_loading_solvers()
-    job = await _inspect(context, config)
+    job = await _inspect(server, config)
     # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
     await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
     if not solvers.done():
@@ -128,7 +133,7 @@ async def _coordinate(
     with (
         Recorder(run, TerminalView()) as recorder,
         Journal(run.journal_file) as journal,
-        _background(context) as background,
+        _background() as background,
     ):
         coordinator = Coordinator(
             config=config,
@@ -150,13 +155,13 @@ async def _coordinate(
             tls=tls,
             heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
             first_number=coordinator.first_connection,
-        ) as server:
-            address = listening_address(server, host)
-            control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
-            run.write_control(control)
+        ) as control:
+            address = listening_address(control, host)
+            at = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
+            run.write_control(at)
             try:
-                async with _agent(context, config, control, coordinator, here=agent_here):
-                    with _signals_handled(SIGINT=coordinator.interrupt, SIGTERM=coordinator.interrupt):
+                async with _agent(server, config, at, coordinator, here=agent_here):
+                    with _signals_handled(SIGINT=coordinator.interrupt, SIGTERM=coordinator.terminate):
                         status = await coordinator.wait()
             finally:
                 run.remove_control()
@@ -197,7 +202,7 @@ def _signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
 
 @asynccontextmanager
 async def _agent(
-    context: ForkServerContext, config: RunConfig, control: ControlAddress, coordinator: Coordinator, *, here: bool
+    server: ForkServer, config: RunConfig, control: ControlAddress, coordinator: Coordinator, *, here: bool
 ) -> AsyncIterator[None]:
     """Run this machine's agent inside the block; only print how to join if the workers come from elsewhere."""
     if not here:
@@ -218,8 +223,7 @@ async def _agent(
         tls=control.tls,
         slots=config.workers,
         host=None,
-        context=context,
-        entry=_rank_entry,
+        start_rank=partial(server.fork, _RANK),
     )
     serving = asyncio.create_task(agent.serve())
     serving.add_done_callback(partial(_fail_with, coordinator))
@@ -232,58 +236,65 @@ async def _agent(
             agent.kill_all()
 
 
-def _fail_with(coordinator: Coordinator, serving: asyncio.Task[bool]) -> None:
+def _fail_with(coordinator: Coordinator, serving: asyncio.Task[Exit | None]) -> None:
     """End the run if its agent fails before it connects, which the coordinator cannot notice."""
     if not serving.cancelled() and (error := serving.exception()) is not None:
         coordinator.end("failed", f"the agent of this machine failed: {error}")
 
 
 async def _run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
-    context = _fork_server()
-    agent = Agent(
-        coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, context=context, entry=_rank_entry
-    )
+    start_rank = partial(_fork_server().fork, _RANK)
+    agent = Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
     serving = asyncio.ensure_future(agent.serve())
 
-    def drain() -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, serving.cancel)
-        if agent.drain():
-            print("draining the workers of this agent; SIGTERM or Ctrl-C ends them at once", flush=True)
-        else:
+    loop, terminated_s = asyncio.get_running_loop(), math.inf
+
+    def terminate() -> None:
+        nonlocal terminated_s
+        if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain()):
             serving.cancel()
+        elif terminated_s == math.inf:
+            print("draining the workers of this agent; SIGTERM or Ctrl-C ends them at once", flush=True)
+        terminated_s = min(terminated_s, loop.time())
 
     try:
-        with _signals_handled(SIGINT=serving.cancel, SIGTERM=drain):
-            connected = await serving
-        if connected:
-            return 0
+        with _signals_handled(SIGINT=serving.cancel, SIGTERM=terminate):
+            order = await serving
+        if order is not None:
+            return order.exit_code
         print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
-        return 1
+        return 1 if terminated_s == math.inf else os.EX_TEMPFAIL
     except asyncio.CancelledError:
-        return 130
+        return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
 
 
-def _fork_server() -> ForkServerContext:
-    """Start a fork server that loads everything a rank needs."""
-    return fork_server("chameleon_ft.runtime.preload", signal.SIGINT, signal.SIGTERM)
+@cache
+def _fork_server() -> ForkServer:
+    """Start a fork server that loads everything a rank needs; all runs of this process share it."""
+    return ForkServer("chameleon_ft.runtime.preload", _HELD_BACK)
 
 
 @contextmanager
-def _background(context: ForkServerContext) -> Iterator[Executor]:
+def _background() -> Iterator[Executor]:
     """Yield an executor of one process for long work that is not urgent; it is killed at the end of the block."""
-    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_init_background)
-    pid = executor.submit(os.getpid)
+    context, others = get_context("spawn"), set(active_children())
+    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_init_background, initargs=(os.getpid(),))
+    resource_tracker.ensure_running()  # its own start, which that of the process includes, would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        executor.submit(os.getpid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield executor
     finally:
-        with contextlib.suppress(BrokenExecutor, TimeoutError, ProcessLookupError):
-            os.kill(pid.result(timeout=0), signal.SIGKILL)
+        for process in set(active_children()) - others:
+            process.kill()
         executor.shutdown(cancel_futures=True)
 
 
-def _init_background() -> None:
-    ignore_interrupts()
-    end_with_parent()
+def _init_background(parent: int) -> None:
+    end_with(parent)
     # Before lowering the priority, which makes this second a minute beside ranks that compute on all cores.
     _load_solvers()
     os.nice(_NICENESS)
@@ -297,14 +308,6 @@ def _load_solvers() -> None:
     # All of this stays; a garbage collection that scans it takes as long as half a decision.
     gc.collect()
     gc.freeze()
-
-
-def _call(module: str, function: str, *arguments: object, **keywords: object) -> None:
-    """Call a function of the runtime in a child process: importing it here would load torch."""
-    getattr(importlib.import_module(f"chameleon_ft.runtime.{module}"), function)(*arguments, **keywords)
-
-
-_rank_entry = partial(_call, "rank", "spawned_rank_main")
 
 
 def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
@@ -359,13 +362,19 @@ def _plan(config: RunConfig, job: JobInfo) -> Plan | None:
     return plan
 
 
-async def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
+async def _inspect(server: ForkServer, config: RunConfig) -> JobInfo:
     """Load the job in a process of its own. Raises the error of loading it."""
-    with _child(context, partial(_call, "inspection", "inspection_main", config)) as pipe:
+    ours, theirs = Pipe(duplex=False)
+    with ours:
+        with theirs:
+            process = await server.fork(_INSPECTION, theirs.fileno(), config=config)
         try:
-            found = await _receive(pipe)
+            found = await _receive(ours)
         except EOFError:
             raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
+        finally:
+            process.kill()
+            await process.wait()
     if isinstance(found, ChameleonError):
         raise found
     assert isinstance(found, JobInfo)
@@ -381,21 +390,3 @@ async def _receive(pipe: Connection) -> Any:
     finally:
         loop.remove_reader(pipe.fileno())
     return pipe.recv()
-
-
-@contextmanager
-def _child(context: ForkServerContext, entry: Callable[[Connection], None]) -> Iterator[Connection]:
-    """Run ``entry(pipe)`` in a process of its own for as long as the block lasts."""
-    ours, theirs = context.Pipe()
-    child = context.Process(target=entry, args=(theirs,), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        child.join(timeout=2)
-        with contextlib.suppress(ProcessLookupError):
-            if child.is_alive():
-                child.kill()
-                child.join()

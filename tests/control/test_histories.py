@@ -81,7 +81,7 @@ def test_a_run_without_failures() -> None:
     assert history.state.ended == ("finished", "all steps are trained")
     assert history.commands[-1] == Finish("finished", "all steps are trained")
     for connection in (AGENT, 1, 21, 41, 61):
-        assert history.sent(Exit, to=connection) == [Exit(reason="all steps are trained")]
+        assert history.sent(Exit, to=connection) == [Exit(reason="all steps are trained", status="finished")]
     assert history.sent(Stop) == []
 
 
@@ -1043,23 +1043,6 @@ def test_a_launched_worker_can_ask_to_leave() -> None:
     assert history.failures == []
 
 
-@pytest.mark.parametrize(("by", "asked"), [(AGENT, (0, 1, 2)), (61, (3,))])
-def test_agents_and_workers_that_asked_are_told_if_their_workers_stay(by: int, asked: tuple[int, ...]) -> None:
-    history = train_with_launched_worker()
-    assert drain(history, by=by) == Drain(workers=asked)
-    assert drain(history, *asked) == Drain(workers=asked), "as does a command, which has ended meanwhile"
-    history.wait(0.1)
-    history.consider()
-    (event,) = history.events("drain_failed")
-    (refused,) = history.sent(Refused)
-    assert history.sent(Message, to=by)[-1] == refused == Refused(reason=event["message"])
-    assert "no reason" in refused.reason
-    drain(history, *asked)
-    history.wait(0.1)
-    history.consider()
-    assert history.sent(Refused) == [refused], "this time it has not asked"
-
-
 def test_a_drain_gives_up_a_generation_with_that_worker_which_no_worker_was_told_to_switch_to() -> None:
     history = training(recovery=RESPAWNING)
     come_back(history)
@@ -1109,7 +1092,7 @@ def test_the_end_is_told_to_workers_that_are_loading_and_a_stop_is_not() -> None
     history.quiesce()
     assert history.sent(Stop, to=22) == []
     history.happen(EndRequested(at=history.at, status="interrupted", reason="enough"))
-    assert history.sent(Exit, to=22) == [Exit(reason="enough")]
+    assert history.sent(Exit, to=22) == [Exit(reason="enough", status="interrupted")]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

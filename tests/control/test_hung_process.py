@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.control.hung_process import examine, is_stopped
+from chameleon_ft.control.host_process import is_stopped
+from chameleon_ft.control.hung_process import examine
 from chameleon_ft.observe.evidence import Evidence
 
 pytestmark = pytest.mark.multiprocess

@@ -392,10 +392,10 @@ class Runs(RuleBasedStateMachine):
         faults = (*self.history.state.faults, Fault(worker, kind, self.history.at.unix_s))  # type: ignore[arg-type]
         self.history.happen(FaultsInjected(at=self.history.at, faults=faults))
 
-    @rule(rarely=RARELY)
-    def interrupt(self, rarely: bool) -> None:
+    @rule(rarely=RARELY, is_termination=st.booleans())
+    def interrupt(self, rarely: bool, is_termination: bool) -> None:
         if rarely:
-            self.history.happen(Interrupted(at=self.history.at))
+            self.history.happen(Interrupted(at=self.history.at, is_termination=is_termination))
 
     @rule(rarely=RARELY)
     def end(self, rarely: bool) -> None:

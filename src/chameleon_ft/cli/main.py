@@ -6,10 +6,13 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import chameleon_ft
@@ -47,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 unusable input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 unusable input, 75 resume it, 130 interrupted."""
     try:
         arguments, level = take_log_level(sys.argv[1:] if argv is None else argv, os.environ)
     except ConfigError as error:
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, arguments: Sequence[str]) -> int:
     module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
     try:
-        code: int = module.main(arguments)
+        with _sigterm_asks_to_resume():
+            code: int = module.main(arguments)
     except ChameleonError as error:
         print(f"chameleon {name}: {error}", file=sys.stderr)
         return _USER_ERROR if isinstance(error, ConfigError | CheckpointError) else _FAILURE
@@ -97,6 +101,19 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(f"chameleon {name}: {text}", file=sys.stderr)
         return _FAILURE
     return code
+
+
+@contextmanager
+def _sigterm_asks_to_resume() -> Iterator[None]:
+    """Have SIGTERM end the process with EX_TEMPFAIL inside the block; a run that trains handles it itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.EX_TEMPFAIL))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _help() -> str:

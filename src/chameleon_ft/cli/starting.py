@@ -83,11 +83,11 @@ class PreparedRun:
         """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
 
         Raises ConfigError if the job itself is invalid, which shows only when its code runs. In that case, or if
-        interrupted that early, the directory of a new run is removed.
+        interrupted or terminated that early, the directory of a new run is removed.
         """
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
-        except (ConfigError, KeyboardInterrupt):
+        except (ConfigError, KeyboardInterrupt, SystemExit):
             if not self.resume and not self.directory.metrics_file.exists():
                 shutil.rmtree(self.directory.path)
             raise

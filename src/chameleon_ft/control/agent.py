@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 
 from websockets.exceptions import InvalidHandshake
 
-from chameleon_ft.control.hung_process import examine, is_stopped
+from chameleon_ft.control.host_process import HostProcess, is_stopped
+from chameleon_ft.control.hung_process import examine
 from chameleon_ft.control.wire.address import local_address_towards
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
@@ -48,9 +45,8 @@ class Agent:
         tls: directory for `tls_context`; None: no TLS.
         slots: workers to run on this host.
         host: address at which other hosts reach this one; None uses the local address towards the coordinator.
-        context: fork server that has already loaded everything a rank needs.
-        entry: function that runs a rank; keywords: coordinator, token, tls, worker, incarnation, host,
-            local_index.
+        start_rank: function that starts the process of a rank; keywords: coordinator, token, tls, worker,
+            incarnation, host, local_index.
     """
 
     def __init__(
@@ -61,8 +57,7 @@ class Agent:
         tls: Path | None = None,
         slots: int,
         host: str | None,
-        context: ForkServerContext,
-        entry: Callable[..., None],
+        start_rank: Callable[..., Awaitable[HostProcess]],
     ) -> None:
         self._coordinator = coordinator
         self._token = token
@@ -71,24 +66,22 @@ class Agent:
         self._is_connected = False
         self._slots = slots
         self._host = host or local_address_towards(coordinator)
-        self._context = context
-        self._entry = entry
-        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # (worker, incarnation) -> process
+        self._start_rank = start_rank
+        self._ranks: dict[tuple[int, int], HostProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
-        self._is_over = False
+        self._exit: Exit | None = None
         self._exit_grace_s = 0.0
-        self._is_draining = False
         self._pending: set[tuple[int, int]] = set()  # ranks still to be started
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
 
-    async def serve(self) -> bool:
+    async def serve(self) -> Exit | None:
         """Carry out the coordinator's orders.
 
         Returns:
-            True if the coordinator told it to exit, because the run is over or all workers have left; False if the
-            coordinator is lost, and no other has taken its place in time.
+            The coordinator's order to exit, because the run is over or all workers have left; None if the coordinator
+            is lost, and no other has taken its place in time.
 
         Raises:
             ControlError: the coordinator does not answer, or refuses this host.
@@ -105,7 +98,7 @@ class Agent:
         finally:
             await self._connection.close()
             await self.end_all()
-        return self._is_over
+        return self._exit
 
     def _hello(self, resumes: int | None) -> HostHello:
         ranks = () if resumes is None else tuple({*self._ranks, *self._pending})
@@ -114,11 +107,10 @@ class Agent:
     def drain(self) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
 
-        If the coordinator refuses, the agent continues to serve. Returns False if it is not connected.
+        If none would be left in the run, it ends with a checkpoint. Returns False if this agent is not connected.
         """
         if not self._is_connected:
             return False
-        self._is_draining = True
         self._connection.send(Drain())
         return True
 
@@ -128,15 +120,15 @@ class Agent:
         async with self._spawn_lock:
             pass  # no rank is being started now, and none will be
         deadline = asyncio.get_running_loop().time() + self._exit_grace_s
-        while any(rank.is_alive() for rank in self._ranks.values()):
+        while self._ranks:
             if asyncio.get_running_loop().time() >= deadline:
                 self.kill_all()
             await asyncio.sleep(0.01)
 
     def kill_all(self) -> None:
         """Kill every rank at once."""
-        for rank in list(self._ranks.values()):  # a thread may add one meanwhile
-            _kill(rank)
+        for rank in self._ranks.values():
+            rank.kill()
 
     async def _obey(self) -> None:
         async for message in self._connection.messages():
@@ -144,31 +136,27 @@ class Agent:
                 case Spawn(workers=workers, incarnations=incarnations):
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
-                    # A cold fork server is slow to start, and the event loop must answer pings meanwhile.
                     self._run(self._start(ranks))
                 case Kill(worker=worker, activity_file=activity_file):
                     self._pending = {rank for rank in self._pending if rank[0] != worker}
-                    for (number, incarnation), process in list(self._ranks.items()):
+                    for (number, incarnation), process in self._ranks.items():
                         if number == worker and activity_file is not None:
                             self._run(self._examine(number, incarnation, Path(activity_file)))
                         elif number == worker:
-                            _kill(process)
+                            process.kill()
                 case Probe(probe=probe, worker=only):
-                    for (worker, incarnation), rank in list(self._ranks.items()):
-                        if only in (None, worker) and rank.pid is not None and rank.is_alive():
+                    for (worker, incarnation), rank in self._ranks.items():
+                        if only in (None, worker):
                             rank_id = {"worker": worker, "incarnation": incarnation}
                             state = ProcessState(probe=probe, stopped=is_stopped(rank.pid), **rank_id)
                             self._connection.send(state)
-                case Exit(reason=reason):
-                    self._is_over = True
+                case Exit():
+                    self._exit = message
                     # Drained workers may still be writing their parts of a checkpoint.
-                    self._exit_grace_s = math.inf if reason == "drained" else _EXIT_GRACE_S
+                    self._exit_grace_s = math.inf if message.reason == "drained" else _EXIT_GRACE_S
                     return
                 case Drain(workers=workers):
                     _logger.info("workers %s are drained; this agent ends after them", workers)
-                case Refused(reason=reason) if self._is_draining:
-                    self._is_draining = False
-                    _logger.warning("the workers of this agent are not drained: %s", reason)
                 case Refused(reason=reason):
                     raise ControlError(reason)
                 case _:
@@ -186,66 +174,46 @@ class Agent:
                     )
                     continue
                 try:
-                    await asyncio.to_thread(self._spawn, worker, incarnation)
+                    rank = await self._spawn(worker, incarnation)
                 except Exception as error:  # noqa: BLE001
                     self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
                     await self._connection.close()
                     return
-                self._watch(worker, incarnation)
+                self._ranks[worker, incarnation] = rank
+                self._run(self._reap(worker, incarnation, rank))
                 if (worker, incarnation) not in self._pending:
-                    _kill(self._ranks[worker, incarnation])
+                    rank.kill()
                 self._pending.discard((worker, incarnation))
 
     async def _examine(self, worker: int, incarnation: int, activity_file: Path) -> None:
         """Send evidence of the hang of a rank, and kill it."""
         rank = self._ranks[worker, incarnation]
         try:
-            if rank.pid is not None:
-                process, activity = await examine(rank.pid, activity_file)
-                rank_id = {"worker": worker, "incarnation": incarnation}
-                self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
+            process, activity = await examine(rank.pid, activity_file)
+            rank_id = {"worker": worker, "incarnation": incarnation}
+            self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
         finally:
-            _kill(rank)
+            rank.kill()
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _spawn(self, worker: int, incarnation: int) -> None:
-        rank = self._context.Process(
-            target=self._entry,
-            name=f"chameleon-worker-{worker}",
-            kwargs={
-                "coordinator": self._coordinator,
-                "token": self._token,
-                "tls": self._tls,
-                "worker": worker,
-                "incarnation": incarnation,
-                "host": self._host,
-                # Later incarnations run on the accelerator of the first one.
-                "local_index": self._local_indexes.setdefault(worker, len(self._local_indexes)),
-            },
+    async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
+        return await self._start_rank(
+            coordinator=self._coordinator,
+            token=self._token,
+            tls=self._tls,
+            worker=worker,
+            incarnation=incarnation,
+            host=self._host,
+            # Later incarnations run on the accelerator of the first one.
+            local_index=self._local_indexes.setdefault(worker, len(self._local_indexes)),
         )
-        rank.start()
-        self._ranks[worker, incarnation] = rank
 
-    def _watch(self, worker: int, incarnation: int) -> None:
-        """Have the event loop reap a rank as soon as it ends, and report its exit to the coordinator."""
-        loop = asyncio.get_running_loop()
-        rank = self._ranks[worker, incarnation]
-
-        def reap() -> None:
-            loop.remove_reader(rank.sentinel)
-            rank.join()
-            del self._ranks[worker, incarnation]
-            exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
-            self._connection.send(exited)
-
-        loop.add_reader(rank.sentinel, reap)
-
-
-def _kill(rank: BaseProcess) -> None:
-    if rank.pid is not None and rank.is_alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.pid, signal.SIGKILL)
+    async def _reap(self, worker: int, incarnation: int, rank: HostProcess) -> None:
+        """Report the exit of a rank to the coordinator as soon as it ends."""
+        exit_code = await rank.wait()
+        del self._ranks[worker, incarnation]
+        self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code or 0))

@@ -145,6 +145,10 @@ class Coordinator:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
         self._handle(events.Interrupted(at=self._now()))
 
+    def terminate(self) -> None:
+        """End the run like `interrupt`, for whoever runs its machines; the user may resume it."""
+        self._handle(events.Interrupted(at=self._now(), is_termination=True))
+
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
         self._handle(events.EndRequested(at=self._now(), status=status, reason=reason))

@@ -143,7 +143,9 @@ class OperationsMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted(Event):
-    """The user wants the run to end."""
+    """The user wants the run to end, or with `is_termination`, whoever runs its machines."""
+
+    is_termination: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

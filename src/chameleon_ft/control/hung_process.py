@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Final
 
+from chameleon_ft.control.host_process import is_stopped, read_stat
 from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
 
-__all__ = ["examine", "is_stopped"]
+__all__ = ["examine"]
 
 _EXAMINE_S: Final = 1.0  # bound on the whole examination, since the process is to be killed after it
 _SPY_S: Final = 0.5  # the part of it that is left to py-spy, if it is installed
@@ -87,22 +88,8 @@ def _stacks_by_py_spy(command: str, pid: int, *, timeout_s: float) -> str:
     return spy.stdout
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal."""
-    return _stat(pid)[:1] == ["T"]
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of proc_pid_stat(5) from the state on; none if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return stat.rpartition(")")[2].split()  # the command name before it may contain spaces and brackets
-
-
 def _describe_process(pid: int) -> str:
-    if not (stat := _stat(pid)):
+    if not (stat := read_stat(pid)):
         return "gone"
     cpu_s = (int(stat[11]) + int(stat[12])) / _CLOCK_TICKS
     return f"state {stat[0]}, {cpu_s:.2f} s of processor time"

@@ -16,6 +16,7 @@ from chameleon_ft.control.handlers import (
     bad_steps,
     checkpoints,
     drains,
+    endings,
     gathering,
     health,
     incidents,
@@ -28,7 +29,7 @@ from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import RunStatus, StepRecord
+from chameleon_ft.observe import StepRecord
 
 __all__ = ["TICK_S", "step"]
 
@@ -86,8 +87,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
             draft.set(faults=faults)
-        case events.Interrupted():
-            _interrupt(draft)
+        case events.Interrupted(is_termination=is_termination):
+            endings.request(draft, "terminated" if is_termination else "interrupted")
         case events.EndRequested(status=status, reason=reason):
             incidents.end(draft, status, reason)
     return draft.state, tuple(draft.commands)
@@ -120,21 +121,11 @@ def _ticked(draft: Draft) -> None:
             in_first_step=tuple(worker for worker in live if not state.members[worker].has_stepped),
         ),
     )
-    if draft.state.phase in _WATCHED and not draft.state.interrupted:
+    if draft.state.phase in _WATCHED and draft.state.ending is None:
         scale_up.respawn_due(draft)
         drains.release(draft)
         if not draft.state.returning:  # orders would not reach all
             scale_up.advance(draft)
-
-
-def _interrupt(draft: Draft) -> None:
-    """End the run after the current step with a checkpoint; if asked again, or before training, at once."""
-    if draft.state.nothing_trained or draft.state.interrupted:
-        incidents.end(draft, "interrupted", "interrupted by the user")
-        return
-    draft.set(interrupted=True)
-    draft.record("interrupt", message="ending after this step with a checkpoint; again to end at once")
-    draft.tell_live(messages.Finish())
 
 
 def _disconnected(draft: Draft, connection: int) -> None:
@@ -377,8 +368,6 @@ def _finished(draft: Draft, worker: int) -> None:
     if state.active is None or not finished.issuperset(state.active.plan.workers):
         return
     if state.committed < state.settings.steps:
-        ending = state.health.ending
-        status: RunStatus = "failed" if ending else "interrupted"
-        incidents.end(draft, status, ending or "interrupted by the user, with a checkpoint")
+        endings.end(draft)
     else:
         incidents.end(draft, "finished", "all steps are trained")

@@ -43,7 +43,7 @@ DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
 }
 """Description of each detection path."""
 
-RunStatus = Literal["finished", "interrupted", "failed"]
+RunStatus = Literal["finished", "interrupted", "terminated", "failed"]
 
 _STEP_TOLERANCE: Final = 0.06
 """The largest relative error of a step time that the benchmarks allow (docs/benchmarks.md). Candidates often differ by

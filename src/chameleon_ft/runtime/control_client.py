@@ -89,7 +89,6 @@ class ControlClient:
         self._interrupting: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
-        self._is_draining = False
         self._stores: dict[int, GenerationStore] = {}  # by generation
         self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -119,7 +118,6 @@ class ControlClient:
 
     def drain(self) -> None:
         """Ask the coordinator to take this rank out of the run; it trains on until told to exit."""
-        self._is_draining = True
         self.send(Drain())
 
     def disconnect(self) -> None:
@@ -167,7 +165,7 @@ class ControlClient:
 
     async def _serve(self) -> None:
         async for message in self._connection.messages():
-            if isinstance(message, Exit) or (isinstance(message, Refused) and not self._is_draining):
+            if isinstance(message, Exit | Refused):
                 self._connection.end()
             self._receive(message)
 
@@ -187,9 +185,6 @@ class ControlClient:
                 self._interrupt_over()
             case Drain():
                 print("this worker is to leave; another SIGTERM ends it at once", file=sys.stderr)
-            case Refused(reason=reason) if self._is_draining:
-                self._is_draining = False
-                print(f"this worker stays: {reason}; another SIGTERM ends it at once", file=sys.stderr)
             case StartGeneration() | Begin() | Welcome() | Refused():
                 self._was_welcomed = True
                 self.orders.put(message)

@@ -19,23 +19,23 @@ from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import claim_device, device_name
-from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.workload import TiedParameters
 
 __all__ = ["inspect_job", "inspection_main", "users_errors"]
 
 
-def inspection_main(config: RunConfig, pipe: Connection) -> None:
-    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not."""
-    end_with_parent()
-    ignore_interrupts()
+def inspection_main(pipe: int, *, config: RunConfig) -> None:
+    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not.
+
+    The pipe is a descriptor of a `multiprocessing.Pipe`.
+    """
     found: JobInfo | ChameleonError
     try:
         found = inspect_job(config)
     except ChameleonError as error:
         found = error
     with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
-        pipe.send(found)
+        Connection(pipe, readable=False).send(found)
 
 
 @contextmanager

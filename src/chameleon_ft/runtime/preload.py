@@ -13,7 +13,3 @@ import chameleon_ft.models.llama_job
 import chameleon_ft.runtime.communicators.gloo
 import chameleon_ft.runtime.inspection
 import chameleon_ft.runtime.rank
-from chameleon_ft.runtime.process import end_with_parent
-
-# The ranks end with the fork server, and so with the coordinator or agent, even if those are stopped.
-end_with_parent()

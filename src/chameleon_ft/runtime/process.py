@@ -15,6 +15,8 @@ from multiprocessing.context import ForkServerContext
 from typing import NoReturn
 
 __all__ = [
+    "SAME_SIGNAL_S",
+    "end_with",
     "end_with_parent",
     "end_with_starter",
     "exit_immediately",
@@ -24,6 +26,10 @@ __all__ = [
     "wake_on_time",
 ]
 
+SAME_SIGNAL_S = 1.0
+"""Seconds in which SIGTERM counts once: a batch system sends it to all processes, and some of them pass it on."""
+
+_LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 
@@ -39,12 +45,16 @@ def exit_immediately(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_with_parent() -> None:
-    """Have the kernel end this process with its parent, so that no process is left behind."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent of that number, so that no process is left behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before the line above
+        os._exit(1)  # it has ended before
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process with its present parent."""
+    end_with(os.getppid())
 
 
 def end_with_starter() -> None:
@@ -102,4 +112,4 @@ def interrupts_held() -> Iterator[None]:
 
 def wake_on_time() -> None:
     """Have this thread's sleeps end on time, and not up to 50 us later, the kernel's default."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+    _LIBC.prctl(_PR_SET_TIMERSLACK, 1)

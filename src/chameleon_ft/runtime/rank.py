@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
+import time
 import tomllib
 import traceback
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.control.job_info import LOOPBACK
 from chameleon_ft.control.wire.address import require_worker_ports
-from chameleon_ft.control.wire.messages import Crashed, Ready, Refused, Welcome
+from chameleon_ft.control.wire.messages import Crashed, Exit, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
@@ -29,7 +31,7 @@ from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
-from chameleon_ft.runtime.process import end_with_parent, exit_immediately, ignore_interrupts
+from chameleon_ft.runtime.process import SAME_SIGNAL_S, exit_immediately, ignore_interrupts
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
@@ -37,8 +39,6 @@ __all__ = ["rank_main", "spawned_rank_main"]
 
 def spawned_rank_main(*, worker: int, **arguments: Any) -> NoReturn:
     """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process."""
-    end_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent, which may get it too, drains its ranks
     try:
         code = rank_main(worker=worker, **arguments)
     except ChameleonError as error:
@@ -73,15 +73,14 @@ def rank_main(
     client = ControlClient(
         coordinator=coordinator, token=token, tls=tls, worker=worker, host=host, incarnation=incarnation
     )
+    _drain_on_sigterm(client)
     client.start()
-    if not incarnation:  # otherwise its agent has it drained
-        _drain_on_sigterm(client)
     try:
         welcome = client.orders.get()
         if isinstance(welcome, Refused):
             print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
-        if not isinstance(welcome, Welcome):
-            return 1  # told to exit before it began
+        if not isinstance(welcome, Welcome):  # told to exit before it began
+            return welcome.exit_code or 1 if isinstance(welcome, Exit) else 1
         trainer = _trainer(welcome, client, worker=worker, host=host, local_index=local_index)
         client.send(Ready())
         code = trainer.serve()
@@ -96,13 +95,24 @@ def rank_main(
 
 
 def _drain_on_sigterm(client: ControlClient) -> None:
-    """Have the first SIGTERM drain this rank, and the second one end it."""
+    """Have SIGTERM drain this rank, and a later one end it; those of less than a second count as one.
+
+    A batch system may send it to this process and to its agent, which has the rank drained, too.
+    """
+    own, first_s = os.getpid(), math.inf
 
     def drain(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        client.drain()
+        nonlocal first_s
+        now = time.monotonic()
+        if os.getpid() != own or now - first_s > SAME_SIGNAL_S:  # a process that the job has forked has no connection
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        elif first_s == math.inf:
+            first_s = now
+            client.drain()
 
     signal.signal(signal.SIGTERM, drain)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server has blocked it until now
 
 
 def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str, local_index: int) -> Trainer:

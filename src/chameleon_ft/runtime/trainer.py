@@ -117,10 +117,10 @@ class Trainer:
         try:
             while True:
                 match order := self.client.orders.get():
-                    case Exit(reason=reason):
-                        if reason == "drained":  # what it still writes of a checkpoint counts
+                    case Exit():
+                        if order.reason == "drained":  # what it still writes of a checkpoint counts
                             self._writer.join(unless=lambda: not self.client.orders.empty())
-                        return 0
+                        return order.exit_code
                     case Refused():
                         return 1
                     case Stop():

@@ -18,7 +18,8 @@ class AgentArguments(JoinArguments):
     """Start this machine's workers of a run whose coordinator is elsewhere, and watch them until the run ends.
 
     Give --run, or --coordinator with its token. SIGTERM drains the workers: the run continues without them, and then
-    the agent ends. A second SIGTERM, or Ctrl-C, ends them at once.
+    the agent ends; if no worker would be left, the run ends with a checkpoint. A second SIGTERM, or Ctrl-C, ends them
+    at once.
     """
 
     workers: int

@@ -15,7 +15,7 @@ class TrainArguments:
     """Train the built-in Llama, with all worker processes on this machine.
 
     Every field of the configuration is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
-    shown here. Ctrl-C ends the run with a checkpoint; a second Ctrl-C ends it at once.
+    shown here. Ctrl-C or SIGTERM ends the run with a checkpoint; a second one ends it at once.
     """
 
     config: ConfigFile = None

@@ -76,11 +76,11 @@ def skipped(draft: Draft, step: int) -> None:
     known = health.skipped | {step}
     draft.set(health=replace(health, skipped=known))
     in_a_row = set(range(step - MOST_IN_A_ROW + 1, step + 1))
-    if not in_a_row <= known or draft.state.interrupted:
+    if not in_a_row <= known or draft.state.ending is not None:
         return
     ending = (
         f"{counted(MOST_IN_A_ROW, 'step')} in a row were bad, at last step {step}: leaving samples out does not help; "
         "lower the learning rate, or clip the gradient"
     )
-    draft.set(interrupted=True, health=replace(draft.state.health, ending=ending))
+    draft.set(ending="failed", health=replace(draft.state.health, ending=ending))
     draft.tell_live(messages.Finish())

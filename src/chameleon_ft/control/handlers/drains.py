@@ -7,16 +7,19 @@ for newcomers.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from chameleon_ft.control.commands import Drop, Send
 from chameleon_ft.control.detectors.base import Fenced
-from chameleon_ft.control.handlers import incidents, switches
+from chameleon_ft.control.handlers import endings, incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import Drain, Exit, Kill, Refused
 
 __all__ = ["drain", "give_up", "is_waited_for", "release"]
+
+_NOT_BEGUN: Final = "it is to leave before the run has begun"
 
 
 def drain(draft: Draft, connection: int, message: Drain) -> None:
@@ -25,8 +28,20 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     Workers that are still loading leave at once.
     """
     own = _own_workers(draft.state, connection)
+    if own is not None and draft.state.ending is not None:
+        draft.do(Send(connection, message))  # it is told to exit with all others
+        return
+    if own is not None and draft.state.phase is Phase.GATHERING:
+        processes = {connection, *(worker.connection for worker in own)}
+        order = Exit(reason=_NOT_BEGUN, status="terminated")
+        draft.do(*(Send(each, order) for each in sorted(filter(None, processes))))
+        return
     workers = _named_workers(draft.state, message) if own is None else own
-    if (reason := _reason_against(draft.state, message, workers, is_own=own is not None)) is not None:
+    if own is not None and _needs_all(draft.state, workers):
+        draft.do(Send(connection, message))
+        endings.request(draft, "terminated")
+        return
+    if own is None and (reason := _reason_against(draft.state, message, workers)) is not None:
         draft.do(Send(connection, Refused(reason=reason)))
         return
     if own is not None:
@@ -73,23 +88,28 @@ def _hosts_of(state: State, worker: Worker) -> set[str]:
     return {worker.host, agent, *agent.rstrip(")").split(" ("), state.hosts().get(worker.id, "")} - {""}
 
 
-def _reason_against(state: State, message: Drain, workers: list[Worker], *, is_own: bool) -> str | None:
-    """Return why workers cannot be drained, and what to do; None if they can."""
+def _needs_all(state: State, workers: list[Worker]) -> bool:
+    """Return whether no worker would be left without these."""
+    concerned = {worker.id for worker in workers if not worker.lost}
+    return bool(concerned) and concerned.issuperset(state.members.staying())
+
+
+def _reason_against(state: State, message: Drain, workers: list[Worker]) -> str | None:
+    """Return why workers cannot be drained that a command names, and what to do; None if they can."""
     live = state.members.live()
     concerned = {worker.id for worker in workers if not worker.lost}
     if state.phase is Phase.GATHERING:
         return "the run has not begun; wait until it trains, or end it"
-    if state.interrupted:
+    if state.ending is not None:
         return "the run ends after this step"
-    if not is_own:
-        if unknown := sorted(set(message.workers) - concerned):
-            return f"worker {unknown[0]} is not live; live are {list(live)}"
-        if message.host is not None and not concerned:
-            hosts = sorted(set(state.hosts().values()))
-            return f"no worker is on host {message.host!r}; the hosts are {', '.join(hosts)}"
-        if not concerned:
-            return "no worker is named; name workers, or a host with workers"
-    if concerned and concerned.issuperset(state.members.staying()):
+    if unknown := sorted(set(message.workers) - concerned):
+        return f"worker {unknown[0]} is not live; live are {list(live)}"
+    if message.host is not None and not concerned:
+        hosts = sorted(set(state.hosts().values()))
+        return f"no worker is on host {message.host!r}; the hosts are {', '.join(hosts)}"
+    if not concerned:
+        return "no worker is named; name workers, or a host with workers"
+    if _needs_all(state, workers):
         return f"no worker would be left of {list(live)}; leave one at least, or end the run"
     return None
 
@@ -102,7 +122,7 @@ def is_waited_for(state: State) -> bool:
 def give_up(draft: Draft, reason: str) -> None:
     """Keep the workers that are to leave if the plan needs them and none was found without them.
 
-    Agents and workers that asked for it are told why.
+    If one of them, or its agent, has asked for it, its time is short: the run ends with a checkpoint.
     """
     assert draft.state.active is not None
     kept = sorted(draft.state.members.draining().intersection(draft.state.active.plan.workers))
@@ -114,11 +134,10 @@ def give_up(draft: Draft, reason: str) -> None:
     message = f"there is no plan without the workers {names}, which stay: {reason}; drain fewer, or add others first"
     draft.record("drain_failed", workers=kept, reason=reason, message=message)
     members = draft.state.members
-    requests = members.drain_requests.intersection(
-        end for number in kept for end in (members[number].agent, members[number].connection)
-    )
-    draft.do(*(Send(connection, Refused(reason=message)) for connection in sorted(requests)))
-    draft.set(members=replace(members, drain_requests=members.drain_requests - requests))
+    ends = (end for number in kept for end in (members[number].agent, members[number].connection))
+    requests = members.drain_requests.intersection(ends)
+    if requests:
+        endings.request(draft, "terminated")
 
 
 def release(draft: Draft) -> None:

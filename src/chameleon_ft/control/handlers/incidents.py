@@ -409,7 +409,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
         _record_incident(draft, None if status == "failed" else state.active, stop=reason)
-    draft.tell_all(messages.Exit(reason=reason))
+    draft.tell_all(messages.Exit(reason=reason, status=status))
     draft.do(commands.Finish(status, reason))
 
 

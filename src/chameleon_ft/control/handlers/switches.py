@@ -229,7 +229,7 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
 def _switch_if_prepared(draft: Draft) -> None:
     state, upcoming = draft.state, draft.state.next
     # A run that is told to end does so in the generation that trains.
-    if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.interrupted:
+    if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.ending is not None:
         return
     assert state.active is not None
     draft.set(next=replace(upcoming, is_switching=True))

@@ -81,7 +81,7 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
                 draft.send(worker.id, order)
             if state.schedule.is_requested:
                 draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
-            if state.interrupted:
+            if state.ending is not None:
                 draft.send(worker.id, Finish())
 
 

@@ -111,7 +111,8 @@ class State:
     history: FailureHistory
     health: Health = Health()  # noqa: RUF009 - frozen
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
-    interrupted: bool = False  # whether the run is to end after the current step
+    ending: RunStatus | None = None  # the status with which the run is to end after the current step; None: it goes on
+    ending_since_s: float = 0.0  # since when, in monotonic seconds
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
     returning: frozenset[int] = frozenset()  # connections with a lost coordinator whose peers have not come back
     return_by_s: float = 0.0  # when they count as lost, in monotonic seconds

@@ -6,6 +6,7 @@ generation that is over.
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from chameleon_ft.config import FailureKind, FailurePhase
@@ -19,6 +20,7 @@ from chameleon_ft.control.wire.parts import (
     Vote,
     unpack_operations,
 )
+from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
@@ -444,6 +446,12 @@ class Exit(Message):
 
     type: Literal["exit"] = "exit"
     reason: str
+    status: RunStatus | None = None  # how the run has ended; None if it goes on without this process
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of an agent or a rank: EX_TEMPFAIL of sysexits.h if the run is to be resumed, else 0."""
+        return os.EX_TEMPFAIL if self.status == "terminated" else 0
 
 
 class Drain(Message):

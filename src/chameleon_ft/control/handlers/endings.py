@@ -1,0 +1,35 @@
+"""The end of a run before its last step: with a checkpoint, from which the same run can be resumed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from chameleon_ft.control.handlers import incidents
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.wire.messages import Finish
+from chameleon_ft.observe import RunStatus
+
+__all__ = ["end", "request"]
+
+_SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
+_BY: Final[dict[RunStatus, str]] = {"interrupted": "interrupted by the user", "terminated": "terminated by SIGTERM"}
+
+
+def request(draft: Draft, status: RunStatus) -> None:
+    """End the run after the current step with a checkpoint; if asked again, or before training, at once."""
+    state, now = draft.state, draft.at.monotonic_s
+    if status == state.ending == "terminated" and now - state.ending_since_s < _SAME_S:
+        return
+    if state.nothing_trained or state.ending is not None:
+        incidents.end(draft, status, _BY[status])
+        return
+    draft.set(ending=status, ending_since_s=now)
+    name = "interrupt" if status == "interrupted" else "termination"
+    draft.record(name, message="ending after this step with a checkpoint; again to end at once")
+    draft.tell_live(Finish())
+
+
+def end(draft: Draft) -> None:
+    """End the run, whose checkpoint is written."""
+    status = draft.state.ending or "interrupted"
+    incidents.end(draft, status, draft.state.health.ending or f"{_BY[status]}, with a checkpoint")

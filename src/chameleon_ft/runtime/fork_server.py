@@ -1,0 +1,254 @@
+"""The fork server: a process that has loaded what ranks need, so that a rank starts in milliseconds.
+
+The processes that it forks are children of the process that asked for them and not of the server (see
+PR_SET_CHILD_SUBREAPER in prctl(2)). So they end with that one and not with the server, which can be replaced at any
+time, for example if it is stopped or killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import importlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NoReturn
+
+from chameleon_ft.control.host_process import HostProcess, is_stopped
+from chameleon_ft.errors import ControlError
+from chameleon_ft.runtime.process import end_with, exit_immediately
+
+__all__ = ["ForkServer"]
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_ATTEMPTS: Final = 3
+_ANSWER_S: Final = 10.0  # of a server that has loaded; how long that takes depends on the file system
+_LOOK_EVERY_S: Final = 0.5
+_POLL_S: Final = 0.0005
+_MOST_FILES: Final = 8
+_LOADED: Final = b"loaded"
+_REQUEST: Final = b"fork"
+_BOOTSTRAP: Final = (
+    "import sys, json; path, *arguments = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from chameleon_ft.runtime.fork_server import _serve; _serve(*arguments)"
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class ForkServer:
+    """Starts the server at once, in the background, and a new one whenever that does not answer.
+
+    To be made in the main thread, because the kernel ends the server with the thread that started it.
+
+    Args:
+        preload: module that the server imports.
+        blocked: signals that are blocked in it from before its first import, and in all processes that it forks. A
+            terminal sends its Ctrl-C, and a batch system its SIGTERM, to every process of the group, but only the
+            starter shall react.
+    """
+
+    def __init__(self, preload: str, blocked: Iterable[signal.Signals] = ()) -> None:
+        self._preload = preload
+        self._blocked = tuple(blocked)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._server = _Server(preload, self._blocked)
+        atexit.register(lambda: self._server.end())
+
+    @property
+    def pid(self) -> int:
+        """The number of the present server's process."""
+        return self._server.pid
+
+    async def fork(self, function: str, *files: int, **arguments: Any) -> HostProcess:
+        """Call a function in a new process, which ends with this one.
+
+        Args:
+            function: as "module:name". Its positional arguments are its own descriptors of `files`.
+            arguments: keyword arguments, which are pickled.
+
+        Raises:
+            ControlError: no server can be started, or none can fork.
+        """
+        call = pickle.dumps((function, arguments))
+        for _ in range(_ATTEMPTS):
+            server = self._server
+            try:
+                return await server.fork(call, files)
+            except ConnectionError as error:
+                reason = str(error)
+            if server is self._server:  # otherwise another call has replaced it
+                _logger.warning("the fork server %s; it is replaced", reason)
+                server.end()
+                self._server = _Server(self._preload, self._blocked)
+        raise ControlError(
+            f"no process can be started: {_ATTEMPTS} fork servers in a row failed, and the last one {reason}; look at "
+            "the output above, and at the memory and the limits of processes (ulimit -u) of this host"
+        )
+
+
+class _Server:
+    """One process that serves, and the socket to it."""
+
+    def __init__(self, preload: str, blocked: Iterable[signal.Signals]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._is_loaded = False
+        arguments = json.dumps([sys.path, theirs.fileno(), os.getpid(), preload])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=partial(end_with, os.getpid()),  # takes no lock; the server itself could be stopped before
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self.pid = self._process.pid
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    async def fork(self, call: bytes, files: Iterable[int]) -> HostProcess:
+        """Raises ConnectionError, which completes the sentence "the fork server", if the server is to be replaced."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                self._request(theirs.fileno(), *files)
+            answer = await self._answer(ours)
+            kind, _, text = answer.partition(" ")
+            if kind != "pid":
+                raise ConnectionError(f"cannot fork: {text}")
+            process = HostProcess(int(text))
+            try:
+                # Only with this does the process call the function; without, it ends.
+                await asyncio.get_running_loop().sock_sendall(ours, call)
+            except BaseException:
+                process.kill()
+                raise
+        return process
+
+    def _request(self, *files: int) -> None:
+        try:
+            socket.send_fds(self._socket, [_REQUEST], files)
+        except BlockingIOError:
+            raise ConnectionError("takes no requests") from None
+        except OSError:
+            raise ConnectionError(self._end()) from None
+
+    async def _answer(self, connection: socket.socket) -> str:
+        """Return the answer to a request. Raises ConnectionError if the server ends or is stopped, or takes long."""
+        loop = asyncio.get_running_loop()
+        answering = asyncio.ensure_future(loop.sock_recv(connection, 1024))
+        try:
+            since_s, was_stopped = loop.time(), False
+            while not answering.done():
+                await asyncio.wait({answering}, timeout=_LOOK_EVERY_S)
+                stopped = is_stopped(self.pid)
+                if stopped and was_stopped and not answering.done():
+                    raise ConnectionError("is stopped")
+                was_stopped = stopped
+                if not self._has_loaded():
+                    since_s = loop.time()
+                elif loop.time() - since_s > _ANSWER_S and not answering.done():
+                    raise ConnectionError(f"does not answer for {_ANSWER_S:.0f} s")
+            answer = answering.result()
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+        finally:
+            answering.cancel()
+        if not answer:
+            raise ConnectionError(self._end())
+        return answer.decode()
+
+    def _has_loaded(self) -> bool:
+        if not self._is_loaded:
+            with suppress(OSError):
+                self._is_loaded = self._socket.recv(len(_LOADED)) == _LOADED
+        return self._is_loaded
+
+    def _end(self) -> str:
+        try:
+            return f"has ended with exit code {self._process.wait(1)}"
+        except subprocess.TimeoutExpired:
+            return "has closed its socket"
+
+
+# --- in the server ---------------------------------------------------------------------------------------------------
+
+
+def _serve(descriptor: int, starter: int, preload: str) -> None:
+    """Import the module, and fork at each request until the starter ends."""
+    requests = socket.socket(fileno=descriptor)
+    requests.set_inheritable(False)
+    importlib.import_module(preload)
+    with suppress(OSError):
+        requests.send(_LOADED)
+        while True:
+            request, files, _, _ = socket.recv_fds(requests, len(_REQUEST), _MOST_FILES)
+            if not request:
+                return
+            connection = socket.socket(fileno=files[0])
+            _fork_twice(requests, connection, files[1:], starter)
+            connection.close()
+            for file in files[1:]:
+                os.close(file)
+
+
+def _fork_twice(requests: socket.socket, connection: socket.socket, files: list[int], starter: int) -> None:
+    """Fork a process whose parent ends at once, so that the kernel makes it a child of the starter."""
+    try:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return
+    except OSError as error:
+        connection.sendall(f"error {error.strerror}".encode())
+        return
+    parent = os.getpid()
+    requests.close()  # or the starter would not see the end of the server
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError as error:
+        connection.sendall(f"error {error.strerror}".encode())
+        os._exit(1)
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    end_with(starter)
+    _call(connection, files)
+
+
+def _call(connection: socket.socket, files: list[int]) -> NoReturn:
+    """Say that this process is there, call the function that the answer names, and end."""
+    code, call = 1, b""
+    try:
+        with suppress(OSError), connection:  # the starter may not wait any more
+            connection.sendall(f"pid {os.getpid()}".encode())
+            call = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        if call:
+            function, arguments = pickle.loads(call)
+            module, _, name = function.partition(":")
+            getattr(importlib.import_module(module), name)(*files, **arguments)
+            code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - the process ends with it
+        traceback.print_exc()
+    exit_immediately(code)

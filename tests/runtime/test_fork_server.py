@@ -1,0 +1,172 @@
+"""The fork server: its processes outlive it, it is replaced when it fails, and nothing outlives its starter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from chameleon_ft.control.host_process import HostProcess
+from chameleon_ft.errors import ControlError
+from chameleon_ft.runtime.fork_server import ForkServer
+from tests.harness import every_process_ends
+
+pytestmark = pytest.mark.multiprocess
+
+HERE = "tests.runtime.test_fork_server"
+LIGHT = "chameleon_ft.quantities"
+
+
+def echo(pipe: int, *, text: str) -> None:
+    """Send a text, the parent and the blocked signals through a pipe, and end with code 7."""
+    Connection(pipe, readable=False).send((text, os.getppid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    sys.exit(7)
+
+
+def sleep() -> None:
+    time.sleep(100)
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    made = ForkServer(LIGHT, (signal.SIGTERM,))
+    yield made
+    made._server.end()
+
+
+async def ask(server: ForkServer, text: str = "hello") -> tuple[str, int, set[signal.Signals]]:
+    ours, theirs = Pipe(duplex=False)
+    with theirs:
+        process = await server.fork(f"{HERE}:echo", theirs.fileno(), text=text)
+    answer: tuple[str, int, set[signal.Signals]] = await asyncio.to_thread(ours.recv)
+    assert await process.wait() == 7
+    assert not process.is_alive
+    process.kill()  # which is over
+    return answer
+
+
+def test_it_calls_a_function_in_a_child_of_its_starter(server: ForkServer) -> None:
+    text = "a" * 1_000_000
+    assert asyncio.run(ask(server, text)) == (text, os.getpid(), {signal.SIGTERM})
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_is_stopped_or_killed_is_replaced_and_its_processes_live_on(
+    number: signal.Signals, server: ForkServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> int | None:
+        before = await server.fork(f"{HERE}:sleep")
+        await ask(server)
+        former = psutil.Process(server.pid)
+        former.send_signal(number)
+        assert (await ask(server))[0] == "hello"
+        assert server.pid != former.pid
+        assert not former.is_running()
+        assert psutil.Process(before.pid).status() == psutil.STATUS_SLEEPING
+        before.kill()
+        return await before.wait()
+
+    assert asyncio.run(scene()) == -signal.SIGKILL
+    (record,) = caplog.records
+    assert record.message.startswith("the fork server ")
+    assert record.message.endswith("; it is replaced")
+
+
+def test_one_that_is_stopped_while_it_loads_is_replaced() -> None:
+    server = ForkServer("torch")
+
+    async def scene() -> None:
+        asking = asyncio.create_task(ask(server))
+        await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGSTOP)
+        await asking
+
+    asyncio.run(scene())
+    server._server.end()
+
+
+def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    server = ForkServer("no_such_module")
+    with pytest.raises(ControlError, match=r"3 fork servers in a row failed.* has ended with exit code 1"):
+        asyncio.run(server.fork(f"{HERE}:sleep"))
+    assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+def test_a_request_that_is_given_up_leaves_no_process() -> None:
+    server = ForkServer("torch")  # which takes a while
+    before = set(psutil.Process().children())
+
+    async def scene() -> None:
+        giving_up = asyncio.create_task(server.fork(f"{HERE}:sleep"))
+        await asyncio.sleep(0)
+        giving_up.cancel()
+        await asyncio.wait({giving_up})
+        process = await server.fork(f"{HERE}:sleep")  # by now the server has forked for the first request, too
+        process.kill()
+        await process.wait()
+
+    asyncio.run(scene())
+    while left := [p for p in set(psutil.Process().children()) - before if p.status() != psutil.STATUS_ZOMBIE]:
+        assert all(process.wait(30) is not None for process in left)
+    server._server.end()
+
+
+def test_a_process_that_is_no_child_can_be_watched_and_killed() -> None:
+    script = "import subprocess; print(subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL).pid)"
+    printed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    process = HostProcess(int(printed.stdout))
+
+    async def scene() -> None:
+        process.kill()
+        await process.wait()
+
+    asyncio.run(scene())
+    assert not process.is_alive
+
+
+STARTER = f"""
+import asyncio
+from chameleon_ft.runtime.fork_server import ForkServer
+
+async def main():
+    server = ForkServer("torch")
+    await server.fork("{HERE}:sleep")
+    print("forked", flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3, 1.0, None])
+def test_a_starter_killed_at_any_moment_leaves_no_process(after_s: float | None, *, stopped: bool) -> None:
+    """Kill it so long after its server has begun, or after it has forked; with the server stopped or running."""
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    try:
+        process = psutil.Process(starter.pid)
+        while not process.children():
+            time.sleep(0.001)
+        assert starter.stdout is not None
+        if after_s is None:
+            starter.stdout.readline()
+        else:
+            time.sleep(after_s)
+        begun = process.children(recursive=True)
+        if stopped:
+            begun[0].suspend()
+        with every_process_ends(begun):
+            starter.kill()
+    finally:
+        starter.kill()
+        starter.communicate()
