@@ -8,6 +8,9 @@ for a case: it is the detector alone.
   recall      share of the slow spells that are noticed within ten steps
   noticed     steps after the first slow one until a spell is noticed
 
+Plans: drawn cases through the detector and the planner, without processes. Whenever the plan for the slow workers is in
+force, the step that it takes by their true speeds is compared with that of the best plan known for these.
+
 Throughput: runs of emulated workers (Llama 2 7B), of which one or two become slow. Measured is the median step once the
 run has switched to its last plan, over that of a second run with the same slow workers, which begins with the best plan
 that the search finds for the true speeds.
@@ -40,6 +43,7 @@ from benchmarks._common import (
 from benchmarks._live_run import Tail, end
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._slow_cases import Detection, draw_case, noise_of, observe
+from benchmarks._slow_plans import Chosen, PlansOfSlowWorkers
 from chameleon_ft.config import (
     STAND_IN_JOB,
     Batch,
@@ -51,7 +55,9 @@ from chameleon_ft.config import (
     Timelines,
 )
 from chameleon_ft.control.decisions.calibration import Corrections
+from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.profiles import costs_of_run, read_profile
 from chameleon_ft.search import find_plan
 
@@ -71,6 +77,12 @@ def main() -> int:
     rng = random.Random(given.seed)
     noise = noise_of(RunDirectory.open(given.noise or _recorded(given, folder)))
     found = [observe(draw_case(rng, workers=32), noise, rng, workers=32) for _ in range(given.cases)]
+    chosen: list[Chosen] = []
+    if given.plans:
+        planner = _planner(given)
+        for number in range(given.plans):
+            progress(f"plans of case {number + 1} of {given.plans}")
+            chosen += planner.run(draw_case(rng, workers=given.workers), noise, rng)
     ratios = []
     for number in range(given.runs):
         progress(f"run {number + 1} of {given.runs}")
@@ -85,7 +97,7 @@ def main() -> int:
             for plan in (None, _best_plan(given, speeds, folder / f"best-{number}.json"))
         )
         ratios.append({"speeds": speeds, "step_s": after, "best_step_s": best, "throughput": best / after})
-    return _report(found, ratios, neighbours).emit(folder, as_json=given.json)
+    return _report(found, chosen, ratios, neighbours).emit(folder, as_json=given.json)
 
 
 def _recorded(given: argparse.Namespace, folder: Path) -> Path:
@@ -124,6 +136,20 @@ def _config(given: argparse.Namespace, speeds: dict[int, float], *, plan: Path |
     )
 
 
+def _planner(given: argparse.Namespace) -> PlansOfSlowWorkers:
+    config, profile = _config(given, {}, plan=None), read_profile(given.profile)
+    plan = data_pipeline_plan(
+        layer_costs=profile.relative_costs,
+        dp=config.parallel.dp,
+        pp=config.parallel.pp,
+        micro_batches=config.batch.micro_batches,
+        workers=range(given.workers),
+        split_backward=config.parallel.split_backward,
+    )
+    costs = costs_of_run(config, profile, dict.fromkeys(range(given.workers), ""))
+    return PlansOfSlowWorkers(costs, plan, FailureHistory.before(config.recovery).rate)
+
+
 def _best_plan(given: argparse.Namespace, speeds: dict[int, float], file: Path) -> Path:
     """Write the fastest plan that the search finds for these speeds."""
     config = _config(given, {}, plan=None)
@@ -155,7 +181,9 @@ def _is_settled(rows: list[dict[str, Any]]) -> bool:
     return len(rows) >= _FIRST + 2 * _SETTLED + _MEASURED and len(set(generations)) == 1
 
 
-def _report(found: list[Detection], ratios: list[dict[str, Any]], neighbours: Neighbours) -> Report:
+def _report(
+    found: list[Detection], chosen: list[Chosen], ratios: list[dict[str, Any]], neighbours: Neighbours
+) -> Report:
     reports, right = sum(each.reports for each in found), sum(each.right for each in found)
     spells, noticed = sum(each.spells for each in found), sum(each.noticed for each in found)
     precision, recall = right / max(1, reports), noticed / max(1, spells)
@@ -171,6 +199,18 @@ def _report(found: list[Detection], ratios: list[dict[str, Any]], neighbours: Ne
         Bar(name="precision", value=precision, limit=_PRECISION, at_least=True),
         Bar(name="recall within ten steps", value=recall, limit=_RECALL, at_least=True),
     ]
+    if chosen:
+        of_steps = Spread(tuple(each.throughput for each in chosen for _ in range(each.steps)))
+        rows.append(
+            (
+                "steps under a plan for slow workers: throughput over the best",
+                f"{len(of_steps.values)}",
+                of_steps.shown(),
+            )
+        )
+        bars.append(
+            Bar(name="throughput of the plan, least", value=min(of_steps.values), limit=_THROUGHPUT, at_least=True)
+        )
     if ratios:
         throughput = Spread(tuple(each["throughput"] for each in ratios))
         rows.append(("throughput over that of the best plan", str(len(ratios)), throughput.shown()))
@@ -187,7 +227,11 @@ def _report(found: list[Detection], ratios: list[dict[str, Any]], neighbours: Ne
         columns=("", "number", "median (least to largest)"),
         rows=tuple(rows),
         bars=tuple(bars),
-        results={"detection": [repr(each) for each in found], "throughput": ratios},
+        results={
+            "detection": [repr(each) for each in found],
+            "plans": [repr(each) for each in chosen],
+            "throughput": ratios,
+        },
         neighbours=neighbours if ratios else None,
     )
 
@@ -197,6 +241,7 @@ def _arguments() -> argparse.Namespace:
     add_most_others(parser)
     parser.add_argument("--cases", type=int, default=100, help="drawn cases for the detector")
     parser.add_argument("--noise", type=Path, help="run directory of a run with timelines.every = 1")
+    parser.add_argument("--plans", type=int, default=40, help="drawn cases for detector and planner")
     parser.add_argument("--runs", type=int, default=6, help="pairs of runs; 0: the detector alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=32, help="a multiple of 4")

@@ -501,7 +501,7 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
     drained = {
         command.connection
         for command in commands
-        if isinstance(command, Send) and command.message == Exit(reason="drained")
+        if isinstance(command, Send) and isinstance(command.message, Exit) and command.message.is_drained
     }
     assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced - drained
     for worker in before.members:

@@ -193,6 +193,6 @@ def test_it_has_its_workers_drained_and_ends_when_told_to(starter: Starter) -> N
             await (await connection.ping())
             process.end(0)
             assert await heard(connection) == WorkerExited(worker=worker, exit_code=0)
-        await tell(connection, Exit(reason="drained"))
+        await tell(connection, Exit(reason="drained", is_drained=True))
 
     assert play(starter, coordinator, terminated=terminated)

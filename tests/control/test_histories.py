@@ -848,7 +848,9 @@ def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
     assert history.sent(Exit) == []
     history.commit()
     history.wait(0.1)
-    assert history.sent(Exit) == history.sent(Exit, to=21) == [Exit(reason="drained")], "its agent has others"
+    assert history.sent(Exit) == history.sent(Exit, to=21) == [Exit(reason="drained", is_drained=True)], (
+        "its agent has others"
+    )
     assert history.events("drained")[0]["worker"] == 1
     (record,) = history.records(JoinRecord)
     assert (record.workers, record.drained) == ((), (1,))
@@ -884,10 +886,10 @@ def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
     answer = drain(history, host="node7" if by == 2000 else None, by=by)
     assert isinstance(answer, Drain)
     assert answer.workers == (4, 5, 6)
-    assert history.sent(Exit, to=81) == [Exit(reason="drained")], "it has loaded"
+    assert history.sent(Exit, to=81) == [Exit(reason="drained", is_drained=True)], "it has loaded"
     history.wait(0.1)
     kills = [message for message in history.sent(Message, to=AGENT + 1) if not isinstance(message, Spawn | Drain)]
-    assert kills == [Kill(worker=5), Kill(worker=6), Exit(reason="drained")], "the others are loading"
+    assert kills == [Kill(worker=5), Kill(worker=6), Exit(reason="drained", is_drained=True)], "the others are loading"
     assert history.sent(Exit, to=101) == []
     for worker in (4, 5):
         history.depart(20 * worker + 1)
@@ -944,7 +946,7 @@ def test_an_agent_ends_once_all_its_workers_have_left() -> None:
     history.switch()
     history.commit()
     history.wait(0.1)
-    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained", is_drained=True)]
     history.say(AGENT + 1, WorkerExited(worker=5, exit_code=0))
     history.depart(AGENT + 1)
     history.wait(20.0)
@@ -963,7 +965,7 @@ def test_an_agent_whose_last_worker_is_lost_while_it_leaves_ends_too() -> None:
     history.quiesce()
     history.start()
     history.wait(0.1)
-    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained", is_drained=True)]
 
 
 def test_an_agent_whose_workers_are_lost_has_nothing_to_drain() -> None:
@@ -974,7 +976,7 @@ def test_an_agent_whose_workers_are_lost_has_nothing_to_drain() -> None:
     history.start()
     assert drain(history, by=AGENT + 1) == Drain()
     history.wait(0.1)
-    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained")]
+    assert history.sent(Exit, to=AGENT + 1) == [Exit(reason="drained", is_drained=True)]
     assert history.events("draining") == []
     history.wait(20.0)
     assert history.events("respawn") == []
@@ -1038,7 +1040,7 @@ def test_a_launched_worker_can_ask_to_leave() -> None:
     history.switch()
     history.commit()
     history.wait(0.1)
-    assert history.sent(Exit) == history.sent(Exit, to=61) == [Exit(reason="drained")]
+    assert history.sent(Exit) == history.sent(Exit, to=61) == [Exit(reason="drained", is_drained=True)]
     history.depart(61)
     assert history.failures == []
 

@@ -153,7 +153,7 @@ class Agent:
                 case Exit():
                     self._exit = message
                     # Drained workers may still be writing their parts of a checkpoint.
-                    self._exit_grace_s = math.inf if message.reason == "drained" else _EXIT_GRACE_S
+                    self._exit_grace_s = math.inf if message.is_drained else _EXIT_GRACE_S
                     return
                 case Drain(workers=workers):
                     _logger.info("workers %s are drained; this agent ends after them", workers)

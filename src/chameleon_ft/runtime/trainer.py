@@ -118,7 +118,7 @@ class Trainer:
             while True:
                 match order := self.client.orders.get():
                     case Exit():
-                        if order.reason == "drained":  # what it still writes of a checkpoint counts
+                        if order.is_drained:
                             self._writer.join(unless=lambda: not self.client.orders.empty())
                         return order.exit_code
                     case Refused():

@@ -159,7 +159,7 @@ def _dismiss_agents(draft: Draft) -> None:
     members = draft.state.members
     for agent, host in members.agents.items():
         if all(worker.draining and worker.lost for worker in members if worker.agent == agent):
-            draft.do(Send(agent, Exit(reason="drained")))
+            draft.do(Send(agent, Exit(reason="drained", is_drained=True)))
             draft.set(members=draft.state.members.dismissed(agent))
             draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")
 
@@ -171,7 +171,7 @@ def _let_go(draft: Draft, worker: Worker) -> None:
         if worker.connection is not None:
             draft.do(Drop(worker.connection))
     else:
-        draft.send(worker.id, Exit(reason="drained"))
+        draft.send(worker.id, Exit(reason="drained", is_drained=True))
     draft.set(
         members=draft.state.members.fence(worker.id),
         scale_up=draft.state.scale_up.without(worker.id),
