@@ -79,7 +79,9 @@ def draw_case(rng: random.Random, *, workers: int) -> Case:
 def noise_of(run: RunDirectory) -> list[list[float]]:
     """Return for each worker of a recorded run, step by step, what its operations took over their usual time.
 
-    As in a worker's report, forwards and backwards count by their medians of the step.
+    As in a worker's report, forwards and backwards count by their medians of the step. Whatever delays all workers of
+    the recorded run in a step, such as other processes that begin, is left out: drawn workers have the noise of
+    different steps, so that some of them would seem slow for as long as the recorded run was.
     """
     plans = read_generation_plans(run.plans)
     by_kind: dict[int, dict[bool, list[float]]] = defaultdict(lambda: {True: [], False: []})
@@ -96,7 +98,8 @@ def noise_of(run: RunDirectory) -> list[list[float]]:
     for kinds in by_kind.values():
         usual_s = {kind: statistics.median(own) for kind, own in kinds.items()}
         noise.append([sum(times) / sum(usual_s.values()) for times in zip(*kinds.values(), strict=True)])
-    return noise
+    common = [statistics.median(step) for step in zip(*noise, strict=True)]
+    return [[each / usual for each, usual in zip(own, common, strict=True)] for own in noise]
 
 
 def observe(case: Case, noise: Sequence[Sequence[float]], rng: random.Random, *, workers: int) -> Detection:

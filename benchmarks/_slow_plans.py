@@ -62,7 +62,8 @@ class PlansOfSlowWorkers:
         workers = self._costs.cluster.hosts
         series = {worker: rng.choice(noise) for worker in workers}
         offsets = {worker: rng.randrange(len(own)) for worker, own in series.items()}
-        detector, in_force, decided = SlownessDetector(), self._first, FrozenMap[int, float]({})
+        detector, in_force = SlownessDetector(), self._first
+        decided: Mapping[int, float] = FrozenMap({})
         upcoming: tuple[int, _InForce] | None = None
         steps: dict[tuple[int, Mapping[int, float], Mapping[int, float]], int] = {}
         plans = [in_force]
@@ -84,9 +85,9 @@ class PlansOfSlowWorkers:
                 decided = detector.speeds
                 upcoming = step + _SWITCHED_AFTER, self._decided(in_force, decided)
         found = []
-        for (number, speeds, known), count in steps.items():
-            best_s = min(self._best_s(speeds), *(self._step_s(each, speeds) for each in plans))
-            found.append(Chosen(speeds, known, count, self._step_s(plans[number], speeds), best_s))
+        for (number, at, known), count in steps.items():
+            best_s = min(self._best_s(at), *(self._step_s(each, at) for each in plans))
+            found.append(Chosen(at, known, count, self._step_s(plans[number], at), best_s))
         return found
 
     def _costs_at(self, speeds: Mapping[int, float]) -> CostModel:

@@ -165,10 +165,11 @@ def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: Com
 @pytest.mark.multiprocess
 def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_path: Path, hosts: Hosts) -> None:
     out = tmp_path / "p.json"
-    with Command("profile", "--serve", hosts.address, prefix=hosts.second) as server:
+    secret = {"CHAMELEON_TOKEN": "secret"}
+    with Command("profile", "--serve", hosts.address, environ=secret, prefix=hosts.second) as server:
         address = server.read_until(r"answering on (\S+:\d+);")[1]
         arguments = ("profile", own_model, "--repeats", "3", "--peer", address, "--micro-batch-size", "2", "--out", out)
-        with Command(*arguments, prefix=hosts.first) as measuring:
+        with Command(*arguments, environ=secret, prefix=hosts.first) as measuring:
             assert measuring.wait() == 0, measuring.printed
         server.read_until(r"\S+ has measured the link to here")
         with every_process_ends(server.session()):

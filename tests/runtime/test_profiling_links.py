@@ -7,7 +7,7 @@ import math
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from chameleon_ft.runtime.profiling.links import (
     message_sizes,
     serve_link,
 )
+from chameleon_ft.runtime.profiling.peer import PeerConnection
 from tests.runtime.ranks import TIMEOUTS
 
 sizes = st.lists(st.integers(1, 1 << 24), min_size=2, max_size=8, unique=True)
@@ -110,6 +111,7 @@ def test_a_failed_member_is_reported_without_waiting_for_the_others() -> None:
                 worker=worker,
                 workers=2,
                 store=f"127.0.0.1:{port}",
+                key=b"",
                 address="127.0.0.1",
             )
             for worker in range(2)
@@ -120,19 +122,21 @@ def test_a_failed_member_is_reported_without_waiting_for_the_others() -> None:
 
 def test_an_unreachable_host_is_named_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: no process answers.*chameleon profile --serve"):
-        measure_link_to("127.0.0.1:9", RunConfig(), message_bytes=(64,), repeats=1)
+        measure_link_to("127.0.0.1:9", RunConfig(), token="secret", message_bytes=(64,), repeats=1)
 
 
 def test_an_address_of_another_host_cannot_be_answered_on() -> None:
     with pytest.raises(ConfigError, match=r"--serve 192\.0\.2\.1:9999: cannot listen"):
-        serve_link("192.0.2.1:9999", tell=lambda text: None)
+        serve_link("192.0.2.1:9999", token="secret", tell=lambda text: None)
 
 
 class _HeardError(Exception):
     """Ends a server, which has no end of its own."""
 
 
-def test_an_unknown_request_is_rejected() -> None:
+@contextlib.contextmanager
+def serving(token: str) -> Iterator[tuple[str, queue.SimpleQueue[str]]]:
+    """Serve until the first process that could not measure; yield the address, and what is said."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def tell(text: str) -> None:
@@ -142,12 +146,65 @@ def test_an_unknown_request_is_rejected() -> None:
 
     def serve() -> None:
         with contextlib.suppress(_HeardError):
-            serve_link("127.0.0.1:0", tell=tell)
+            serve_link("127.0.0.1:0", token=token, tell=tell)
 
     server = threading.Thread(target=serve)
     server.start()
-    _, port = said.get().partition(";")[0].split(":")
-    with socket.create_connection(("127.0.0.1", int(port))) as stranger:
-        stranger.sendall(b'{"store": "10.0.0.1:80"}\n')
-        assert "127.0.0.1 could not measure the link to here: what it asked for was not understood" in said.get()
+    yield said.get().partition(";")[0].removeprefix("answering on "), said
     server.join()
+
+
+def connected(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)))
+
+
+def test_an_unknown_request_is_rejected() -> None:
+    with serving("secret") as (address, said), connected(address) as stranger:
+        connection = PeerConnection.opened(stranger, "secret", answers=False)
+        connection.send('{"store": "10.0.0.1:80"}')
+        assert "127.0.0.1 could not measure the link to here: what it asked for was not understood" in said.get()
+
+
+def test_a_process_with_another_token_is_rejected_before_anything_is_parsed() -> None:
+    with serving("secret") as (address, said):
+        with pytest.raises(ControlError, match="set CHAMELEON_TOKEN here to the token that it has printed"):
+            measure_link_to(address, RunConfig(), token="guess", message_bytes=(64,), repeats=1)
+        assert "could not measure the link to here: the other end has another token" in said.get()
+
+
+@pytest.mark.parametrize("change", ["repeated", "changed", "of the other direction", "out of order"])
+def test_a_message_that_is_not_the_next_of_the_other_end_is_rejected(change: str) -> None:
+    ours, theirs = socket.socketpair()
+    into, out = socket.socketpair()
+    with ours, theirs, into, out:
+        made: list[PeerConnection] = []
+        answering = threading.Thread(target=lambda: made.append(PeerConnection.opened(theirs, "secret", answers=True)))
+        answering.start()
+        sender = PeerConnection.opened(ours, "secret", answers=False)
+        answering.join()
+        (receiver,) = made
+        sender.send("first")
+        assert receiver.receive() == "first"
+        sender.connection = into  # where the bytes can be changed
+        sender.send("second")
+        second = out.recv(1 << 16)
+        sender.send("third")
+        third = out.recv(1 << 16)
+        ours.sendall(
+            {
+                "repeated": second + second,
+                "changed": second[:-1] + b"D",
+                "of the other direction": b"",
+                "out of order": third,
+            }[change]
+        )
+        if change == "repeated":
+            assert receiver.receive() == "second"
+        if change == "of the other direction":
+            receiver.connection = into
+            receiver.send("answer")
+            ours.sendall(out.recv(1 << 16))
+            receiver.connection = theirs
+        with pytest.raises(ControlError, match="another token"):
+            receiver.receive()

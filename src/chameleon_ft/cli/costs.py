@@ -183,7 +183,7 @@ def hosts_of(workers: int, per_host: int) -> dict[int, str]:
     return {worker: f"host{worker // per_host}" for worker in range(workers)}
 
 
-def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, command: str) -> Profile:
+def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, token: str = "", command: str) -> Profile:
     """Measure the job of `config` on this machine; on a terminal, show the progress.
 
     Raises as `measure_profile` does, and DataError.
@@ -195,7 +195,9 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, comma
     with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
         config = config.model_copy(update={"output_dir": Path(folder)})
         prepare_data_of(config)
-        profile = measure_profile(config, repeats=repeats, peer=peer, command=command, progress=_show_progress)
+        profile = measure_profile(
+            config, repeats=repeats, peer=peer, token=token, command=command, progress=_show_progress
+        )
     _show_progress("")
     return profile
 

@@ -12,9 +12,9 @@ from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["JoinArguments"]
+__all__ = ["TOKEN_VARIABLE", "JoinArguments"]
 
-_TOKEN_VARIABLE = "CHAMELEON_TOKEN"
+TOKEN_VARIABLE = "CHAMELEON_TOKEN"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class JoinArguments:
         metavar(
             "TOKEN",
             "Join token, which the coordinator prints on a terminal and keeps in the run's control.json. Prefer the "
-            f"environment variable {_TOKEN_VARIABLE}, which other users of the machine cannot see.",
+            f"environment variable {TOKEN_VARIABLE}, which other users of the machine cannot see.",
         ),
     ] = None
 
@@ -56,9 +56,9 @@ class JoinArguments:
             return control.address, control.token, self.tls or control.tls
         assert self.coordinator is not None
         split_address(self.coordinator)  # raises if it is malformed
-        token = self.token or os.environ.get(_TOKEN_VARIABLE)
+        token = self.token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise ConfigError(
-                f"a join token is needed: set {_TOKEN_VARIABLE} or give --token; it is in the run's control.json"
+                f"a join token is needed: set {TOKEN_VARIABLE} or give --token; it is in the run's control.json"
             )
         return self.coordinator, token, self.tls

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,6 +15,7 @@ import tyro
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_arguments
 from chameleon_ft.cli.costs import NO_PRESET, Preset, measured_profile
+from chameleon_ft.cli.joining import TOKEN_VARIABLE
 from chameleon_ft.cli.output import Output, require_places
 from chameleon_ft.cli.starting import read_config_values
 from chameleon_ft.cluster import Link
@@ -30,7 +34,8 @@ class ProfileArguments:
 
     CONFIG describes the job: a TOML file as for `chameleon train`, or a Python file as for `chameleon run`. For a
     published --model on a known --device, the costs are derived and nothing is run. To measure the link to another
-    host, run `chameleon profile --serve HOST:PORT` there and give --peer HOST:PORT here.
+    host, run `chameleon profile --serve HOST:PORT` there and give --peer HOST:PORT here, with the token that the first
+    one prints in CHAMELEON_TOKEN.
     """
 
     config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.serve is not None:
         from chameleon_ft.runtime.profiling.links import serve_link
 
-        serve_link(given.serve, tell=lambda text: print(text, flush=True))
+        serve_link(given.serve, token=_serving_token(), tell=lambda text: print(text, flush=True))
         return 0
     out = given.out
     if out is None:
@@ -71,6 +76,17 @@ def main(arguments: Sequence[str]) -> int:
         _show(profile)
         print(f"written to {out}")
     return 0
+
+
+def _serving_token() -> str:
+    """Return the token that processes which measure must have: the user's, or a new one, which a terminal shows."""
+    if (token := os.environ.get(TOKEN_VARIABLE)) is not None:
+        return token
+    if not sys.stdout.isatty():
+        raise ConfigError(f"--serve: set {TOKEN_VARIABLE} to a secret of both hosts; it is not written to a log")
+    token = secrets.token_urlsafe(16)
+    print(f"on the other host: {TOKEN_VARIABLE}={token} chameleon profile CONFIG --peer HOST:PORT --out FILE")
+    return token
 
 
 def _check(given: ProfileArguments) -> None:
@@ -99,8 +115,13 @@ def _measure(given: ProfileArguments, arguments: Sequence[str]) -> Profile:
         values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
     values.pop("failures", None)  # they are for a run
     config = parse_config(config_type(values), values, source=str(given.config))
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if given.peer is not None and not token:
+        raise ConfigError(
+            f"--peer {given.peer}: set {TOKEN_VARIABLE} to the token of `chameleon profile --serve` there"
+        )
     command = shlex.join(["chameleon", "profile", *arguments])
-    return measured_profile(config, repeats=given.repeats, peer=given.peer, command=command)
+    return measured_profile(config, repeats=given.repeats, peer=given.peer, token=token, command=command)
 
 
 def _show(profile: Profile) -> None:

@@ -1,7 +1,7 @@
 """Rendezvous stores, through which the members of a generation find each other.
 
 In a run, the coordinator serves the store over the authenticated control connections. Torch's own store, which accepts
-every client, serves only processes that measure links, without a coordinator.
+every client, serves only processes of one host that measure its links.
 """
 
 from __future__ import annotations

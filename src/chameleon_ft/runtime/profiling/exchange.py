@@ -32,6 +32,7 @@ from chameleon_ft.runtime.process import (
     ignore_interrupts,
     interrupts_held,
 )
+from chameleon_ft.runtime.profiling.peer import PeerConnection, PeerStore
 
 __all__ = ["Exchange", "MeasuredLinks", "Member", "fit_link", "run_members"]
 
@@ -84,7 +85,9 @@ class Member:
     Attributes:
         config: names the backend, the device and the timeouts.
         worker: its number among `workers`.
-        store: host:port of the rendezvous store.
+        store: host:port of the rendezvous store, for processes of this host.
+        peer: instead of a store, the connection with the other one of two members.
+        key: a secret of the members.
         address: address of this host by which the others reach it.
         local_index: number of this process on its host, which picks its accelerator.
     """
@@ -93,7 +96,9 @@ class Member:
     exchange: Exchange
     worker: int
     workers: int
-    store: str
+    store: str = ""
+    peer: PeerConnection | None = None
+    key: bytes
     address: str
     local_index: int = 0
 
@@ -169,7 +174,9 @@ def _take_part(member: Member) -> MeasuredLinks | None:
         members=members,
         groups=tuple(members[:count] for count in member.exchange.reducing),
         channels=(Channel(0, 1, forward=True), Channel(1, 0, forward=True)) if member.worker < 2 else (),
-        rendezvous=Rendezvous(partial(open_store, member.store)),
+        rendezvous=Rendezvous(
+            partial(open_store, member.store) if member.peer is None else PeerStore(member.peer).open, member.key
+        ),
     )
     try:
         communicators.open(membership)

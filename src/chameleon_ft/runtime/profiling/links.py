@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from chameleon_ft.control.wire.address import join_address, local_address_toward
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.runtime.communicators.store import serve_store
 from chameleon_ft.runtime.profiling.exchange import Exchange, MeasuredLinks, Member, run_members
+from chameleon_ft.runtime.profiling.peer import PeerConnection
 
 __all__ = ["local_backend", "measure_link_to", "measure_local_links", "message_sizes", "serve_link"]
 
@@ -24,7 +26,8 @@ _LOCAL_HOST: Final = "127.0.0.1"
 _MESSAGE_BYTES: Final = (64, 4096, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _REDUCED_BYTES: Final = (1 << 16, 1 << 20, 1 << 23)
 _MOST_REDUCING: Final = 8
-_MOST_REQUEST_BYTES: Final = 1 << 16
+_ACCEPTED: Final = "accepted"
+_NOT_UNDERSTOOD: Final = "the other end is of another version"
 _CONNECT_S: Final = 10.0
 
 
@@ -58,34 +61,55 @@ def measure_local_links(config: RunConfig, *, message_bytes: tuple[int, ...], re
     )
     with serve_store(_LOCAL_HOST) as port:
         store = join_address(_LOCAL_HOST, port)
-        member = partial(Member, config=config, exchange=exchange, workers=most, store=store, address=_LOCAL_HOST)
+        key = os.urandom(32)
+        member = partial(
+            Member, config=config, exchange=exchange, workers=most, store=store, key=key, address=_LOCAL_HOST
+        )
         return _measured([member(worker=worker, local_index=worker) for worker in range(most)])
 
 
-def measure_link_to(peer: str, config: RunConfig, *, message_bytes: tuple[int, ...], repeats: int) -> Link:
-    """Measure the link to the host where `serve_link` answers on `peer`, host:port.
+def measure_link_to(peer: str, config: RunConfig, *, token: str, message_bytes: tuple[int, ...], repeats: int) -> Link:
+    """Measure the link to the host where `serve_link` answers on `peer`, host:port, with the same token.
 
     Raises:
         ConfigError: no process answers there.
-        ControlError: the two processes cannot exchange messages.
+        ControlError: the two processes have different tokens, or cannot exchange messages.
     """
     here = local_address_towards(peer)
     exchange = Exchange(message_bytes=message_bytes, repeats=repeats)
     assert config.device != "emulated"
-    with serve_store(here) as port:
-        store = join_address(here, port)
-        request = _Request(store=store, backend=config.backend, device=config.device, exchange=exchange)
+    request = _Request(backend=config.backend, device=config.device, exchange=exchange)
+    try:
+        connection = socket.create_connection(split_address(peer), timeout=_CONNECT_S)
+    except OSError as error:
+        raise ConfigError(
+            f"--peer {peer}: no process answers there ({error}); start `chameleon profile --serve {peer}` on that host"
+        ) from None
+    with connection:
         try:
-            connection = socket.create_connection(split_address(peer), timeout=_CONNECT_S)
+            authenticated = PeerConnection.opened(connection, token, answers=False)
+            authenticated.send(_REQUEST.dump_json(request).decode())
+            if (refusal := authenticated.receive()) != _ACCEPTED:
+                raise ControlError(f"--peer {peer}: {refusal}")
         except OSError as error:
-            raise ConfigError(
-                f"--peer {peer}: no process answers there ({error}); "
-                f"start `chameleon profile --serve {peer}` on that host"
+            raise ControlError(
+                f"--peer {peer}: the other end does not answer ({error}); set CHAMELEON_TOKEN here to the token that "
+                "it has printed"
             ) from None
-        with connection:
-            connection.sendall(_REQUEST.dump_json(request) + b"\n")
-            own = Member(config=config, exchange=exchange, worker=0, workers=2, store=store, address=here)
-            return _measured([own]).link
+        connection.settimeout(None)
+        return _measured([_member(config, exchange, authenticated, worker=0, address=here)]).link
+
+
+def _member(config: RunConfig, exchange: Exchange, connection: PeerConnection, *, worker: int, address: str) -> Member:
+    return Member(
+        config=config,
+        exchange=exchange,
+        worker=worker,
+        workers=2,
+        peer=connection,
+        key=connection.key,
+        address=address,
+    )
 
 
 def _measured(members: Sequence[Member]) -> MeasuredLinks:
@@ -96,11 +120,10 @@ def _measured(members: Sequence[Member]) -> MeasuredLinks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """One line of JSON, from the process that measures to the one that answers."""
+    """The first message, from the process that measures to the one that answers."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    store: str
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
     exchange: Exchange
@@ -109,8 +132,8 @@ class _Request:
 _REQUEST: Final = TypeAdapter(_Request)
 
 
-def serve_link(address: str, *, tell: Callable[[str], None]) -> None:
-    """Listen on host:port and answer each process that measures, one after the other, until interrupted.
+def serve_link(address: str, *, token: str, tell: Callable[[str], None]) -> None:
+    """Listen on host:port and answer each process that measures and has the token, one by one, until interrupted.
 
     Raises:
         ConfigError: it is not possible to listen there.
@@ -126,22 +149,23 @@ def serve_link(address: str, *, tell: Callable[[str], None]) -> None:
             connection, (peer, *_) = listener.accept()
             with connection:
                 try:
-                    _answer(connection)
+                    _answer(connection, token)
                     tell(f"{peer} has measured the link to here")
                 except (ChameleonError, OSError) as error:
                     tell(f"{peer} could not measure the link to here: {error}")
 
 
-def _answer(connection: socket.socket) -> None:
+def _answer(connection: socket.socket, token: str) -> None:
     connection.settimeout(_CONNECT_S)
-    with connection.makefile("rb") as lines:
-        line = lines.readline(_MOST_REQUEST_BYTES)
+    authenticated = PeerConnection.opened(connection, token, answers=True)
+    text = authenticated.receive()
     try:
-        request = _REQUEST.validate_json(line)
+        request = _REQUEST.validate_json(text)
     except (ValidationError, ConfigError):
+        authenticated.send(_NOT_UNDERSTOOD)
         raise ControlError("what it asked for was not understood; is it of the same version?") from None
+    authenticated.send(_ACCEPTED)
+    connection.settimeout(None)
     config = RunConfig(backend=request.backend, device=request.device)
-    address = local_address_towards(request.store)
-    run_members(
-        [Member(config=config, exchange=request.exchange, worker=1, workers=2, store=request.store, address=address)]
-    )
+    address = connection.getsockname()[0]
+    run_members([_member(config, request.exchange, authenticated, worker=1, address=address)])

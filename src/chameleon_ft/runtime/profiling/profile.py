@@ -19,13 +19,14 @@ __all__ = ["measure_profile"]
 
 
 def measure_profile(
-    config: RunConfig, *, repeats: int, peer: str | None, command: str, progress: Callable[[str], None]
+    config: RunConfig, *, repeats: int, peer: str | None, token: str, command: str, progress: Callable[[str], None]
 ) -> Profile:
     """Measure the job of `config` on the device at hand.
 
     Args:
         repeats: how often each time is taken, after some that do not count.
         peer: host:port of `chameleon profile --serve` on another host; None where the link to one is not measured.
+        token: secret of this process and of the one at `peer`.
         command: the user's command, for the provenance.
         progress: called with each thing that is about to be measured.
 
@@ -46,7 +47,7 @@ def measure_profile(
     inter_host = None
     if peer is not None:
         progress(f"the link to {peer}")
-        inter_host = measure_link_to(peer, config, message_bytes=sizes, repeats=repeats)
+        inter_host = measure_link_to(peer, config, token=token, message_bytes=sizes, repeats=repeats)
     date, backend = datetime.datetime.now(datetime.UTC).date().isoformat(), local_backend(config).backend
     how = f"measured on {date} by `{command}`: medians of {repeats} times each; links of a host over {backend}"
     return Profile(
