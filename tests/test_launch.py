@@ -329,7 +329,7 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
                 case Drain() if drains:
                     connection.send(encode(Drain(workers=(0,))))
                     for member in {*ranks, connection}:
-                        member.send(encode(Exit(reason="drained")))
+                        member.send(encode(Exit(reason="drained", is_drained=True)))
 
     with serve(handler, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)

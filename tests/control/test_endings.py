@@ -76,7 +76,7 @@ def test_workers_of_which_others_remain_are_drained() -> None:
     history.commit()
     history.wait(0.1)
     (order,) = history.sent(Exit, to=AGENT + 1)
-    assert (order, order.exit_code) == (Exit(reason="drained"), 0)
+    assert (order, order.exit_code) == (Exit(reason="drained", is_drained=True), 0)
     assert history.state.ending is None
     assert history.failures == []
 
