@@ -184,21 +184,24 @@ def _is_settled(rows: list[dict[str, Any]]) -> bool:
 def _report(
     found: list[Detection], chosen: list[Chosen], ratios: list[dict[str, Any]], neighbours: Neighbours
 ) -> Report:
-    reports, right = sum(each.reports for each in found), sum(each.right for each in found)
-    spells, noticed = sum(each.spells for each in found), sum(each.noticed for each in found)
-    precision, recall = right / max(1, reports), noticed / max(1, spells)
-    delays = Spread(tuple(float(delay) for each in found for delay in each.delays))
-    errors = Spread(tuple(abs(error) for each in found for error in each.errors))
-    rows = [
-        ("reports of slow workers", str(reports), f"precision {precision:.3f}"),
-        ("slow spells", str(spells), f"recall {recall:.3f}"),
-        ("steps until a spell is noticed", str(len(delays.values)), delays.shown(0)),
-        ("error of the reported speed", str(len(errors.values)), errors.shown()),
-    ]
-    bars = [
-        Bar(name="precision", value=precision, limit=_PRECISION, at_least=True),
-        Bar(name="recall within ten steps", value=recall, limit=_RECALL, at_least=True),
-    ]
+    rows: list[tuple[str, ...]] = []
+    bars: list[Bar] = []
+    if found:
+        reports, right = sum(each.reports for each in found), sum(each.right for each in found)
+        spells, noticed = sum(each.spells for each in found), sum(each.noticed for each in found)
+        precision, recall = right / max(1, reports), noticed / max(1, spells)
+        delays = Spread(tuple(float(delay) for each in found for delay in each.delays))
+        errors = Spread(tuple(abs(error) for each in found for error in each.errors))
+        rows += [
+            ("reports of slow workers", str(reports), f"precision {precision:.3f}"),
+            ("slow spells", str(spells), f"recall {recall:.3f}"),
+            ("steps until a spell is noticed", str(len(delays.values)), delays.shown(0)),
+            ("error of the reported speed", str(len(errors.values)), errors.shown()),
+        ]
+        bars += [
+            Bar(name="precision", value=precision, limit=_PRECISION, at_least=True),
+            Bar(name="recall within ten steps", value=recall, limit=_RECALL, at_least=True),
+        ]
     if chosen:
         of_steps = Spread(tuple(each.throughput for each in chosen for _ in range(each.steps)))
         rows.append(
@@ -239,7 +242,7 @@ def _report(
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__, name="slow")
     add_most_others(parser)
-    parser.add_argument("--cases", type=int, default=100, help="drawn cases for the detector")
+    parser.add_argument("--cases", type=int, default=100, help="drawn cases for the detector; 0: none")
     parser.add_argument("--noise", type=Path, help="run directory of a run with timelines.every = 1")
     parser.add_argument("--plans", type=int, default=40, help="drawn cases for detector and planner")
     parser.add_argument("--runs", type=int, default=6, help="pairs of runs; 0: the detector alone")

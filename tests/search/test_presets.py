@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.profiles import read_profile
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import find_plan
 
@@ -73,3 +75,13 @@ def test_a_worker_stays_idle_where_equal_pipelines_reduce_their_gradients_sooner
     costs = preset("llama2-7b", "h100-80g", 9, 36)
     equal = find_plan(CostModel(costs.workload, costs.cluster.without([8])))
     assert find_plan(costs).best.step_s <= equal.best.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("slow", [{10: 0.63}, {7: 0.63}, {3: 0.55, 19: 0.67}])
+def test_a_plan_with_slow_workers_is_no_slower_than_one_without_them(slow: dict[int, float]) -> None:
+    profile = read_profile(Path(__file__).parents[2] / "profiles" / "llama2-7b-h100-80g.json")
+    hosts = {worker: f"host{worker // 8}" for worker in range(32)}
+    costs = CostModel(profile.workload(128), profile.cluster(hosts, speeds=slow))
+    left = CostModel(costs.workload, costs.cluster.without(slow))
+    with_them, without = (find_plan(each, least_holders=2).best.step_s for each in (costs, left))
+    assert with_them <= without

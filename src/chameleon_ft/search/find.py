@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
@@ -15,9 +16,11 @@ from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.pipelines.worker_classes import merged_clusters
 from chameleon_ft.search.placement.candidates import evaluated, figures
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
-from chameleon_ft.search.result import SearchResult, SizeFigures, pareto_front
+from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
 
 __all__ = ["find_plan", "find_plan_of_sizes"]
+
+_FEW_SLOW: Final = 1 / 8  # the largest share of the workers that a plan leaves idle because they are slow
 
 
 def find_plan(
@@ -59,7 +62,7 @@ def find_plan(
         plans = search.plans()
         if plans:
             break
-    found = [*plans, *others_found]
+    found = [*plans, *_without_slow_workers(costs, current, options), *others_found]
     if least_holders > 1:
         found = [each for each in found if each.plan.placement.fewest_holders >= least_holders]
         if plans and not found:
@@ -76,6 +79,22 @@ def find_plan(
         recuts=tuple(each for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
+
+
+def _without_slow_workers(costs: CostModel, current: Placement | None, options: SearchOptions) -> list[FoundPlan]:
+    """Return plans that leave a few slow workers idle.
+
+    Each of their speeds is a class of workers to the search, and the more classes there are, the less of all mixes it
+    covers. Without these workers it covers more, and that is often worth more than the work that they would do.
+    """
+    cluster = costs.cluster
+    fastest = max(worker.speed for worker in cluster.workers)
+    slow = [worker.id for worker in cluster.workers if worker.speed < fastest]
+    if not 0 < len(slow) <= len(cluster.workers) * _FEW_SLOW:
+        return []
+    left = CostModel(costs.workload, cluster.without(slow))
+    held = None if current is None else current.without(slow)
+    return PlanSearch(left, next(merged_clusters(left.cluster)), held, options).plans()
 
 
 def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAULT_EFFORT) -> SearchResult:
