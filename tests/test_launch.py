@@ -107,6 +107,30 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_asks_to_resume_it(endless: Pat
     assert_as_the_plain_loop(ended, steps=60)
 
 
+def test_one_command_starts_a_run_resumes_it_and_has_nothing_left_to_do(tmp_path: Path, run: RunDirectory) -> None:
+    config = small_config(tmp_path, steps=60, workers=2, parallel=Parallel(dp=2, pp=1))
+    requeued = ("train", written(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
+    with Command(*requeued) as first:
+        first.read_until(STEP.format(3))
+        first.signal(signal.SIGTERM)
+        assert first.wait() == os.EX_TEMPFAIL
+    for printed in ("all steps are trained", "all of its 60 steps are done"):
+        with Command(*requeued) as again:
+            assert again.wait() == 0
+            assert printed in again.printed
+    ended = Ended(0, run)
+    assert ended.steps == [*range(60)]
+    assert_as_the_plain_loop(ended)
+
+
+def test_an_agent_may_come_before_its_coordinator(tmp_path: Path, run: RunDirectory) -> None:
+    config = small_config(tmp_path, steps=5, workers=2, parallel=Parallel(dp=2, pp=1))
+    with Command("agent", "--run", run.path, "--workers", "2") as host:
+        host.read_until("waiting up to 300 s for the coordinator of")
+        with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as coordinator:
+            assert coordinator.wait() == host.wait() == 0, host.printed
+
+
 def test_sigterm_before_training_ends_at_once(endless: Path, run: RunDirectory) -> None:
     with Command("train", endless, "--output-dir", run.path) as training:
         while not training.session()[1:]:

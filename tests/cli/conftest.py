@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,12 @@ class CommandLine:
     joined: list[dict[str, object]] = field(default_factory=list)
     error: ConfigError | None = None
     """The error that starting a run raises."""
+    knocks: list[Callable[[], None]] = field(default_factory=list)
+    """Raise the errors of the next attempts to reach a coordinator; all others succeed."""
+
+    def knock(self, address: str, token: str, *, tls: Path | None) -> None:
+        if self.knocks:
+            self.knocks.pop(0)()
 
     def __call__(self, *arguments: str | Path) -> int:
         """Run `chameleon` with `arguments` and return its exit code."""
@@ -102,6 +108,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     for name, function in {"train": start, "coordinate": start, "run_agent": run_agent, "work": work}.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
+    monkeypatch.setattr("chameleon_ft.cli.joining.knock", command_line.knock)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     return command_line

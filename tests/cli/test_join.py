@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -38,7 +39,57 @@ def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine,
 
 
 def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
-    assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4")
+    assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4", "--wait-s", "0")
+
+
+def nobody_listens() -> None:
+    raise ConnectionRefusedError("nothing listens there")
+
+
+def the_token_is_wrong() -> None:
+    raise ControlError("wrong join token")
+
+
+def test_an_agent_waits_for_its_coordinator(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    chameleon.knocks = [nobody_listens] * 7
+    assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "t") == 0
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert chameleon.capture.readouterr().out == "waiting up to 300 s for the coordinator at 10.0.0.1:4000\n"
+
+
+def test_a_run_is_waited_for_and_its_address_read_again(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """First there is no directory, then no coordinator, then a new one at the port of the one that is gone."""
+    late = RunDirectory(tmp_path / "late")
+
+    def appear(_: float) -> None:
+        if run.path.exists():
+            run.path.rename(late.path)
+        else:
+            address = "10.0.0.1:4000" if not late.control_file.exists() else "10.0.0.2:5000"
+            late.write_control(ControlAddress(address=address, token="secret", pid=1))
+
+    monkeypatch.setattr(time, "sleep", appear)
+    chameleon.knocks = [the_token_is_wrong]
+    assert chameleon("agent", "--run", late.path, "--workers", "4") == 0
+    assert [joined["coordinator"] for joined in chameleon.joined] == ["10.0.0.2:5000"]
+
+
+def test_a_wrong_token_is_not_waited_for(chameleon: CommandLine) -> None:
+    chameleon.knocks = [the_token_is_wrong]
+    assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "t") == 1
+    assert chameleon.capture.readouterr().err == "chameleon agent: wrong join token\n"
+
+
+def test_the_wait_has_an_end(chameleon: CommandLine) -> None:
+    chameleon.knocks = [nobody_listens]
+    arguments = ("--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "t", "--wait-s", "0.05")
+    assert chameleon("agent", *arguments) == 1
+    error = chameleon.capture.readouterr().err
+    assert error.startswith("chameleon agent: no coordinator answers at 10.0.0.1:4000 within")
 
 
 def test_tls_is_that_of_the_run_or_as_given(chameleon: CommandLine, run: RunDirectory, tmp_path: Path) -> None:

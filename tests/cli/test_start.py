@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -266,6 +267,100 @@ def test_a_live_run_is_not_started_again(chameleon: CommandLine, config_file: Pa
     run = finished_run(chameleon, config_file)
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
     assert "is still live in process" in chameleon.refused("train", "--resume", run.path)
+    assert "is still live" in chameleon.refused("train", config_file, "--output-dir", run.path, "--resume", "auto")
+
+
+@pytest.mark.parametrize("change", [{"started": 1}, {"host": "elsewhere"}, {"host": None, "started": None}])
+def test_the_number_of_a_living_process_alone_does_not_make_a_run_live(
+    chameleon: CommandLine, config_file: Path, change: dict[str, object]
+) -> None:
+    run = finished_run(chameleon, config_file)
+    run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
+    values = {**json.loads(run.control_file.read_text()), **change}
+    run.control_file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    assert chameleon("train", "--resume", run.path) == 0
+
+
+def test_a_run_on_another_host_is_live_if_its_coordinator_answers(
+    chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(chameleon, config_file)
+    run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=1))
+    values = {**json.loads(run.control_file.read_text()), "host": "elsewhere"}
+    run.control_file.write_text(json.dumps(values))
+    monkeypatch.setattr("chameleon_ft.cli.starting.knock", lambda *_, **__: None)
+    assert "is still live in process 1 on elsewhere" in chameleon.refused("train", "--resume", run.path)
+
+
+# --- one command that starts and resumes -----------------------------------------------------------------------------
+
+
+def auto(config_file: Path, *flags: str) -> list[str | Path]:
+    return ["train", config_file, "--output-dir", "here", "--resume", "auto", *flags]
+
+
+def stop_after_checkpoint(step: int) -> RunDirectory:
+    """Write a checkpoint of the run in the directory, as one that has stopped after it."""
+    run = RunDirectory.open(Path("here"))
+    step_directory(run.checkpoints, step).mkdir()
+    mark_complete(run.checkpoints, step, model="some model", num_layers=0)
+    return run
+
+
+def test_auto_starts_a_run_and_resumes_it(chameleon: CommandLine, config_file: Path) -> None:
+    chameleon.configured(*auto(config_file))
+    run = stop_after_checkpoint(10)
+    config = chameleon.configured(*auto(config_file, "--steps", "40"))
+    assert [each.resume for each in chameleon.launched] == [False, True]
+    assert (config.output_dir, config.steps) == (run.path, 40)
+    assert config.failures == (), "what has happened does not happen again"
+    chameleon.launched.clear()
+    assert "seed = 0, not 3" in chameleon.refused(*auto(config_file, "--seed", "3"))
+
+
+def test_auto_has_nothing_to_do_once_all_steps_are_done(chameleon: CommandLine, config_file: Path) -> None:
+    chameleon.configured(*auto(config_file))
+    stop_after_checkpoint(20)
+    chameleon.launched.clear()
+    assert chameleon(*auto(config_file)) == 0
+    assert chameleon.launched == []
+    assert chameleon.capture.readouterr().out.endswith("all of its 20 steps are done\n")
+
+
+@pytest.mark.parametrize("begun", ["empty", "killed", "trained"])
+def test_auto_begins_anew_without_a_checkpoint_and_keeps_the_files(
+    chameleon: CommandLine, config_file: Path, begun: str
+) -> None:
+    here = Path("here")
+    if begun == "trained":
+        chameleon.configured(*auto(config_file))
+        (here / "metrics.jsonl").write_text("")
+    else:
+        here.mkdir()
+    if begun == "killed":  # before it had written its configuration
+        (here / "checkpoints").mkdir()
+    chameleon.configured(*auto(config_file))
+    assert not chameleon.launched[-1].resume
+    kept = list(Path().glob("here-before-*"))
+    assert len(kept) == (0 if begun == "empty" else 1)
+    assert begun != "trained" or (kept[0] / "metrics.jsonl").exists()
+
+
+def test_auto_needs_a_directory_that_is_that_of_a_run(chameleon: CommandLine, config_file: Path) -> None:
+    assert "needs a fixed --output-dir" in chameleon.refused("train", config_file, "--resume", "auto")
+    Path("here").mkdir()
+    Path("here/thesis.txt").write_text("")
+    assert "is not a run directory" in chameleon.refused(*auto(config_file))
+    assert Path("here/thesis.txt").exists()
+
+
+def test_auto_does_not_begin_anew_beside_damaged_checkpoints(chameleon: CommandLine, config_file: Path) -> None:
+    chameleon.configured(*auto(config_file))
+    run = stop_after_checkpoint(10)
+    (mark,) = (path for path in run.checkpoints.rglob("*") if path.is_file())
+    mark.write_text("{")
+    chameleon.launched.clear()
+    assert "no complete checkpoint to resume from (" in chameleon.refused(*auto(config_file))
 
 
 def test_a_directory_that_is_no_run_cannot_go_on(chameleon: CommandLine, tmp_path: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
+from chameleon_ft.control.requests import knock
 from chameleon_ft.control.wire.address import split_address
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
 __all__ = ["TOKEN_VARIABLE", "JoinArguments"]
 
 TOKEN_VARIABLE = "CHAMELEON_TOKEN"
+_RETRY_S: Final = 0.1  # twice as long before each attempt that follows
+_RETRY_MAX_S: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +47,46 @@ class JoinArguments:
         ),
     ] = None
 
-    def find_coordinator(self) -> tuple[str, str, Path | None]:
-        """Return the address, host:port, the token and the TLS directory of the coordinator.
+    wait_s: float = 300.0
+    """Seconds to wait for the coordinator, if it does not answer yet."""
 
-        Raises ConfigError if the arguments and the environment name none or two, the run is not live, the address is
-        malformed or the token is missing.
+    def find_coordinator(self) -> tuple[str, str, Path | None]:
+        """Wait for the coordinator; return its address, host:port, the token and the TLS directory.
+
+        Raises:
+            ConfigError: the arguments and the environment name no coordinator or two, the address is malformed or the
+                token is missing; or there is no such run, or it is not live, after the wait.
+            ControlError: the coordinator rejects the token, or does not answer within the wait.
         """
-        if (self.run is None) == (self.coordinator is None):
+        until_s, pause_s, has_said = time.monotonic() + self.wait_s, _RETRY_S, False
+        while True:
+            try:
+                found = self._coordinator()
+                knock(found[0], found[1], tls=found[2])
+                return found
+            except (ConfigError, ControlError, OSError) as error:
+                # The files of a run are written by another machine, and may be those of a coordinator that is gone.
+                is_final = self.run is None and isinstance(error, ChameleonError)
+                if is_final or self._is_wrong() or time.monotonic() + pause_s > until_s:
+                    if isinstance(error, ChameleonError):
+                        raise
+                    raise ControlError(
+                        f"no coordinator answers at {found[0]} within {self.wait_s:g} s: {error}; check that it "
+                        "runs, the address and --tls"
+                    ) from None
+            if not has_said:
+                has_said = True
+                where = f"of {self.run}" if self.run is not None else f"at {self.coordinator}"
+                print(f"waiting up to {self.wait_s:g} s for the coordinator {where}", flush=True)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RETRY_MAX_S)
+
+    def _is_wrong(self) -> bool:
+        """Return whether these arguments cannot become right by waiting."""
+        return (self.run is None) == (self.coordinator is None)
+
+    def _coordinator(self) -> tuple[str, str, Path | None]:
+        if self._is_wrong():
             raise ConfigError("give either --run RUN or --coordinator HOST:PORT, so that the coordinator can be found")
         if self.run is not None:
             control = RunDirectory.open(self.run).read_control()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import socket
 import time
@@ -31,10 +30,11 @@ from chameleon_ft.config import (
     read_recorded_toml,
     read_toml,
 )
+from chameleon_ft.control.requests import knock
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.tls import tls_context
-from chameleon_ft.errors import CheckpointError, ConfigError
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
+    "AUTO",
     "ConfigFile",
     "PreparedRun",
     "Resume",
@@ -62,9 +63,17 @@ ConfigFile = Annotated[
 ]
 Resume = Annotated[
     OptionalPath,
-    metavar("RUN", "Directory of a run to resume from its newest checkpoint; the number of workers may change."),
+    metavar(
+        "RUN|auto",
+        "Directory of a run to resume from its newest checkpoint; the number of workers may change. With auto: resume "
+        "the run in --output-dir if it has a checkpoint, and otherwise start it, so that the same command does both.",
+    ),
 ]
 
+AUTO = Path("auto")
+"""The value of --resume that starts a run or resumes it, as its directory is."""
+
+_MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 _ANSWER_S = 2.0  # for a connection, where nothing answers
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
@@ -78,6 +87,7 @@ class PreparedRun:
     config: RunConfig
     directory: RunDirectory
     resume: bool
+    is_done: bool = False
 
     def start(self, entry: Callable[..., int]) -> int:
         """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
@@ -85,6 +95,9 @@ class PreparedRun:
         Raises ConfigError if the job itself is invalid, which shows only when its code runs. In that case, or if
         interrupted or terminated that early, the directory of a new run is removed.
         """
+        if self.is_done:
+            print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
+            return 0
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, KeyboardInterrupt, SystemExit):
@@ -111,17 +124,20 @@ def prepare_run(
     Args:
         flags: values that override those of the configuration file.
         file: the configuration file.
-        resume: the directory of the run to resume, which replaces `file`.
+        resume: the directory of the run to resume, which replaces `file`; `AUTO`: that run which the configuration
+            names, if it has a checkpoint.
         job: reference of the job; None takes it from `flags` or `file`.
         name: name of a new run; by default that of the file.
 
     Raises:
         ConfigError or CheckpointError: the message says what to change.
     """
-    if resume is not None:
+    if resume not in (None, AUTO):
         return _resumed_run(flags, resume, file=file, job=job)
     values = {} if file is None else read_toml(file)
     config = _config(values, flags, job=job, source="the configuration" if file is None else str(file))
+    if resume == AUTO and (found := _earlier_run(config)) is not None:
+        return found
     name = name or ("llama" if file is None else file.stem)
     out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.model_copy(update={"output_dir": out.absolute()})
@@ -167,14 +183,51 @@ def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: s
     values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
-    config = _config(values, flags, job=job, source=str(directory.config_file))
+    return _resumed(_config(values, flags, job=job, source=str(directory.config_file)), directory)
+
+
+def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
+    """Return a run that resumes with `config`. Raises ConfigError or CheckpointError if it cannot."""
     config = config.model_copy(update={"output_dir": directory.path})
     _check_inputs(config)
     _refuse_another_model(config, directory)
+    if may_be_done and sound_checkpoint(directory.checkpoints)[0] == config.steps:
+        return PreparedRun(config, directory, resume=True, is_done=True)
     _require_steps_left(config, directory)
     _check_address(config.control)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=True)
+
+
+def _earlier_run(config: RunConfig) -> PreparedRun | None:
+    """Return the run in `config.output_dir`, as `config` resumes it; None if none has a checkpoint there.
+
+    The directory of a run without a checkpoint is renamed: nothing in it is needed, and another run takes its place.
+    """
+    if config.output_dir is None:
+        raise ConfigError("--resume auto: needs a fixed --output-dir, or output_dir in the configuration")
+    path = config.output_dir
+    if not path.exists() or not any(path.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            path.rmdir()
+        return None
+    is_begun = {each.name for each in path.iterdir()} <= _MADE_FIRST  # by a process that was killed just then
+    if not is_begun:
+        directory = RunDirectory.open(path)
+        _refuse_live_run(directory)
+        newest, damages = sound_checkpoint(directory.checkpoints)
+        if newest is not None or damages:
+            return _resumed(config.model_copy(update={"failures": (), "plan": None}), directory, may_be_done=True)
+    aside = path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise ConfigError(
+            f"--resume auto: {path} has a run without a checkpoint and cannot be renamed: {error.strerror}; take a "
+            "directory below it"
+        ) from None
+    print(f"{path}: its run has no checkpoint and begins anew; its files are in {aside}")
+    return None
 
 
 def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
@@ -204,16 +257,21 @@ def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | N
 
 
 def _refuse_live_run(directory: RunDirectory) -> None:
-    try:
-        pid = directory.read_control().pid
-        os.kill(pid, 0)
-    except (ConfigError, ProcessLookupError):
+    """Raise ConfigError if the coordinator of a run lives. Its number alone proves nothing: another may have it now."""
+    if not directory.control_file.exists():
         return
-    except PermissionError:
-        pass  # the process lives and belongs to another user
-    raise ConfigError(
-        f"--resume {directory.path}: this run is still live in process {pid}; wait for it to end, or end it first"
-    )
+    control = directory.read_control()
+    lives = control.has_process_here()
+    if lives is None:
+        with contextlib.suppress(ChameleonError, OSError):
+            knock(control.address, control.token, tls=control.tls)
+            lives = True
+    if lives:
+        where = f" on {control.host}" if control.host else ""
+        raise ConfigError(
+            f"--resume {directory.path}: this run is still live in process {control.pid}{where}; wait for it to end, "
+            "or end it first"
+        )
 
 
 def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
@@ -17,7 +19,7 @@ from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["drain", "request", "wait_until_out"]
+__all__ = ["drain", "knock", "request", "wait_until_out"]
 
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
@@ -71,6 +73,32 @@ def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> s
         elif event["event"] == "drain_failed" and (kept := sorted(remaining.intersection(event["workers"]))):
             raise ControlError(f"there is no plan without the workers {kept}, which stay: {event['reason']}")
     return remaining
+
+
+def knock(address: str, token: str, *, tls: Path | None) -> None:
+    """Return if a coordinator answers at host:port.
+
+    Raises:
+        ControlError: it rejects the token, or this process its certificate.
+        OSError: none answers.
+    """
+    try:
+        connect(
+            websocket_url(address, tls=tls is not None),
+            ssl=tls_context(tls),
+            additional_headers=bearer(token),
+            proxy=None,
+            open_timeout=_ANSWER_TIMEOUT_S,
+        ).close()
+    except InvalidStatus as error:
+        raise ControlError(
+            f"the coordinator at {address} rejects this process: {error.response.reason_phrase or error}; "
+            "check the token"
+        ) from None
+    except ssl.SSLCertVerificationError as error:
+        raise ControlError(f"the certificate of the coordinator at {address} is not accepted: {error}") from None
+    except (WebSocketException, EOFError) as error:
+        raise OSError(str(error)) from None
 
 
 @contextmanager

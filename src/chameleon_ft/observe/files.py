@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -30,15 +31,28 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlAddress:
-    """Address of the coordinator of a live run: `address` is host:port, `pid` its process on its own host.
+    """Address of the coordinator of a live run.
 
-    `tls` is the directory with the certificates for the control connections; None: no TLS.
+    Attributes:
+        address: host:port.
+        pid: its process on its own host.
+        tls: directory with the certificates for the control connections; None: no TLS.
+        host: name of that host; empty in files of earlier releases, and filled in by `RunDirectory.write_control`.
+        started: when that process started, in clock ticks since the host did; likewise.
     """
 
     address: str
     token: str
     pid: int
     tls: Path | None = None
+    host: str = ""
+    started: int | None = None
+
+    def has_process_here(self) -> bool | None:
+        """Return whether the process lives; None if it is on another host, or that is not known."""
+        if self.host != socket.gethostname() or self.started is None:
+            return None
+        return _start_of(self.pid) == self.started
 
 
 class RunDirectory:
@@ -178,6 +192,7 @@ class RunDirectory:
 
     def write_control(self, control: ControlAddress) -> None:
         """Publish the address of the live run to other commands of the same user; only the owner can read the file."""
+        control = replace(control, host=socket.gethostname(), started=_start_of(control.pid))
         # A generated directory moves with the run's, and other hosts may see that under another path.
         tls = control.tls and str(control.tls.relative_to(self.path) if control.tls == self.tls else control.tls)
         replace_file(self.control_file, json.dumps({**asdict(control), "tls": tls}) + "\n", mode=0o600)
@@ -199,6 +214,15 @@ class RunDirectory:
     def remove_control(self) -> None:
         """Remove the address when the run ends."""
         self.control_file.unlink(missing_ok=True)
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process of this host started, in clock ticks; None if there is none. See proc_pid_stat(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

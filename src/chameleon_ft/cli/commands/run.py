@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.starting import ConfigFile, Resume, absolute_job, parse_start, prepare_run
+from chameleon_ft.cli.starting import AUTO, ConfigFile, Resume, absolute_job, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
@@ -35,12 +35,12 @@ class RunArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(RunArguments, arguments, command="run", without=("job",))
-    if given.script is None and given.resume is None:
+    if given.script is None and given.resume in (None, AUTO):
         raise ConfigError("JOB is missing: give the Python file or module with the function job()")
     job = None if given.script is None else absolute_job(given.script)
     script = Path((given.script or "").partition(":")[0])
     file = given.config
-    if file is None and given.resume is None and (beside := script.with_suffix(".toml")).is_file():
+    if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
         file = beside
     prepared = prepare_run(flags, file=file, resume=given.resume, job=job, name=script.stem)
     from chameleon_ft.launch import train

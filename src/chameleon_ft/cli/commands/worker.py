@@ -26,7 +26,6 @@ class WorkerArguments(JoinArguments):
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(WorkerArguments, arguments, command="worker")
-    address, token, tls = given.find_coordinator()
     environ = os.environ
     wrong = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if not environ.get(name, "").isdecimal()]
     if wrong:
@@ -37,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if rank >= world_size:
         raise ConfigError(f"RANK = {rank}: should be lower than WORLD_SIZE = {world_size}")
+    address, token, tls = given.find_coordinator()
     from chameleon_ft.launch import work
 
     return work(coordinator=address, token=token, tls=tls, environ=environ)
