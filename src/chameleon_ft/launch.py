@@ -117,7 +117,7 @@ async def _coordinate(
         print(COMPILING, flush=True)
     await solvers
     if resume:
-        _require_same_model(run, job)
+        _require_same_model(run, job, config)
         run.write_config(config)
         config = run.own(config)
     if agent_here:
@@ -310,10 +310,13 @@ def _load_solvers() -> None:
     gc.freeze()
 
 
-def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
+def _require_same_model(run: RunDirectory, job: JobInfo, config: RunConfig) -> None:
     """Raise CheckpointError if the newest sound checkpoint of `run` is of another model than `job`."""
     step, _ = sound_checkpoint(run.checkpoints)
-    if step is not None and checkpoint_model(run.checkpoints, step) != job.fingerprint:
+    expected = job.fingerprint
+    if config.forked.run and step == config.forked.step:
+        expected = job.fingerprint_with(config.forked.micro_batch_size, instead_of=config.batch.micro_batch_size)
+    if step is not None and checkpoint_model(run.checkpoints, step) != expected:
         raise CheckpointError(
             f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
             "now; undo the change to the model, or begin a new run"

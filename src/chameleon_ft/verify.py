@@ -8,12 +8,18 @@ changed nothing.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
@@ -21,7 +27,7 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer, seed_forward, tie
-from chameleon_ft.observe import RunDirectory, StepRecord
+from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory
 
 __all__ = ["StepComparison", "Verification", "repeat_run"]
 
@@ -99,6 +105,8 @@ class Verification:
 def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
     """Train the job of `run` from its beginning and yield each committed step, up to `limit` of them.
 
+    A forked run begins with the checkpoint that it was forked from.
+
     Raises ConfigError if the job cannot be loaded or a step is missing from the records.
     """
     config = run.config()
@@ -109,7 +117,9 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
         for steps in {config.steps, *(steps for _, steps in starts)}
     }
     loop = _PlainLoop(config, jobs[config.steps])
-    for record in _committed(run.steps())[:limit]:
+    if config.forked.run:
+        loop.load(run.checkpoints, config.forked.step)
+    for record in _committed(run.steps(), first=config.forked.step)[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
         steps = next((steps for first, steps in reversed(starts) if first <= record.step), config.steps)
@@ -138,11 +148,26 @@ class _PlainLoop:
         self._optimizer = job.optimizer(self._parameters)
         self._order = SampleOrder(len(job.dataset), config.seed)
 
+    def load(self, checkpoints: Path, step: int) -> None:
+        """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
+        for number, layer in enumerate(self._layers):
+            state = _read(layer_directory(checkpoints, step, number))
+            module = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
+            layer.load_state_dict(module)
+            for name, parameter in layer.named_parameters():
+                prefix = f"optimizer/{name}/"
+                own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                if own:
+                    self._optimizer.state[parameter] = {
+                        key: value.to(self._device) if isinstance(value, torch.Tensor) and key != "step" else value
+                        for key, value in own.items()
+                    }
+
     def run_step(self, step: int, rate: float | None) -> tuple[float, float]:
         """Run one step; return the mean loss before the update and the norm of the gradient before clipping."""
         self._optimizer.zero_grad()
         batch = self._config.batch
-        ids = self._order.ids(step, batch.samples)
+        ids = self._order.ids_at(self._config.first_sample(step), batch.samples)
         loss_sum, terms = 0.0, 0
         for micro_batch in range(batch.micro_batches):
             start = micro_batch * batch.micro_batch_size
@@ -171,11 +196,29 @@ class _PlainLoop:
         return hidden
 
 
-def _committed(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """Return the last record of each step, in order. Raises ConfigError if one is missing."""
+def _read(layer: Path) -> dict[str, Any]:
+    """Read the state of a layer, as docs/files.md describes it."""
+    try:
+        stored = FileSystemReader(layer).read_metadata().state_dict_metadata
+        state: dict[str, Any] = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            if isinstance(entry, TensorStorageMetadata)
+            else None
+            for key, entry in stored.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+            load(state, checkpoint_id=layer, no_dist=True)
+    except (OSError, CheckpointException) as error:
+        raise ConfigError(f"{layer}: the state that the run was forked from cannot be read: {error}") from None
+    return state
+
+
+def _committed(records: Iterable[StepRecord], *, first: int) -> list[StepRecord]:
+    """Return the last record of each step from `first` on, in order. Raises ConfigError if one is missing."""
     last = {record.step: record for record in records}
     ordered = [last[step] for step in sorted(last)]
-    for number, record in enumerate(ordered):
+    for number, record in enumerate(ordered, first):
         if record.step != number:
             raise ConfigError(f"metrics.jsonl has no record of step {number}, but later ones; the file is damaged")
     return ordered

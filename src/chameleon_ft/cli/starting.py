@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalPath, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.arguments import OptionalPath, Switch, metavar, parse_with_flags, replace_old_flags
 from chameleon_ft.config import (
     LLAMA_JOB,
     RENAMED_KEYS,
     Control,
+    Forked,
     RunConfig,
     TrainConfig,
     config_type,
@@ -35,7 +36,7 @@ from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
-from chameleon_ft.observe import RunDirectory, sound_checkpoint
+from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "ConfigFile",
+    "Forks",
     "PreparedRun",
     "Resume",
     "absolute_job",
@@ -74,10 +76,19 @@ AUTO = Path("auto")
 """The value of --resume that starts a run or resumes it, as its directory is."""
 
 _MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
+Forks = Annotated[
+    Switch,
+    tyro.conf.arg(
+        help="With --resume: continue in the new directory of --output-dir, maybe with another batch or optimizer."
+    ),
+]
+
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 _ANSWER_S = 2.0  # for a connection, where nothing answers
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
+_OF_A_FORK = ("optimizer", "batch")
+"""Those that a forked run may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,7 @@ class PreparedRun:
     directory: RunDirectory
     resume: bool
     is_done: bool = False
+    is_new: bool = True  # whether its directory was made for this start
 
     def start(self, entry: Callable[..., int]) -> int:
         """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
@@ -101,7 +113,7 @@ class PreparedRun:
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, KeyboardInterrupt, SystemExit):
-            if not self.resume and not self.directory.metrics_file.exists():
+            if self.is_new and not self.directory.metrics_file.exists():
                 shutil.rmtree(self.directory.path)
             raise
 
@@ -117,7 +129,13 @@ def parse_start(
 
 
 def prepare_run(
-    flags: dict[str, Any], *, file: Path | None, resume: Path | None, job: str | None = None, name: str | None = None
+    flags: dict[str, Any],
+    *,
+    file: Path | None,
+    resume: Path | None,
+    fork: bool = False,
+    job: str | None = None,
+    name: str | None = None,
 ) -> PreparedRun:
     """Read the configuration, check everything that can be checked beforehand, and make or open the run directory.
 
@@ -126,13 +144,16 @@ def prepare_run(
         file: the configuration file.
         resume: the directory of the run to resume, which replaces `file`; `AUTO`: that run which the configuration
             names, if it has a checkpoint.
+        fork: whether to continue from the state of that run in a new directory, maybe with another batch or optimizer.
         job: reference of the job; None takes it from `flags` or `file`.
         name: name of a new run; by default that of the file.
 
     Raises:
         ConfigError or CheckpointError: the message says what to change.
     """
-    if resume not in (None, AUTO):
+    if fork:
+        return _forked_run(flags, None if resume == AUTO else resume, file=file, job=job)
+    if resume is not None and resume != AUTO:
         return _resumed_run(flags, resume, file=file, job=job)
     values = {} if file is None else read_toml(file)
     config = _config(values, flags, job=job, source="the configuration" if file is None else str(file))
@@ -167,36 +188,77 @@ def lost_run(path: Path) -> PreparedRun:
         )
     if not directory.journal_file.exists():
         raise ConfigError(f"--take-over {path}: the run has no {directory.journal_file.name}; begin with --resume")
-    return PreparedRun(directory.own(directory.config()), directory, resume=False)
+    return PreparedRun(directory.own(directory.config()), directory, resume=False, is_new=False)
 
 
 def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: str | None) -> PreparedRun:
     if file is not None or "output_dir" in flags:
         raise ConfigError(
-            f"--resume {path}: takes the configuration and the directory from that run; "
-            "leave out the configuration file and --output-dir, and give any changes as flags"
+            f"--resume {path}: takes the configuration and the directory from that run; leave out the configuration "
+            "file and --output-dir, and give any changes as flags; --fork continues in another directory"
         )
     directory = RunDirectory.open(path)
+    return _resumed(_recorded_config(flags, directory, job=job), directory)
+
+
+def _forked_run(flags: dict[str, Any], path: Path | None, *, file: Path | None, job: str | None) -> PreparedRun:
+    """Make the directory of a run that continues from the newest checkpoint of another one."""
+    if path is None or file is not None or "output_dir" not in flags:
+        raise ConfigError(
+            "--fork: needs the run to continue and a new directory, and no configuration file; write --resume RUN "
+            "--fork --output-dir DIRECTORY, and give any changes as flags"
+        )
+    source = RunDirectory.open(path)
+    config = _recorded_config(flags, source, job=job)
+    out = Path(config.output_dir or "").absolute()
+    RunDirectory.require_free(out)
+    _refuse_another_model(config, source, fixed=tuple(key for key in _FIXED if key not in _OF_A_FORK))
+    step = _newest_checkpoint(config, source)
+    before = source.config()
+    fork = Forked(
+        run=str(source.path),
+        step=step,
+        samples=before.first_sample(step),
+        micro_batch_size=before.batch.micro_batch_size,
+    )
+    config = config.model_copy(update={"output_dir": out, "forked": fork})
+    _check_inputs(config)
+    _check_address(config.control)
+    directory = RunDirectory.create(out, config)
+    try:
+        link_checkpoint(source.checkpoints, step, directory.checkpoints)
+        config = directory.own(config)
+        prepare_data_of(config)
+    except OSError as error:
+        shutil.rmtree(out)
+        raise CheckpointError(
+            f"--resume {path} --fork: its checkpoint of step {step} cannot be copied: {error}"
+        ) from None
+    return PreparedRun(config, directory, resume=True)
+
+
+def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str | None) -> RunConfig:
+    """Return the configuration of an earlier run that is not live, with the flags given."""
     _refuse_live_run(directory)
     values = read_recorded_toml(directory.config_file)
     # The failures have happened already, and the plan was made for the original workers.
     values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
-    return _resumed(_config(values, flags, job=job, source=str(directory.config_file)), directory)
+    return _config(values, flags, job=job, source=str(directory.config_file))
 
 
 def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
     """Return a run that resumes with `config`. Raises ConfigError or CheckpointError if it cannot."""
-    config = config.model_copy(update={"output_dir": directory.path})
+    config = config.model_copy(update={"output_dir": directory.path, "forked": directory.config().forked})
     _check_inputs(config)
-    _refuse_another_model(config, directory)
+    _refuse_another_model(config, directory, fixed=_FIXED)
     if may_be_done and sound_checkpoint(directory.checkpoints)[0] == config.steps:
-        return PreparedRun(config, directory, resume=True, is_done=True)
-    _require_steps_left(config, directory)
+        return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
+    _newest_checkpoint(config, directory)
     _check_address(config.control)
     prepare_data_of(config)
-    return PreparedRun(config, directory, resume=True)
+    return PreparedRun(config, directory, resume=True, is_new=False)
 
 
 def _earlier_run(config: RunConfig) -> PreparedRun | None:
@@ -274,9 +336,9 @@ def _refuse_live_run(directory: RunDirectory) -> None:
         )
 
 
-def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:
-    stored, wanted = (value.model_dump(include=set(_FIXED)) for value in (directory.config(), config))
-    for key in _FIXED:
+def _refuse_another_model(config: RunConfig, directory: RunDirectory, *, fixed: Sequence[str]) -> None:
+    stored, wanted = (value.model_dump(include=set(fixed)) for value in (directory.config(), config))
+    for key in fixed:
         before, now = stored.get(key), wanted.get(key)
         if before == now:
             continue
@@ -284,13 +346,16 @@ def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:
         if isinstance(before, dict) and isinstance(now, dict):
             field = next(field for field in before if before[field] != now[field])
             name, before, now = f"{key}.{field}", before[field], now[field]
+        remedy = f"keep {key} unchanged, or begin a new run"
+        if key in _OF_A_FORK:
+            remedy += ", or continue from its state in a new directory by --fork --output-dir DIRECTORY"
         raise CheckpointError(
-            f"--resume {directory.path}: its checkpoint was written with {name} = {before}, not {now}; "
-            f"keep {key} unchanged, or begin a new run"
+            f"--resume {directory.path}: its checkpoint was written with {name} = {before}, not {now}; {remedy}"
         )
 
 
-def _require_steps_left(config: RunConfig, directory: RunDirectory) -> None:
+def _newest_checkpoint(config: RunConfig, directory: RunDirectory) -> int:
+    """Return the step of the newest checkpoint that can be read; raise if there is none, or no step is left."""
     newest, damages = sound_checkpoint(directory.checkpoints)
     if newest is None:
         found = f" ({'; '.join(damages.values())})" if damages else ""
@@ -302,6 +367,7 @@ def _require_steps_left(config: RunConfig, directory: RunDirectory) -> None:
         raise ConfigError(
             f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to continue"
         )
+    return newest
 
 
 def _check_inputs(config: RunConfig) -> None:

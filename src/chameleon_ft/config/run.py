@@ -16,6 +16,7 @@ from chameleon_ft.config.sections import (
     Data,
     Emulation,
     Failure,
+    Forked,
     Health,
     LlamaConfig,
     Optimizer,
@@ -73,9 +74,14 @@ class RunConfig(Section):
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
     health: Health = Health()
+    forked: Forked = Forked()
     emulation: Emulation = Emulation()
     control: Control = Control()
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
+
+    def first_sample(self, step: int) -> int:
+        """Return the position of the first sample of a step, in the order that all epochs make up."""
+        return self.forked.samples + (step - self.forked.step) * self.batch.samples
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()

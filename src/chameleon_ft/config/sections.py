@@ -22,6 +22,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "FailurePhase",
+    "Forked",
     "Health",
     "LlamaConfig",
     "Optimizer",
@@ -130,6 +131,15 @@ class Checkpoint(Section):
         if every == "auto" or (type(every) is int and every >= 0):
             return every
         raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
+
+
+class Forked(Section):
+    """Where a forked run began: set by `--fork`, not by hand."""
+
+    run: str = Field(default="", description="Directory of the run that it continues; empty: it is not forked.")
+    step: int = Field(default=0, ge=0, description="Its first step; the steps before are those of that run.")
+    samples: int = Field(default=0, ge=0, description="Samples of the steps before, over all runs.")
+    micro_batch_size: int = Field(default=1, ge=1, description="That of the run that it continues.")
 
 
 class Recovery(Section):

@@ -299,9 +299,13 @@ class Coordinator:
                 model, num_layers = self._job.fingerprint, self._job.num_layers
                 mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)
                 # Removing old ones may be slow.
-                keep = self._config.checkpoint.keep
-                needed = agreed if self._config.health.check_every else None
-                prune = partial(prune_checkpoints, self._run.checkpoints, keep=keep, needed=needed)
+                prune = partial(
+                    prune_checkpoints,
+                    self._run.checkpoints,
+                    keep=self._config.checkpoint.keep,
+                    agreed=agreed if self._config.health.check_every else None,
+                    base=self._config.forked.step if self._config.forked.run else None,
+                )
                 asyncio.get_running_loop().run_in_executor(None, prune)
             case commands.DistrustCheckpoints(after=agreed):
                 for checkpoint in complete_checkpoints(self._run.checkpoints):

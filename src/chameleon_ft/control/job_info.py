@@ -56,8 +56,16 @@ class JobInfo:
     @property
     def fingerprint(self) -> str:
         """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
+        return self.fingerprint_with(1, instead_of=1)
+
+    def fingerprint_with(self, micro_batch_size: int, *, instead_of: int) -> str:
+        """Return the fingerprint of this job with another size of a micro-batch, the first dimension of boundaries."""
+        shapes = [
+            [[*(size * micro_batch_size // instead_of for size in b.shape[:1]), *b.shape[1:]], b.dtype]
+            for b in self.boundaries
+        ]
         tied = [[[each.layers, each.gradient_bytes] for each in self.tied]] if self.tied else []
-        sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries], *tied])
+        sizes = json.dumps([self.param_bytes, shapes, *tied])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
 
     def profiled_as(self, config: RunConfig) -> Fingerprint:

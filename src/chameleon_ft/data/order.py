@@ -38,13 +38,17 @@ class SampleOrder:
         """
         if step < 0 or batch_size < 1:
             raise ConfigError(f"step {step} of {batch_size} samples: the step must be >= 0 and the batch >= 1")
+        return self.ids_at(step * batch_size, batch_size)
+
+    def ids_at(self, first: int, count: int) -> list[int]:
+        """Return `count` sample ids in the order of the stream, from position `first` on."""
         # Radices of the Feistel network: the box [0, left * right) exceeds num_samples by less than `left`.
         left = isqrt(self.num_samples - 1) + 1
         right = -(-self.num_samples // left)
         keys: tuple[int, ...] = ()
         keys_epoch = -1
         ids = []
-        for position in range(step * batch_size, (step + 1) * batch_size):
+        for position in range(first, first + count):
             epoch, value = divmod(position, self.num_samples)
             if epoch != keys_epoch:
                 keys_epoch = epoch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "has_checksums",
     "incomplete_checkpoints",
     "layer_directory",
+    "link_checkpoint",
     "mark_complete",
     "mark_damaged",
     "prune_checkpoints",
@@ -150,21 +152,41 @@ def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
     return checksums["tensors"], None
 
 
-def prune_checkpoints(checkpoints: Path, *, keep: int, needed: int | None = None) -> None:
+def prune_checkpoints(checkpoints: Path, *, keep: int, agreed: int | None = None, base: int | None = None) -> None:
     """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones.
 
-    `needed`: the newest complete one up to this step stays, too.
+    Args:
+        agreed: the newest complete one up to this step stays, too.
+        base: that of this step stays, too.
     """
     complete = complete_checkpoints(checkpoints)
     if len(complete) < keep:
         return
-    kept = None if needed is None else max((step for step in complete if step <= needed), default=None)
+    known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
     for directory, step in _step_directories(checkpoints):
-        if step < complete[-keep] and step != kept:
+        if step < complete[-keep] and step not in (known, base):
             # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
             (directory / _COMPLETE).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 shutil.rmtree(directory)
+
+
+def link_checkpoint(checkpoints: Path, step: int, target: Path) -> None:
+    """Give another folder of checkpoints a complete one of these, whose files are the same on disk if they can be.
+
+    Raises OSError.
+    """
+    source, draft = step_directory(checkpoints, step), step_directory(target, step)
+    ignore = shutil.ignore_patterns(_COMPLETE)
+    shutil.copytree(source, draft, ignore=ignore, copy_function=_link_or_copy)
+    _link_or_copy(source / _COMPLETE, draft / _COMPLETE)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # on another file system, or one that has no links
+        shutil.copy2(source, target)
 
 
 def _step_directories(checkpoints: Path) -> list[tuple[Path, int]]:

@@ -161,11 +161,13 @@ class Recorder(AbstractContextManager["Recorder"]):
     def finish(self, status: RunStatus, *, reason: str) -> Summary:
         """Write and display the summary, derived from the files, so that it covers a resumed run as a whole."""
         self._write_event("finished", {"status": status, "reason": reason})
+        config = self.run.config()
         summary = summarize(
             self.run.steps(),
             self.run.failures(),
             self.run.outcomes(),
-            samples_per_step=self.run.config().batch.samples,
+            samples_per_step=config.batch.samples,
+            first_step=config.forked.step,
             status=status,
             reason=reason,
         )

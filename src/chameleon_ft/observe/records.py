@@ -339,16 +339,17 @@ def summarize(
     outcomes: Sequence[OutcomeRecord] = (),
     *,
     samples_per_step: int,
+    first_step: int = 0,
     status: RunStatus,
     reason: str,
 ) -> Summary:
     """Derive the summary from the records in the order they were written.
 
-    `samples_per_step` is the size of the global batch. A step that was recorded twice was trained again after a return
-    to a checkpoint; its last record counts.
+    `samples_per_step` is the size of the global batch, and `first_step` that of a forked run. A step that was recorded
+    twice was trained again after a return to a checkpoint; its last record counts.
     """
     committed = {record.step: record for record in steps}
-    last = max(committed, default=-1)
+    last = max(committed, default=first_step - 1)
     seen = sum(record.samples for record in committed.values())
     skipped = samples_per_step * sum(record.is_skipped for record in committed.values())
     losses = [committed[step].loss for step in sorted(committed) if not committed[step].is_skipped]
@@ -360,7 +361,7 @@ def summarize(
         steps=len(committed),
         final_loss=losses[-1] if losses else None,
         samples_seen=seen,
-        samples_lost=(last + 1) * samples_per_step - seen - skipped,
+        samples_lost=(last + 1 - first_step) * samples_per_step - seen - skipped,
         samples_repeated=sum(record.samples for record in steps) - seen,
         samples_skipped=skipped,
         failures=tuple(failures),

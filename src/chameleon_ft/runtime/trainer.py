@@ -74,7 +74,10 @@ class Trainer:
         self._activity = self.client.activity
         self._slow_io = SlowIOReporter(self._activity, self.client.send)
         seed, emulated = self.config.seed, self.pace is not None
-        self._micro_batches = micro_batches_of(self.job, self.config.batch, seed=seed, device=self.device)
+        first_sample = self.config.first_sample
+        self._micro_batches = micro_batches_of(
+            self.job, self.config.batch, seed=seed, device=self.device, first_sample=first_sample
+        )
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
         self._migration: LayerMigration | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import OptionalPath, metavar
-from chameleon_ft.cli.starting import ConfigFile, Resume, lost_run, parse_start, prepare_run
+from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, lost_run, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
@@ -23,6 +23,7 @@ class CoordinatorArguments:
 
     config: ConfigFile = None
     resume: Resume = None
+    fork: Forks = False
     take_over: Annotated[
         OptionalPath,
         metavar("RUN", "Directory of a live run whose coordinator is lost: continue it in place of that one."),
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         from chameleon_ft.launch import take_over
 
         return take_over(lost.config, run=lost.directory)
-    prepared = prepare_run(flags, file=given.config, resume=given.resume)
+    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
     from chameleon_ft.launch import coordinate
 
     return prepared.start(coordinate)

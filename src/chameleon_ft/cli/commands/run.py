@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.starting import AUTO, ConfigFile, Resume, absolute_job, parse_start, prepare_run
+from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, absolute_job, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
@@ -30,6 +30,7 @@ class RunArguments:
     """path/to/file.py[:FUNCTION] or module[:FUNCTION]"""
     config: ConfigFile = None
     resume: Resume = None
+    fork: Forks = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     file = given.config
     if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
         file = beside
-    prepared = prepare_run(flags, file=file, resume=given.resume, job=job, name=script.stem)
+    prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
     from chameleon_ft.launch import train
 
     return prepared.start(train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.starting import ConfigFile, Resume, parse_start, prepare_run
+from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 
 __all__ = ["main"]
 
@@ -20,12 +20,13 @@ class TrainArguments:
 
     config: ConfigFile = None
     resume: Resume = None
+    fork: Forks = False
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(TrainArguments, arguments, command="train")
-    prepared = prepare_run(flags, file=given.config, resume=given.resume)
+    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
     from chameleon_ft.launch import train
 
     return prepared.start(train)

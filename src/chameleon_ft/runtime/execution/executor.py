@@ -54,13 +54,24 @@ KEPT_MICRO_BATCHES: Final = 64
 """The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
 
 
-def micro_batches_of(job: Job, batch: Batch, *, seed: int, device: torch.device) -> MicroBatches:
-    """Return a function that loads micro-batches of `job` onto `device`."""
+def micro_batches_of(
+    job: Job,
+    batch: Batch,
+    *,
+    seed: int,
+    device: torch.device,
+    first_sample: Callable[[int], int] | None = None,
+) -> MicroBatches:
+    """Return a function that loads micro-batches of `job` onto `device`.
+
+    `first_sample`: returns the position of the first sample of a step; None: all steps from 0 on have this batch.
+    """
     order, size = SampleOrder(len(job.dataset), seed), batch.micro_batch_size
 
     @lru_cache(KEPT_MICRO_BATCHES)
     def load(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        ids = order.ids(step, batch.samples)[micro_batch * size : (micro_batch + 1) * size]
+        first = step * batch.samples if first_sample is None else first_sample(step)
+        ids = order.ids_at(first + micro_batch * size, size)
         inputs, targets = load_micro_batch(job.dataset, ids)
         return inputs.to(device), targets.to(device)
 
