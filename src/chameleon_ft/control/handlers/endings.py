@@ -31,5 +31,8 @@ def request(draft: Draft, status: RunStatus) -> None:
 
 def end(draft: Draft) -> None:
     """End the run, whose checkpoint is written."""
+    if reason := draft.state.health.ending:
+        incidents.end(draft, "failed", reason)
+        return
     status = draft.state.ending or "interrupted"
-    incidents.end(draft, status, draft.state.health.ending or f"{_BY[status]}, with a checkpoint")
+    incidents.end(draft, status, f"{_BY[status]}, with a checkpoint")
