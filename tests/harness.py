@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -9,16 +10,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
-from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
 
-from chameleon_ft import launch
 from chameleon_ft.config import (
     Batch,
     Checkpoint,
@@ -34,8 +34,13 @@ from chameleon_ft.config import (
     Timeouts,
     TrainConfig,
 )
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.observe import FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
+from chameleon_ft.launch.agent import create_agent
+from chameleon_ft.launch.coordinator import InterruptCount, coordinate
+from chameleon_ft.launch.processes import start_fork_server
+from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
 from chameleon_ft.verify import Verification, repeat_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -155,7 +160,7 @@ def create_run(config: RunConfig, path: Path) -> RunDirectory:
 
 
 def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> Ended:
-    """Train with the coordinator in this process; all runs of a process share its fork server."""
+    """Train with the coordinator and the agent in this process; all runs of a process share its fork server."""
     run = create_run(config, path)
     return _train(run.own(config), run, resume=False, view=view)
 
@@ -169,11 +174,33 @@ def resume_here(ended: Ended, *, view: View | None = None, **changes: Any) -> En
 
 def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: View | None) -> Ended:
     before = set(_children())
-    with mock.patch.object(launch, "TerminalView", return_value=view or View()):
-        code = launch.train(config.model_copy(update={"output_dir": run.path}), run=run, resume=resume)
+    config = config.model_copy(update={"output_dir": run.path})
+    code = coordinate(config, run=run, resume=resume, view=view or View(), beside=partial(_agent, config))
     left = [process for process in _children() if process not in before and not _is_server(process)]
     assert not left, f"the run has left processes behind: {left}"
     return Ended(code, run)
+
+
+@asynccontextmanager
+async def _agent(
+    config: RunConfig, control: ControlAddress, coordinator: Coordinator, _: InterruptCount
+) -> AsyncIterator[None]:
+    """Run an agent in the event loop of the coordinator."""
+
+    def fail(serving: asyncio.Task[Exit | None]) -> None:
+        if not serving.cancelled() and (error := serving.exception()) is not None:
+            coordinator.end("failed", f"the agent of this machine failed: {error}")
+
+    agent = create_agent(coordinator=control.address, token=control.token, tls=control.tls, workers=config.workers)
+    serving = asyncio.create_task(agent.serve())
+    serving.add_done_callback(fail)
+    try:
+        yield
+    finally:
+        try:
+            await serving  # which ends every rank after the coordinator's exit message
+        finally:
+            agent.kill_all()
 
 
 def _children() -> list[psutil.Process]:
@@ -184,7 +211,7 @@ def _is_server(process: psutil.Process) -> bool:
     """Return whether it is the fork server or the resource tracker, which are kept for all runs of this process."""
     try:
         is_tracker = "resource_tracker" in " ".join(process.cmdline())
-        return process.parent() == psutil.Process() and (is_tracker or process.pid == launch._fork_server().pid)
+        return process.parent() == psutil.Process() and (is_tracker or process.pid == start_fork_server().pid)
     except psutil.NoSuchProcess:
         return True
 

@@ -6,12 +6,13 @@ import os
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, config_to_toml
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -24,19 +25,30 @@ def killed(run: RunDirectory) -> None:
     os.kill(run.read_control().pid, signal.SIGKILL)
 
 
+def newest_child(launcher: Command) -> psutil.Process:
+    """Return the coordinator, once another one has been replaced."""
+    return max(psutil.Process(launcher.pid).children(), key=psutil.Process.create_time)
+
+
+def written(directory: Path, **changes: Any) -> Path:
+    """Write the configuration of a run of four workers, with `changes`, and return its file."""
+    layout = {"workers": 4, "parallel": Parallel(dp=2, pp=2), "batch": Batch(micro_batches=8, micro_batch_size=4)}
+    file = directory / "config.toml"
+    file.write_text(config_to_toml(small_config(directory, **{"steps": STEPS, **layout, **changes})))
+    return file
+
+
+def assert_complete(ended: Ended) -> None:
+    """Check that every step has one line, with the plain loop's loss."""
+    assert ended.steps == list(range(STEPS)), "no line is missing, none is there twice"
+    assert_as_the_plain_loop(ended, steps=STEPS)
+
+
 @pytest.mark.parametrize("loses_a_worker", [False, True])
 def test_a_run_goes_on_with_another_coordinator(tmp_path: Path, loses_a_worker: bool) -> None:
-    config = small_config(
-        tmp_path,
-        workers=4,
-        steps=STEPS,
-        parallel=Parallel(dp=2, pp=2),
-        batch=Batch(micro_batches=8, micro_batch_size=4),
-    )
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
-        first = stack.enter_context(Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path))
+        first = stack.enter_context(Command("coordinator", written(tmp_path), "--output-dir", run.path))
         first.read_until("waiting for 4 workers")
         agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "4"))
         first.read_until(r"^\s+5\s")
@@ -50,9 +62,62 @@ def test_a_run_goes_on_with_another_coordinator(tmp_path: Path, loses_a_worker: 
             assert second.wait() == 0, second.printed
             assert agent.wait() == 0, agent.printed
     ended = Ended(0, run)
-    assert_as_the_plain_loop(ended, steps=STEPS)
-    assert ended.steps == list(range(STEPS)), "no line is missing, none is there twice"
+    assert_complete(ended)
     assert len(ended.events("took_over")) == 1
     assert len(ended.failures) == loses_a_worker
     if not loses_a_worker:
         assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
+
+
+@pytest.mark.parametrize("loses_a_worker", [False, True])
+def test_the_launcher_replaces_a_coordinator(tmp_path: Path, loses_a_worker: bool) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", written(tmp_path), "--output-dir", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        processes = training.session()
+        with every_process_ends([each for each in processes if each.pid != run.read_control().pid]):
+            killed(run)
+            if loses_a_worker:
+                processes[-1].kill()  # the newest process of the session is a rank
+            training.read_until("the coordinator was ended by SIGKILL; another one continues the run")
+            training.read_until("took_over")
+            training.read_until(r"^\s+\d+\s")
+            killed(run)
+            assert training.wait() == 0, training.printed
+    ended = Ended(0, run)
+    assert_complete(ended)
+    assert len(ended.events("took_over")) == 2
+    assert len(ended.failures) == loses_a_worker
+    assert f"{STEPS} of {STEPS}" in training.printed
+    assert "Traceback" not in training.printed
+    assert "leaked" not in training.printed
+
+
+def test_coordinators_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        processes = training.session()
+        ranks = processes[-4:]
+        with every_process_ends(processes):
+            for rank in ranks:
+                rank.suspend()  # so that no step is committed
+            for _ in range(2):
+                newest_child(training).kill()
+                training.read_until("took_over")
+            newest_child(training).kill()
+            assert training.wait() == 1, training.printed
+    reason = "3 coordinators have died without a step between them, the last one by SIGKILL"
+    assert Ended(1, run).summary["reason"] == reason
+    assert not run.control_file.exists()
+
+
+def test_an_interrupt_while_there_is_no_coordinator_is_not_lost(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        with every_process_ends(training.session()):
+            killed(run)
+            training.interrupt_all()
+            assert training.wait() == 130, training.printed
+    assert complete_checkpoints(run.checkpoints) == [len(run.steps())]

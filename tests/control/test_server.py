@@ -19,7 +19,7 @@ from chameleon_ft.control.wire.address import bearer, split_address, websocket_u
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import Exit, Finish, Message, Refused
-from chameleon_ft.control.wire.server import Peer, control_server, listening_address
+from chameleon_ft.control.wire.server import Peer, control_server, listening_socket
 from chameleon_ft.control.wire.tls import generate_certificates, tls_context
 from chameleon_ft.errors import ConfigError, ControlError
 
@@ -74,10 +74,11 @@ def serving(
 
     async def whole() -> None:
         listener = Listener()
+        sock = listening_socket("127.0.0.1", 0)
         async with control_server(
-            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_timeout_s=heartbeat_timeout_s, tls=tls
-        ) as server:
-            listener.address = listening_address(server, "127.0.0.1")
+            listener, listener=sock, token=TOKEN, heartbeat_timeout_s=heartbeat_timeout_s, tls=tls
+        ):
+            listener.address = f"127.0.0.1:{sock.getsockname()[1]}"
             await body(listener)
 
     asyncio.run(whole())

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from chameleon_ft import launch
 from chameleon_ft.config import Recovery, Timeouts
+from chameleon_ft.launch import processes
 from chameleon_ft.runtime.rank import spawned_rank_main
 from tests.harness import assert_trained_as_if_nothing_failed, small_config, train_here
 
@@ -43,7 +43,7 @@ def _run_rank(fail: Callable[[], object], *, worker: int, incarnation: int, **ar
 def test_a_process_that_fails_before_it_connects_is_replaced(tmp_path: Path, how: str) -> None:
     recovery = Recovery(policy="reroute", respawn=True, respawn_delay_s=0.1)
     config = small_config(tmp_path, recovery=recovery, timeouts=_TIMEOUTS)
-    with mock.patch.object(launch, "_RANK", f"{__name__}:{how}"):
+    with mock.patch.object(processes, "RANK", f"{__name__}:{how}"):
         ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == set()
@@ -55,7 +55,7 @@ def test_a_process_that_fails_before_it_connects_is_replaced(tmp_path: Path, how
 
 
 def test_without_a_restart_the_run_says_so_at_once(tmp_path: Path) -> None:
-    with mock.patch.object(launch, "_RANK", f"{__name__}:dies"):
+    with mock.patch.object(processes, "RANK", f"{__name__}:dies"):
         ended = train_here(small_config(tmp_path), tmp_path / "run")
     assert ended.code == 1
     assert ended.summary["reason"] == f"worker 2 ended before the run began: SIGKILL; see {ended.run.logs}"

@@ -76,12 +76,15 @@ def facts_table() -> Table:
 
 
 class TerminalView(View):
-    """Prints a header, a line per step, a banner per failure and a closing table to `console`."""
+    """Prints a header, a line per step, a banner per failure and a closing table to `console`.
 
-    def __init__(self, console: Console | None = None) -> None:
+    `steps` and `files` are of a run that has started already; see `RunInfo`.
+    """
+
+    def __init__(self, console: Console | None = None, *, steps: int = 0, files: str = "") -> None:
         self._console, self._box = output(console)
-        self._steps = 0
-        self._files = ""
+        self._steps = steps
+        self._files = files
 
     def started(self, info: RunInfo) -> None:
         """Print the model, the data, the steps, the run directory and the layout."""

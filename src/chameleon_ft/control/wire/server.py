@@ -6,12 +6,13 @@ import asyncio
 import hmac
 import http
 import itertools
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
@@ -24,7 +25,9 @@ from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Handler", "Peer", "control_server", "listening_address"]
+__all__ = ["Handler", "Peer", "control_server", "listening_socket"]
+
+_BACKLOG: Final = 4096  # peers that may reconnect at the same moment
 
 
 class Peer:
@@ -138,14 +141,13 @@ class _Server:
 def control_server(
     handler: Handler,
     *,
-    host: str,
-    port: int,
+    listener: socket.socket,
     token: str,
     heartbeat_timeout_s: float,
     tls: Path | None = None,
     first_number: int = 1,
 ) -> AbstractAsyncContextManager[Server]:
-    """Listen on host:port for peers that know `token`. One silent for `heartbeat_timeout_s` is reported, and stays.
+    """Listen for peers that know `token`. One silent for `heartbeat_timeout_s` is reported, and stays.
 
     With `tls`, a directory for `tls_context`, peers also need a certificate of its authority. Connections are numbered
     from `first_number` on.
@@ -153,8 +155,7 @@ def control_server(
     server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s)
     return serve(
         server.connected,
-        host,
-        port,
+        sock=listener,
         ssl=tls_context(tls, server=True),
         process_request=server.authorize,
         ping_interval=None,
@@ -165,9 +166,10 @@ def control_server(
     )
 
 
-def listening_address(server: Server, host: str) -> str:
-    """Return host:port of a listening server."""
-    return join_address(host, next(iter(server.sockets)).getsockname()[1])
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on host:port; connections wait there for a coordinator to take them."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
 
 
 def _address_of(connection: ServerConnection) -> str:

@@ -1,0 +1,219 @@
+"""The coordinator of a run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
+from typing import Final, TypeAlias
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.journal import Journal, LastEntry
+from chameleon_ft.control.wire.address import join_address, split_address
+from chameleon_ft.control.wire.server import control_server, listening_socket
+from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
+from chameleon_ft.launch.start import RunStart, tls_directory
+from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View
+from chameleon_ft.observe.terminal import TerminalView
+from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
+
+__all__ = ["EXIT_CODES", "Beside", "InterruptCount", "coordinate", "serve_run", "take_over"]
+
+EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
+
+
+class InterruptCount:
+    """Counts how often the end of a run was requested.
+
+    A terminal sends Ctrl-C both to the coordinator and to its launcher, which passes it on.
+    So the requests of the sender with most of them count.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._requests: Counter[str] = Counter()
+        self._done = 0
+
+    def request(self, sender: str) -> None:
+        """Interrupt the run, unless another sender has been first."""
+        self._requests[sender] += 1
+        if self._requests[sender] > self._done:
+            self._done += 1
+            self._interrupt()
+
+
+Beside: TypeAlias = Callable[[ControlAddress, Coordinator, InterruptCount], AbstractAsyncContextManager[None]]
+"""A context beside a coordinator that listens."""
+
+
+def coordinate(
+    config: RunConfig,
+    *,
+    run: RunDirectory,
+    resume: bool,
+    view: View | None = None,
+    beside: Beside | None = None,
+) -> int:
+    """Run the coordinator alone; the workers join from other processes. Returns the exit code.
+
+    Args:
+        view: displays the run, by default on the terminal.
+        beside: entered once it listens; by default it prints how to join.
+    """
+
+    async def coordinated() -> RunStatus:
+        start = await _start(config, run=run, resume=resume)
+        host = config.control.host
+        with listening_socket(host, config.control.port) as listener:
+            address = join_address(host, listener.getsockname()[1])
+            token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
+            control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
+            return await serve_run(
+                start,
+                control,
+                listener=listener,
+                view=view or TerminalView(),
+                beside=beside or partial(_invite, run),
+                processes=get_context("spawn"),
+            )
+
+    return EXIT_CODES[asyncio.run(coordinated())]
+
+
+def take_over(config: RunConfig, *, run: RunDirectory) -> int:
+    """Continue a run whose coordinator is lost, at the address where that one was. Returns the exit code.
+
+    Raises:
+        ControlError: the run has no journal, or a damaged one.
+    """
+
+    async def coordinated() -> RunStatus:
+        start = await _start(config, run=run, resume=True)
+        lost, last = run.read_control(), LastEntry.read(run.journal_file)
+        with listening_socket(*split_address(lost.address)) as listener:
+            control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
+            return await serve_run(
+                start,
+                control,
+                listener=listener,
+                view=TerminalView(steps=config.steps, files=str(run.path)),
+                beside=partial(_invite, run),
+                processes=get_context("spawn"),
+                last=last,
+            )
+
+    return EXIT_CODES[asyncio.run(coordinated())]
+
+
+async def serve_run(
+    start: RunStart,
+    control: ControlAddress,
+    *,
+    listener: socket.socket,
+    view: View,
+    beside: Beside,
+    processes: BaseContext,
+    last: LastEntry | None = None,
+) -> RunStatus:
+    """Coordinate a run until it ends.
+
+    Args:
+        listener: the socket at the address of `control`.
+        beside: entered once the coordinator listens.
+        processes: starts the process of background work.
+        last: where another coordinator has left the run, to continue from there.
+    """
+    config, run = start.config, start.run
+    with (
+        Recorder(run, view) as recorder,
+        Journal(run.journal_file) as journal,
+        background(processes) as executor,
+    ):
+        coordinator = Coordinator(
+            config=config,
+            run=run,
+            recorder=recorder,
+            job=start.job,
+            profile=start.profile,
+            plan=start.plan,
+            resume=start.resume or last is not None,
+            executor=executor,
+            journal=journal,
+            last=last,
+        )
+        async with control_server(
+            coordinator,
+            listener=listener,
+            token=control.token,
+            tls=control.tls,
+            heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
+            first_number=coordinator.first_connection,
+        ):
+            run.write_control(control)
+            try:
+                interrupts = InterruptCount(coordinator.interrupt)
+                interrupt = partial(interrupts.request, "signal")
+                async with beside(control, coordinator, interrupts):
+                    with signals_handled(SIGINT=interrupt, SIGTERM=coordinator.terminate):
+                        return await coordinator.wait()
+            finally:
+                run.remove_control()
+
+
+@asynccontextmanager
+async def _invite(
+    run: RunDirectory, control: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount
+) -> AsyncIterator[None]:
+    """Print how to join."""
+    print(
+        f"waiting for {coordinator.state.settings.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:"
+    )
+    # The token goes to a terminal and to no log file.
+    secret = control.token if sys.stdout.isatty() else "..."
+    tls = "" if control.tls is None else " --tls DIRECTORY"
+    print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {control.address}{tls} --workers N")
+    print(f"or, where the run directory can be read: chameleon agent --run {run.path} --workers N", flush=True)
+    yield
+
+
+async def _start(config: RunConfig, *, run: RunDirectory, resume: bool) -> RunStart:
+    """Inspect the job and load the solvers. Raises what `inspect` and `RunStart.of` raise."""
+    start_fork_server()
+    solvers = _start_loading_solvers()
+    job = await inspect(config)
+    # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
+    await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
+    if not solvers.done():
+        print(COMPILING, flush=True)
+    await solvers
+    return RunStart.of(config, run=run, job=job, resume=resume)
+
+
+def _start_loading_solvers() -> asyncio.Task[None]:
+    """Run `load_solvers` in a daemon thread: Ctrl-C does not wait for it, as for a thread of the loop's executor."""
+    done: Future[None] = Future()
+
+    def load() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            load_solvers()
+            done.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
+            done.set_exception(error)
+
+    async def wait() -> None:
+        await asyncio.wrap_future(done)
+
+    threading.Thread(target=load, daemon=True).start()
+    return asyncio.create_task(wait())

@@ -1,0 +1,286 @@
+"""A run on one machine: a launcher with the coordinator, which it replaces when that is lost, and the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.journal import LastEntry
+from chameleon_ft.control.wire.address import join_address
+from chameleon_ft.control.wire.server import listening_socket
+from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.launch.agent import create_agent
+from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
+from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, receive, start_fork_server
+from chameleon_ft.launch.start import RunStart, require_device, tls_directory
+from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
+from chameleon_ft.observe.terminal import TerminalView
+from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
+from chameleon_ft.runtime.process import end_with_parent, exit_immediately
+
+__all__ = ["train"]
+
+_FORK: Final = get_context("fork")
+_MOST_DEATHS: Final = 3
+"""Coordinators that may die without a step between them; then the run ends."""
+_AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
+
+
+def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
+    """Run everything on this machine: coordinator, agent and ranks. Returns the exit code.
+
+    Raises:
+        ChameleonError: the run cannot be started.
+    """
+    host = config.control.host
+    with listening_socket(host, config.control.port) as listener:
+        address = join_address(host, listener.getsockname()[1])
+        token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
+        control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
+        with _Child(partial(_run_agent, config, control, listener)) as agent:
+            # Before any process is forked that needs them, and while the agent loads the job.
+            _load_solvers()
+            start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
+            require_device(config, start.job)
+            return EXIT_CODES[_Launcher(start, control, listener, agent).wait()]
+
+
+class _Launcher:
+    """Keeps a run coordinated until it ends. It has one thread, so it can fork at any time."""
+
+    def __init__(self, start: RunStart, control: ControlAddress, listener: socket.socket, agent: _Child) -> None:
+        self._start = start
+        self._control = control
+        self._listener = listener
+        self._agent = agent
+        self._coordinator: _Child | None = None
+        self._signals: list[signal.Signals] = []
+        self._deaths = 0  # of coordinators since the last step
+        self._metrics_bytes = self._count_metrics_bytes()
+
+    def wait(self) -> RunStatus:
+        """Run coordinators until one says how the run ended, and return that. Raises the ChameleonError of one."""
+        self._start.run.journal_file.unlink(missing_ok=True)  # of the run that is resumed
+        with _signals_passed_to(self._pass_on):
+            self._start_coordinator()
+            self._agent.pipe.send(None)
+            try:
+                outcome = self._watch()
+            finally:
+                self._listener.close()
+                if self._coordinator is not None:
+                    self._coordinator.kill()
+        if isinstance(outcome, ChameleonError):
+            raise outcome
+        self._agent.process.join(_AGENT_GRACE_S)
+        return outcome
+
+    def _watch(self) -> RunStatus | ChameleonError:
+        agent: list[Connection] = [self._agent.pipe]
+        while True:
+            coordinator = self._coordinator
+            assert coordinator is not None
+            if coordinator.pipe in connection.wait([coordinator.pipe, *agent]):
+                if (outcome := _received(coordinator.pipe)) is not None:
+                    coordinator.process.join()
+                    return outcome  # type: ignore[no-any-return]
+                if (lost := self._replace(coordinator)) is not None:
+                    return lost
+            elif agent:
+                error = _received(self._agent.pipe) or f"it was ended by {_describe_end(self._agent.process)}"
+                agent.clear()
+                with contextlib.suppress(OSError):
+                    coordinator.pipe.send(f"the agent of this machine failed: {error}")
+
+    def _start_coordinator(self) -> None:
+        self._coordinator = _Child(
+            partial(_run_coordinator, self._start, self._control, self._listener, tuple(self._signals))
+        )
+
+    def _replace(self, coordinator: _Child) -> RunStatus | None:
+        """Start another coordinator in place of one that has died, or end the run if too many have."""
+        coordinator.process.join()
+        why, run = _describe_end(coordinator.process), self._start.run
+        metrics_bytes = self._count_metrics_bytes()
+        self._deaths = 1 if metrics_bytes > self._metrics_bytes else self._deaths + 1
+        self._metrics_bytes = metrics_bytes
+        if self._deaths < _MOST_DEATHS:
+            self._start_coordinator()
+            print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
+            return None
+        run.remove_control()
+        self._agent.kill()
+        reason = f"{self._deaths} coordinators have died without a step between them, the last one by {why}"
+        with Recorder(run, TerminalView(steps=self._start.config.steps, files=str(run.path))) as recorder:
+            recorder.finish("failed", reason=reason)
+        return "failed"
+
+    def _count_metrics_bytes(self) -> int:
+        file = self._start.run.metrics_file
+        return file.stat().st_size if file.exists() else 0
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        self._signals.append(number)
+        if self._coordinator is not None:
+            with contextlib.suppress(OSError):  # the next one is told when it starts
+                self._coordinator.pipe.send(number)
+
+
+class _Child:
+    """A process that is forked from this one, with a pipe to it; it is killed at the end of the block."""
+
+    def __init__(self, target: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = _FORK.Pipe()
+        self.process: BaseProcess = _FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has the handlers of this process at first
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def answer(self) -> Any:
+        """Return what the process sends, or raise it if it is an error."""
+        found = _received(self.pipe)
+        if found is None:
+            raise ControlError(f"the agent of this machine was ended by {_describe_end(self.process)}")
+        if isinstance(found, ChameleonError):
+            raise found
+        return found
+
+    def kill(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _received(pipe: Connection) -> Any:
+    """Return the next message of a process; None once it has ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _describe_end(process: BaseProcess) -> str:
+    process.join()
+    code = process.exitcode or 0
+    return signal.Signals(-code).name if code < 0 else f"an error (exit code {code})"
+
+
+@contextmanager
+def _signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    before = {
+        number: signal.signal(number, lambda received, _: handler(signal.Signals(received))) for number in SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _load_solvers() -> None:
+    notice = threading.Timer(COMPILING_AFTER_S, partial(print, COMPILING, flush=True))
+    notice.daemon = True
+    notice.start()
+    try:
+        load_solvers()
+    finally:
+        notice.cancel()
+        notice.join()
+
+
+# --- the children ----------------------------------------------------------------------------------------------------
+
+
+def _run_child(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
+    end_with_parent()
+    launchers.close()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    target(pipe)
+    exit_immediately(0)
+
+
+def _run_coordinator(
+    start: RunStart,
+    control: ControlAddress,
+    listener: socket.socket,
+    signals: Sequence[signal.Signals],
+    pipe: Connection,
+) -> None:
+    """Coordinate the run, from the journal on if there is one, and send how it ended."""
+
+    @asynccontextmanager
+    async def obey(_: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount) -> AsyncIterator[None]:
+        def obey_order(order: object) -> None:
+            match order:
+                case signal.SIGINT:
+                    interrupts.request("launcher")
+                case signal.SIGTERM:
+                    coordinator.terminate()
+                case str():
+                    coordinator.end("failed", order)
+
+        # The first one may have reached the coordinator before.
+        for number in signals[1:] if coordinator.state.ending else signals:
+            obey_order(number)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), lambda: obey_order(_received(pipe)))
+        yield
+        loop.remove_reader(pipe.fileno())
+
+    outcome: RunStatus | ChameleonError
+    try:
+        last = LastEntry.read(start.run.journal_file)
+        control = replace(control, pid=os.getpid())
+        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
+        outcome = asyncio.run(
+            serve_run(start, control, listener=listener, view=view, beside=obey, processes=_FORK, last=last)
+        )
+    except ChameleonError as error:
+        outcome = error
+    pipe.send(outcome)
+
+
+def _run_agent(config: RunConfig, control: ControlAddress, listener: socket.socket, pipe: Connection) -> None:
+    """Send the job in numbers; once told to, serve the run. Send the error if that fails."""
+    listener.close()
+
+    async def serve() -> None:
+        start_fork_server()
+        pipe.send(await inspect(config))
+        await receive(pipe)
+        agent = create_agent(coordinator=control.address, token=control.token, tls=control.tls, workers=config.workers)
+        try:
+            await agent.serve()
+        finally:
+            agent.kill_all()
+
+    try:
+        asyncio.run(serve())
+    except ChameleonError as error:
+        pipe.send(error)
