@@ -13,6 +13,7 @@ from chameleon_ft.control.wire.parts import Rest, Vote
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter
+from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
 from chameleon_ft.runtime.execution.commit import AppliedStep, Committer, Reductions
@@ -127,7 +128,9 @@ class StepLoop:
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
-            stats = self.executor.run(state, self.generation.operations, after=reductions.after, repetition=repetition)
+            stats = self.executor.run(
+                state, self.generation.operations, after=self._after(reductions), repetition=repetition
+            )
             vote = self._commit(
                 reductions, stats, contributions=state.contributions(), start_s=start_s, repetition=repetition
             )
@@ -207,7 +210,7 @@ class StepLoop:
                     resends=[resend for resend in rest.resends if resend[-1] != self.worker],
                     resent_gradients=rest.resent_gradients,
                     counted=rest.counted,
-                    after=reductions.after,
+                    after=self._after(reductions),
                 )
             # Where a sum is known, it has those of all micro-batches.
             ties = [segment.tied for segment in self.generation.segments if segment.tied]
@@ -223,6 +226,17 @@ class StepLoop:
             times = {"start_s": start_s, "start_unix_s": start_unix_s}
             self.recorder.record(state.step, stats, generation=self.generation.number, part="rest", **times)
         return vote
+
+    def _after(self, reductions: Reductions) -> Callable[[int], None]:
+        """Return what is called after each operation; it raises CommunicationError if the generation is over."""
+
+        def after(count: int) -> None:
+            reductions.after(count)
+            # Operations without a message would go on, while all other workers wait for this one.
+            if self.client.is_over(self.generation.number):
+                raise CommunicationError(None, "the generation is over")
+
+        return after
 
     def _commit(
         self,

@@ -1,0 +1,76 @@
+"""A rank leaves a generation that is over between two operations, even if none of those left needs a message."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import CommunicationError
+from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.step_stats import StepRecorder
+from chameleon_ft.runtime.step_loop import StepLoop
+from chameleon_ft.schedule import best_program
+from chameleon_ft.sync import gradient_segments
+from tests.runtime.switchboard import Line, Switchboard
+from tests.runtime.test_interrupted_step import LAYERS, MICRO_BATCHES, Worker
+from tests.runtime.toy import toy_job
+from tests.strategies import equal_costs
+
+
+@pytest.mark.parametrize("run_before", range(1, 12))
+def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> None:
+    layers = LayerRange(0, LAYERS)
+    plan = Plan(
+        placement=Placement(LAYERS, {0: (layers,)}),
+        routes=tuple(Route(number, (Hop(0, layers),)) for number in range(MICRO_BATCHES)),
+        split_backward=True,
+    )
+    worker = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement))
+    costs = equal_costs(layers=LAYERS, micro_batches=MICRO_BATCHES, workers=1)
+    operations = best_program(plan, costs).program.operations[0]
+    executor = worker.executor(Line(0, Switchboard()))
+    committer = Committer(
+        worker=0,
+        held=worker.held,
+        buffers=worker.buffers,
+        contributions=MICRO_BATCHES * LAYERS,
+        clip_norm=None,
+        committed=0,
+        activity=Activity(),
+        faults=executor.faults,
+    )
+
+    def is_over(generation: int) -> bool:
+        return committer.state is not None and len(committer.state.spans) >= run_before
+
+    unused: Any = None
+    loop = StepLoop(
+        worker=0,
+        config=SimpleNamespace(steps=1, health=SimpleNamespace(check_every=0)),  # type: ignore[arg-type]
+        client=SimpleNamespace(is_over=is_over, finishing=False),  # type: ignore[arg-type]
+        generation=SimpleNamespace(  # type: ignore[arg-type]
+            number=1,
+            operations=operations,
+            order=SimpleNamespace(generation=1, roll_forward=None, rest=None, first_step=0, skipped=()),
+        ),
+        committer=committer,
+        executor=executor,
+        migration=unused,
+        check=nullcontext(),  # type: ignore[arg-type]
+        recorder=StepRecorder(log=unused, worker=0, every=0),
+        writer=unused,
+        activity=Activity(),
+        first_committed=lambda: None,
+    )
+    with pytest.raises(CommunicationError, match="the generation is over"):
+        loop.run()
+    assert committer.state is not None
+    assert [kind for kind, _, _ in committer.state.spans] == [each.kind for each in operations[:run_before]]
+    progress = committer.state.progress(())
+    # What the last operation has made counts.
+    assert len(progress.saved) + len(progress.deferred) + len(progress.contributed) > 0
