@@ -26,7 +26,7 @@ from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, blank_module
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.state_transfer.migration import LayerMigration
+from chameleon_ft.runtime.state_transfer.migration import _SUM_TAG, LayerMigration
 from chameleon_ft.schedule import Operation, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.switchboard import Line, Switchboard
@@ -45,10 +45,14 @@ class Slow(Line):
 
     message_s: float = 0.0
     spoiled_tag: int | None = None
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    """(bytes, bytes that they stand for) of the sums of gradients that were sent"""
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         if stands_for_bytes is not None:
             time.sleep(self.message_s)
+        if stands_for_bytes is not None and tag == _SUM_TAG:
+            self.sums.append((tensor.nbytes, stands_for_bytes))
         if stands_for_bytes and self.spoiled_tag is not None:
             tensor = tensor.clone()
             tensor[0] ^= 1
@@ -64,6 +68,8 @@ class Rank:
     held: HeldLayers
     buffers: GradientBuffers
     operations: tuple[Operation, ...]
+    stand_in_scale: int | None = None
+    sums: list[tuple[int, int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     current: list[frozenset[int]] = field(default_factory=list)
     switches: list[bool] = field(default_factory=list)
@@ -80,7 +86,7 @@ class Rank:
         self.buffers.expect(self.held)
         layers.begin(order, memory={}, migrated=self.migrated)
 
-    def run(self, line: Line, order: Migrate, members: Sequence[int], steps: int, *, delay_s: float) -> None:
+    def run(self, line: Slow, order: Migrate, members: Sequence[int], steps: int, *, delay_s: float) -> None:
         faults = FaultInjector(self.worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
         committer = Committer(
             worker=self.worker,
@@ -111,7 +117,7 @@ class Rank:
             faults=faults,
             committed=0,
             step_s=None,
-            stand_ins=False,
+            stand_in_scale=self.stand_in_scale,
             is_ending=self.is_ending.is_set,
         )
         beginning = threading.Thread(target=self.begin, args=(layers, order, delay_s))
@@ -138,6 +144,7 @@ class Rank:
             self.error = error
             line.interrupt()
         finally:
+            self.sums = line.sums
             beginning.join()
             layers.close(interrupt=not self.migrated.done())
 
@@ -155,6 +162,7 @@ def train(
     spoiled_tag: int | None = None,
     delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
     switches_after_s: float | None = None,
+    stand_in_scale: int | None = None,
 ) -> list[Rank]:
     """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder."""
     job = toy_job(LAYERS, tied=tied)
@@ -175,7 +183,7 @@ def train(
     for worker in members:
         own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU)
         operations = program.of(worker) if worker in held else ()
-        ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations))
+        ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations, stand_in_scale))
     lines = [Slow(rank.worker, board, message_s=message_s, spoiled_tag=spoiled_tag) for rank in ranks]
     threads = [
         threading.Thread(target=rank.run, args=(line, order, members, steps), kwargs={"delay_s": delays_s[rank.worker]})
@@ -232,6 +240,14 @@ def test_ranks_need_not_begin_in_the_same_step(tied: bool) -> None:
         assert [set(rank.held.layers) for rank in ranks[2:]] == [{0, 3}, {4}], delays_s
         for rank in ranks[2:]:
             assert all(equal(state(rank, layer), state(ranks[0], layer)) for layer in rank.held.layers), delays_s
+
+
+def test_on_emulated_links_the_sums_of_gradients_take_as_long_as_any_gradients_of_that_size() -> None:
+    """With stand-ins for layers whose optimizer has another share of the bytes, too."""
+    ranks = train(move((0, 2, 1, 1_000_000), (0, 2, 2, 1_000_000)), steps=6, stand_in_scale=7)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert len(ranks[0].sums) > 2
+    assert all(stands_for == 7 * own for own, stands_for in ranks[0].sums)
 
 
 def test_a_layer_that_takes_long_delays_the_vote_and_nothing_else() -> None:

@@ -146,6 +146,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         device=device,
         new_communicators=new_communicators,
         pace=None if emulated is None else emulated.pace,
+        stand_in_scale=None if emulated is None else emulated.scale,
         client=client,
         faults=faults,
     )

@@ -56,7 +56,7 @@ class Trainer:
     """Carries out a rank's orders in the training thread. The fields stay the same for the life of the rank.
 
     Attributes:
-        pace: of an emulated device.
+        pace, stand_in_scale: of an emulated device, which trains stand-ins for layers; see `models.stand_in`.
     """
 
     worker: int
@@ -67,6 +67,7 @@ class Trainer:
     device: torch.device
     new_communicators: Callable[[], Communicators]
     pace: Pace | None
+    stand_in_scale: int | None
     client: ControlClient
     faults: FaultInjector
 
@@ -405,7 +406,7 @@ class Trainer:
             committed=committer.committed,
             step_s=committer.step_s,
             rest_s=None if order.rest is None else order.rest.rest_s,
-            stand_ins=self.pace is not None,
+            stand_in_scale=self.stand_in_scale,
             is_ending=partial(self._is_ending, generation.number, committer),
         )
         self._preparations.training(generation.number, self._held, committer.buffers, migration)

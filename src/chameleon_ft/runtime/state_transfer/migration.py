@@ -54,7 +54,8 @@ class LayerMigration:
         committed: updates applied so far.
         step_s: seconds of a step, as measured; None if none has been.
         rest_s: predicted seconds of the first step, if it is the rest of one that was interrupted.
-        stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
+        stand_in_scale: how many bytes of the model a byte of the gradients stands for, if the layers are stand-ins for
+            those of a profile, whose bytes are counted then; otherwise None.
         is_ending: returns whether the present step is known to be the last of the generation.
     """
 
@@ -70,7 +71,7 @@ class LayerMigration:
         committed: int,
         step_s: float | None,
         rest_s: float | None = None,
-        stand_ins: bool,
+        stand_in_scale: int | None,
         is_ending: Callable[[], bool],
     ) -> None:
         self._worker = worker
@@ -79,7 +80,7 @@ class LayerMigration:
         self._communicators = communicators
         self._device = device
         self._faults = faults
-        self._stand_ins = stand_ins
+        self._stand_in_scale = stand_in_scale
         self._is_ending = is_ending
         self._condition = threading.Condition()
         self._committed = committed
@@ -215,7 +216,7 @@ class LayerMigration:
                 self._faults.at("transfer", version)
             start = time.monotonic()
             state = self._pull(source, layer, version)
-            moved = num_bytes if self._stand_ins else tensor_bytes(state)
+            moved = tensor_bytes(state) if self._stand_in_scale is None else num_bytes
             s_per_byte = (time.monotonic() - start) / max(1, moved)
             with self._condition:
                 self._pulling = False
@@ -314,7 +315,7 @@ class LayerMigration:
             announcing += [self._communicators.send(step, peer=peer, tag=_SUM_TAG) for peer in told]
             for peer, layer in due:
                 for buffer in self._buffers.of_layer(layer):
-                    num_bytes = self._stood_for(layer, buffer)
+                    num_bytes = buffer.nbytes * (self._stand_in_scale or 1)
                     sending.append(
                         self._communicators.send(buffer, peer=peer, tag=_SUM_TAG, stands_for_bytes=num_bytes)
                     )
@@ -322,9 +323,3 @@ class LayerMigration:
     @property
     def _has_to_give(self) -> bool:
         return self._summed and (not self._announced or self._given < len(self._served))
-
-    def _stood_for(self, layer: int, gradients: Tensor) -> int:
-        """Return the bytes of the gradients that these stand for; their share of the layer is the same."""
-        if not self._stand_ins:
-            return gradients.nbytes
-        return round(gradients.nbytes * self._bytes[layer] / max(1, tensor_bytes(self._held.state_of(layer))))
