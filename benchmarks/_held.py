@@ -53,6 +53,8 @@ class _NoPeers:
 
     def open(self, membership: Membership) -> None: ...
 
+    def settle(self) -> None: ...
+
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> _Arrived:
         return _Arrived(tensor)
 

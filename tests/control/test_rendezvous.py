@@ -24,7 +24,7 @@ def test_each_look_up_is_answered_once_as_soon_as_the_key_is_there(actions: list
         key = f"group-{name % 2}/{name}"
         if action == "publish":
             published[generation][key] = str(connection)
-            answers = store.publish(Publish(generation=generation, key=key, value=str(connection)))
+            answers = store.publish(connection, Publish(generation=generation, key=key, value=str(connection)))
         else:
             waiting.append((connection, generation, key))
             answers = store.look_up(connection, LookUp(generation=generation, key=key))
@@ -43,11 +43,25 @@ def test_each_look_up_is_answered_once_as_soon_as_the_key_is_there(actions: list
 def test_earlier_generations_are_forgotten() -> None:
     store = RendezvousStore()
     for generation in (1, 2):
-        assert not list(store.publish(Publish(generation=generation, key="a/0", value="x")))
+        assert not list(store.publish(6, Publish(generation=generation, key="a/0", value="x")))
         assert not list(store.look_up(7, LookUp(generation=generation, key="a/1")))
     store.forget_before(2)
 
     assert not list(store.look_up(8, LookUp(generation=1, key="a/0")))
-    assert list(store.publish(Publish(generation=2, key="a/1", value="y"))) == [
+    assert list(store.publish(6, Publish(generation=2, key="a/1", value="y"))) == [
         (7, Published(generation=2, values=(("a/0", "x"), ("a/1", "y"))))
+    ]
+
+
+def test_all_members_of_a_group_are_sent_all_its_values_once_the_last_is_there() -> None:
+    store = RendezvousStore()
+    values = tuple((f"group-0/{rank}", f"at {rank}") for rank in range(3))
+    published = [
+        list(store.publish(10 + rank, Publish(generation=1, key=key, value=value, members=3)))
+        for rank, (key, value) in enumerate(values)
+    ]
+    assert published == [[], [], [(10 + rank, Published(generation=1, values=values)) for rank in range(3)]]
+    # One whose connection was lost asks, and is told at once.
+    assert list(store.look_up(20, LookUp(generation=1, key="group-0/2"))) == [
+        (20, Published(generation=1, values=values))
     ]

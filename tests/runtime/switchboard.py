@@ -94,6 +94,8 @@ class Line:
 
     def open(self, membership: Membership) -> None: ...
 
+    def settle(self) -> None: ...
+
     def interrupt(self) -> None:
         self.board.cut.set()
 

@@ -120,6 +120,8 @@ class Wire:
     def interrupt(self) -> None:
         self.calls.append("interrupt")
 
+    def settle(self) -> None: ...
+
     def close(self) -> None:
         self.calls.append("close")
 

@@ -274,6 +274,38 @@ def test_closing_is_possible_in_any_state(ranks: Ranks) -> None:
     ranks.run(closed_in_any_state, [([g[rank] for g in generations],) for rank in range(2)])
 
 
+def use_before_all_groups_are_formed(membership: Membership) -> list[str]:
+    """Rank 1 does not form the group that it reduces in with rank 0; all vote and exchange messages all the same."""
+    communicators = GlooCommunicators(timeouts=ENDLESS, address="127.0.0.1")
+    if membership.worker == 1:
+        communicators._form_all = lambda form, groups: communicators._sockets.settle()  # type: ignore[method-assign]
+    errors = []
+    try:
+        communicators.open(membership)
+        votes = torch.ones(1)
+        communicators.vote(votes, membership.members).wait()
+        assert float(votes) == 3
+        if membership.worker == 0:
+            with interrupted_in("settle", communicators):
+                for call in (lambda: communicators.all_reduce(torch.ones(1), (0, 1)), communicators.settle):
+                    with pytest.raises(CommunicationError) as caught:
+                        call()
+                    errors.append(str(caught.value))
+        else:
+            with pytest.raises(CommunicationError):  # once rank 0 has left
+                communicators.receive(torch.empty(1), peer=0, tag=0).wait()
+    finally:
+        communicators.close()
+    return errors
+
+
+def test_a_group_that_is_still_formed_delays_its_reductions_only_and_can_be_interrupted(ranks: Ranks) -> None:
+    memberships = ranks.memberships([(0, 1)], members=(0, 1, 2))
+    errors, *_ = ranks.run(use_before_all_groups_are_formed, [(membership,) for membership in memberships])
+    assert len(errors) == 2
+    ranks.run(reduce_in_groups, [(m,) for m in ranks.memberships()])
+
+
 # --- a rank is killed ------------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,9 @@ class Unconnected:
         if membership.generation in self._failing:
             raise OSError("too many open files")
 
+    def settle(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -9,11 +9,12 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.wire.messages import LookUp, Message, Publish
 from chameleon_ft.runtime.communicators import CommunicationError, Membership, Rendezvous
+from chameleon_ft.runtime.communicators.gloo import gloo_group
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from tests.runtime.ranks import Ranks, opened
 
@@ -36,7 +37,7 @@ class Coordinator:
         assert isinstance(message, Publish | LookUp)
         with self.lock:
             if isinstance(message, Publish):
-                answers = list(self.store.publish(message))
+                answers = list(self.store.publish(worker, message))
             else:
                 answers = list(self.store.look_up(worker, message))
                 self.look_ups += 1
@@ -57,6 +58,36 @@ def test_torch_finds_what_others_have_published() -> None:
     assert one.check(["3"])
     other.wait([*values])
     assert coordinator.look_ups <= len(values) + 1, "one answer has the values of all that is beside a key"
+
+
+def test_the_members_of_a_group_are_told_of_each_other_without_asking() -> None:
+    """Gloo publishes once for each member, and what it looks up has come by itself."""
+    coordinator = Coordinator()
+    stores = [coordinator.rank(rank) for rank in range(4)]
+    device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        forming = [
+            pool.submit(gloo_group, store, "generation-4/group-0", rank, 4, device=device, timeout_s=30.0, key=b"k")
+            for rank, store in enumerate(stores)
+        ]
+        for formed_group in forming:
+            formed_group.result()
+    assert coordinator.look_ups == 0
+
+
+def test_a_member_that_was_not_told_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_ft.runtime.communicators.store._ASK_AFTER_S", 0.01)
+    coordinator = Coordinator()
+    one, other = coordinator.rank(0), coordinator.rank(1)
+    for store in (one, other):
+        store.expect("group", 2)
+    PrefixStore("group", one).set("0", b"x")  # type: ignore[arg-type] # the stub has str
+    told = coordinator.ranks.pop(0)
+    coordinator.ranks[0] = coordinator.rank(7)  # the connection is lost just then, and made again
+    PrefixStore("group", other).set("1", b"y")  # type: ignore[arg-type] # the stub has str
+    coordinator.ranks[0] = told
+    assert PrefixStore("group", one).get("1") == b"y"
+    assert coordinator.look_ups == 1
 
 
 def test_a_wait_ends_with_the_generation() -> None:

@@ -175,7 +175,7 @@ class Coordinator:
             received = self._received.get(number, 0) + 1
         match message:
             case messages.Publish():
-                self._send_all(self._rendezvous.publish(message))
+                self._send_all(self._rendezvous.publish(number, message))
             case messages.LookUp():
                 self._send_all(self._rendezvous.look_up(number, message))
             case _:

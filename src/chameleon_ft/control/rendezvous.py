@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from chameleon_ft.control.wire.messages import LookUp, Publish, Published
+from chameleon_ft.control.wire.parts import folder_of
 
 __all__ = ["RendezvousStore"]
 
@@ -22,11 +23,18 @@ class RendezvousStore:
     def __init__(self) -> None:
         self._values: dict[int, dict[str, str]] = {}  # by generation and key
         self._waiting: dict[int, list[tuple[int, str]]] = {}  # by generation: (connection, key)
+        self._members: dict[int, dict[str, dict[str, int]]] = {}  # by generation, folder and key: the connection
 
-    def publish(self, message: Publish) -> Iterator[_Answer]:
-        """Keep a value; yield what to answer to those who have waited for it."""
-        generation = message.generation
+    def publish(self, connection: int, message: Publish) -> Iterator[_Answer]:
+        """Keep a value; yield what to answer to the members of its group once it is the last, and to those who wait."""
+        generation, folder = message.generation, folder_of(message.key)
         self._values.setdefault(generation, {})[message.key] = message.value
+        if message.members is not None:
+            members = self._members.setdefault(generation, {}).setdefault(folder, {})
+            members[message.key] = connection
+            if len(members) == message.members:
+                published = self._published(generation, message.key)
+                yield from ((member, published) for member in members.values())
         waiting = self._waiting.pop(generation, [])
         if left := [each for each in waiting if each[1] != message.key]:
             self._waiting[generation] = left
@@ -43,13 +51,12 @@ class RendezvousStore:
 
     def forget_before(self, generation: int) -> None:
         """Drop earlier generations."""
-        for by_generation in (self._values, self._waiting):
+        for by_generation in (self._values, self._waiting, self._members):
             for earlier in [number for number in by_generation if number < generation]:
                 del by_generation[earlier]
 
     def _published(self, generation: int, key: str) -> Published:
         """Return all values known in the folder of `key`: whoever needs one member of a group needs the others too."""
-        folder = key.rpartition("/")[0]
-        values = self._values[generation]
-        known = tuple(each for each in values.items() if each[0].rpartition("/")[0] == folder)
+        folder, values = folder_of(key), self._values[generation]
+        known = tuple(each for each in values.items() if folder_of(each[0]) == folder)
         return Published(generation=generation, values=known)

@@ -210,6 +210,7 @@ class Preparations:
                 return None
             self._faults.at("preparation", order.first_step)
             generation.open(self._client.rendezvous(order.generation))
+            generation.communicators.settle()
             self._allocate(generation)
         except Exception as error:  # noqa: BLE001 - training does not depend on it
             if generation is not None:

@@ -185,12 +185,17 @@ class Committed(Message):
 
 
 class Publish(Message):
-    """A rank publishes a value in the rendezvous store of a generation; `value` is in base 64."""
+    """A rank publishes a value in the rendezvous store of a generation; `value` is in base 64.
+
+    With `members`, so many ranks publish one value each in the folder of the key, and all are sent `Published` with all
+    of these values as soon as they are there.
+    """
 
     type: Literal["publish"] = "publish"
     generation: int
     key: str
     value: str
+    members: int | None = None
 
 
 class LookUp(Message):
@@ -202,7 +207,7 @@ class LookUp(Message):
 
 
 class Published(Message):
-    """Values of the rendezvous store of a generation: the one that was looked up, and others beside it."""
+    """Values of the rendezvous store of a generation: those of a group, or the one looked up and others beside it."""
 
     type: Literal["published"] = "published"
     generation: int

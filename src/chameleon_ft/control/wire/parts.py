@@ -24,6 +24,7 @@ __all__ = [
     "Rest",
     "Transition",
     "Vote",
+    "folder_of",
     "pack_operations",
     "unpack_operations",
 ]
@@ -150,6 +151,11 @@ class ChannelTimes(MessagePart):
     forward: bool  # activations; otherwise gradients
     sent_s: tuple[float, ...] = ()
     arrived_s: tuple[float, ...] = ()
+
+
+def folder_of(key: str) -> str:
+    """Return the folder of a key of the rendezvous store, which is the name of a group."""
+    return key.rpartition("/")[0]
 
 
 class OperationTimes(MessagePart):

@@ -82,7 +82,13 @@ class Communicators(Protocol):
     """
 
     def open(self, membership: Membership) -> None:
-        """Connect with all members. Raises CommunicationError if that fails or is interrupted."""
+        """Connect with all members. Raises CommunicationError if that fails or is interrupted.
+
+        The groups that reduce may still be formed beside what follows.
+        """
+
+    def settle(self) -> None:
+        """Wait until all groups are formed, as each of their reductions does. Raises CommunicationError."""
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         """Start sending a contiguous tensor, which must not change until it has arrived.

@@ -53,6 +53,9 @@ class EmulatedLinks:
         self._cluster = self._cluster_of(membership.members)
         self._inner.open(membership)
 
+    def settle(self) -> None:
+        self._inner.settle()
+
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         link = self._cluster.link(self._worker, peer)
         busy_s = 0.0

@@ -19,11 +19,13 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, issue
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
+from chameleon_ft.runtime.communicators.store import GenerationStore
 
 __all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
 
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
+_POLL_S = 0.01
 _CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends within milliseconds of it
 
 
@@ -31,7 +33,8 @@ class GlooCommunicators:
     """One gloo group over all members for messages and for the vote, and one for each smaller group that reduces.
 
     The groups are made directly, not by `dist.init_process_group`, so that a generation that fails leaves nothing
-    global behind. Tensors on an accelerator travel through host memory.
+    global behind. Those that reduce are formed by a thread of its own, because the first messages do not need them.
+    Tensors on an accelerator travel through host memory.
     """
 
     def __init__(self, *, timeouts: Timeouts, address: str) -> None:
@@ -45,37 +48,33 @@ class GlooCommunicators:
         self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
         self._store: Store | None = None  # a store in Python must outlive the groups
+        self._forming: threading.Thread | None = None
+        self._error: CommunicationError | None = None  # with which it ended
 
     def open(self, membership: Membership) -> None:
         with _LEFTOVERS_LOCK:
             _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
         self._sockets.start()
         try:
-            store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
-            device = ProcessGroupGloo.create_device(hostname=self._address)
-            for index, group in enumerate((membership.members, *membership.groups)):
-                if membership.worker in group and group not in self._groups:
-                    self._raise_if_interrupted()
-                    forming = _Forming(
-                        partial(
-                            gloo_group,
-                            store,
-                            f"generation-{membership.generation}/group-{index}",
-                            group.index(membership.worker),
-                            len(group),
-                            device=device,
-                            timeout_s=self._timeouts.first_step_s,
-                            key=membership.rendezvous.key,
-                        )
-                    )
-                    self._wait(forming)
-                    self._groups[group] = forming.group
-        except RuntimeError as error:
-            raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
-        finally:
+            form = self._former(membership)
+            form(0, membership.members)
+            self._raise_if_interrupted()
+        except BaseException as error:
             self._sockets.settle()
+            if isinstance(error, RuntimeError):
+                raise _cannot_be_formed(error) from None
+            raise
         self._world = membership.members
-        self._raise_if_interrupted()
+        self._forming = threading.Thread(
+            target=self._form_all, args=(form, membership.groups), name="gloo-groups", daemon=True
+        )
+        self._forming.start()
+
+    def settle(self) -> None:
+        if self._forming is not None:
+            self._forming.join()
+        if self._error is not None:
+            raise CommunicationError(None, str(self._error))
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         host = tensor.cpu()
@@ -88,6 +87,8 @@ class GlooCommunicators:
         return _Message(work, peer, host, tensor, self._wait)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
+        if group not in self._groups:
+            self.settle()
         host = tensor.cpu()
         work = issue(None, self._groups[group].allreduce, [host])
         with self._lock:
@@ -109,6 +110,9 @@ class GlooCommunicators:
                     waiter.call_off()
 
     def close(self) -> None:
+        while self._forming is not None and self._forming.is_alive():
+            self.interrupt()
+            self._forming.join(_POLL_S)
         # First the connections, so that the groups' destructors find nothing to wait for.
         self._sockets.close()
         with self._lock:
@@ -120,6 +124,44 @@ class GlooCommunicators:
         if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):
             with _LEFTOVERS_LOCK:
                 _LEFTOVERS.append(leftover)
+
+    def _former(self, membership: Membership) -> Callable[[int, tuple[int, ...]], None]:
+        """Return a function that forms a group, by its number and its members, if this rank is in it."""
+        store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
+        device = ProcessGroupGloo.create_device(hostname=self._address)
+
+        def form(index: int, group: tuple[int, ...]) -> None:
+            if membership.worker not in group or group in self._groups:
+                return
+            self._raise_if_interrupted()
+            forming = _Forming(
+                partial(
+                    gloo_group,
+                    store,
+                    f"generation-{membership.generation}/group-{index}",
+                    group.index(membership.worker),
+                    len(group),
+                    device=device,
+                    timeout_s=self._timeouts.first_step_s,
+                    key=membership.rendezvous.key,
+                )
+            )
+            self._wait(forming)
+            self._groups[group] = forming.group
+
+        return form
+
+    def _form_all(self, form: Callable[[int, tuple[int, ...]], None], groups: Sequence[tuple[int, ...]]) -> None:
+        """Form the groups that reduce, one after the other, because they are in one order on all ranks."""
+        try:
+            for index, group in enumerate(groups, 1):
+                form(index, group)
+        except CommunicationError as error:
+            self._error = error
+        except BaseException as error:  # noqa: BLE001 - `settle` raises it
+            self._error = _cannot_be_formed(error)
+        finally:
+            self._sockets.settle()
 
     def _wait(self, work: _Waitable) -> None:
         """Wait in the calling thread, in a way that `interrupt` can call off."""
@@ -150,6 +192,8 @@ def gloo_group(
     options._devices = [device]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
+    if isinstance(store, GenerationStore):
+        store.expect(prefix, size)
     group = gloo(PrefixStore(prefix, store), rank, size, options)
     given = _proofs(key, prefix, [(rank, other) for other in range(size)])
     found = torch.empty_like(given)
@@ -161,6 +205,10 @@ def gloo_group(
             "keep foreign processes from connecting to the ports of the workers"
         )
     return group
+
+
+def _cannot_be_formed(error: BaseException) -> CommunicationError:
+    return CommunicationError(None, f"the communicators cannot be formed: {error}")
 
 
 def _proofs(key: bytes, prefix: str, directions: Sequence[tuple[int, int]]) -> Tensor:

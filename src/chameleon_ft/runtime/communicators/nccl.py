@@ -67,6 +67,9 @@ class NcclCommunicators:
         except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
 
+    def settle(self) -> None:
+        """All is formed when `open` returns."""
+
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         group = self._channels[Channel(self._worker, peer, tag % 2 == 0)]
         return _Message(issue(peer, group.send, [tensor], 1, tag), peer, self._interrupted)

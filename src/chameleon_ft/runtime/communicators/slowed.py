@@ -50,6 +50,9 @@ class SlowedLinks:
         self._worker, self._members = membership.worker, membership.members
         self._inner.open(membership)
 
+    def settle(self) -> None:
+        self._inner.settle()
+
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         def send() -> InFlight:
             return self._inner.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)

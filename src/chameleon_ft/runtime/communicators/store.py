@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import math
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ __all__ = ["GenerationStore", "open_store", "serve_store"]
 
 _BACKLOG = 1024
 _TIMEOUT = timedelta(seconds=30)
+_ASK_AFTER_S = 1.0
 
 
 class GenerationStore(Store):
@@ -43,6 +45,7 @@ class GenerationStore(Store):
         self._send = send
         self._timeout = _TIMEOUT
         self._values: dict[str, bytes] = {}
+        self._members: dict[str, int] = {}  # of groups, by their prefix
         self._is_over = False
         self._changed = threading.Condition()
 
@@ -50,6 +53,13 @@ class GenerationStore(Store):
         """Return this store, whose waits end after `timeout_s` unless they have a timeout of their own."""
         self._timeout = timedelta(seconds=timeout_s)
         return self
+
+    def expect(self, prefix: str, members: int) -> None:
+        """Note that each of so many members of a group publishes one value under `prefix`, and needs all of them.
+
+        Gloo publishes a single one, in a folder of that prefix.
+        """
+        self._members[prefix] = members
 
     def take_in(self, values: Iterable[tuple[str, str]]) -> None:
         """Take in values that were looked up, and others beside them."""
@@ -67,7 +77,7 @@ class GenerationStore(Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
         text = base64.b64encode(value).decode("ascii")
-        self._send(Publish(generation=self._generation, key=key, value=text))
+        self._send(Publish(generation=self._generation, key=key, value=text, members=self._members_of(key)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -80,14 +90,21 @@ class GenerationStore(Store):
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         for key in keys:
             with self._changed:
-                if key in self._values:
-                    continue
-                self._send(LookUp(generation=self._generation, key=key))
+                # The values of a group come by themselves, unless the connection was lost meanwhile.
+                asks_s = time.monotonic() + (_ASK_AFTER_S if self._members_of(key) else 0.0)
                 while key not in self._values:
                     if self._is_over:
                         raise RuntimeError("the generation is over")
-                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    if time.monotonic() >= asks_s:
+                        self._send(LookUp(generation=self._generation, key=key))
+                        asks_s = math.inf
+                        continue  # the answer may be there already
+                    until_s = min(asks_s, deadline)
+                    if not self._changed.wait(max(0.0, until_s - time.monotonic())) and until_s == deadline:
                         raise RuntimeError(f"no member has published {key} in time")
+
+    def _members_of(self, key: str) -> int | None:
+        return next((members for prefix, members in self._members.items() if key.startswith(f"{prefix}/")), None)
 
 
 @contextmanager
