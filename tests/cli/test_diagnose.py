@@ -145,4 +145,65 @@ def test_evidence_that_came_after_the_banner(write: Any, chameleon: CommandLine)
 def test_a_run_without_losses(write: Any, chameleon: CommandLine) -> None:
     run = write([started(), {"event": "finished", "time": NOON, "status": "failed", "reason": "the disk is full"}])
     assert told(chameleon, run) == f"{run}\nno worker was lost\n\nthe run failed: the disk is full\n"
-    assert json.loads(told(chameleon, run, "--json")) == {"incidents": []}
+    assert json.loads(told(chameleon, run, "--json")) == {"incidents": [], "conditions": []}
+
+
+CONDITIONS = """
+no worker was lost
+
+Slow: worker 5
+since   2026-01-01 12:00:10 UTC, for 30.00 s
+why     it computes at 0.52 of the speed of others since step 15; a step takes 1.500 s instead of 1.000 s
+action  repair: 3 micro-batches less for worker 5
+
+Slow: worker 2
+since   2026-01-01 12:00:50 UTC
+why     it computes at 0.90 of the speed of others since step 60
+action  the plan stays as it is, because no other is better
+
+Replaced: the coordinator
+since   2026-01-01 12:01:00 UTC
+why     the one before was lost
+action  another one continued in step 70 and generation 4
+
+Slow disk: worker 3
+since   2026-01-01 12:01:06 UTC
+why     it has been loading layers for 20.00 s or longer
+action  none; there is no limit to that
+
+Held up: the coordinator
+since   2026-01-01 12:01:10 UTC
+why     it did not run for 25.00 s
+action  no worker was given up for that
+
+Records were late: /data/run/metrics.jsonl
+since   2026-01-01 12:01:20 UTC, for 41.00 s
+why     [Errno 28] No space left on device
+action  training went on; the records waited in memory and are written, but for 3 lines that are lost
+"""
+
+
+def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: CommandLine) -> None:
+    def happened(name: str, at: float, **fields: Any) -> dict[str, Any]:
+        return {"event": name, "time": NOON + at, **fields}
+
+    run = write(
+        [
+            started(),
+            happened("slow", 10, worker=5, speed=0.52, since_step=15, step=22, before_step_s=1.0, step_s=1.5),
+            decided(2, trigger="slow"),
+            happened("join", 15, policy="repair", action="3 micro-batches less for worker 5"),
+            happened("recovered", 40, worker=5, step=50, is_trial=False),
+            happened("slow", 50, worker=2, speed=0.9, since_step=60, step=67, before_step_s=None, step_s=None),
+            happened("stay", 51, slow=[2]),
+            happened("took_over", 60, step=70, generation=4),
+            happened("waiting", 65, worker=3, doing="loading layers", since_s=10.0),
+            happened("waiting", 66, worker=3, doing="loading layers", since_s=20.0),
+            happened("stalled", 70, stall_s=25.0),
+            happened("records_late", 80, file="/data/run/metrics.jsonl", reason="[Errno 28] No space left on device"),
+            happened("records_written", 121, late_s=41.0, dropped=3),
+        ]
+    )
+    assert told(chameleon, run).partition("\n")[2] == CONDITIONS.lstrip()
+    kinds = [condition["kind"] for condition in json.loads(told(chameleon, run, "--json"))["conditions"]]
+    assert kinds == ["slow", "slow", "took_over", "waiting", "stalled", "records_late"]

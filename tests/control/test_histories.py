@@ -386,7 +386,7 @@ def examined(history: History) -> None:
 
 def test_a_hung_worker_is_examined_before_it_is_killed() -> None:
     history = hung()
-    assert history.sent(Kill, to=AGENT) == [Kill(worker=1, activity_file="logs/worker-1.activity")]
+    assert history.sent(Kill, to=AGENT) == [Kill(worker=1, is_hung=True)]
     examined(history)
     history.quiesce()
     history.start()

@@ -24,11 +24,10 @@ pytestmark = pytest.mark.multiprocess
 _PYTHON = sys.executable
 SCRIPT = """
 import ctypes, signal, sys, time
-from pathlib import Path
 from chameleon_ft.runtime.activity import Activity
 
 activity = Activity()
-activity.publish(Path(sys.argv[1]))
+activity.publish()
 activity.begin("F3")
 if "deaf" in sys.argv:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -41,14 +40,14 @@ while True:
 
 
 @contextmanager
-def hanging(directory: Path, *how: str) -> Iterator[tuple[int, Path]]:
-    """A process that hangs, and its activity file."""
-    script, file = directory / "script.py", directory / "activity"
+def hanging(directory: Path, *how: str) -> Iterator[int]:
+    """A process that hangs."""
+    script = directory / "script.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen([_PYTHON, script, file, *how], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([_PYTHON, script, *how], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield process.pid, file
+        yield process.pid
         process.kill()
 
 
@@ -61,14 +60,14 @@ def the_line(directory: Path, mark: str) -> str:
 @pytest.mark.parametrize(("how", "mark"), [((), "no lock"), (("lock",), "the lock")])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_process_writes_its_own_stacks(tmp_path: Path, how: tuple[str, ...], mark: str, stopped: bool) -> None:
-    with hanging(tmp_path, *how) as (pid, file):
+    with hanging(tmp_path, *how) as pid:
         while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
             pass
         if stopped:
             os.kill(pid, signal.SIGSTOP)
             while not is_stopped(pid):
                 pass
-        process, activity = asyncio.run(examine(pid, file))
+        process, activity = asyncio.run(examine(pid))
     assert process.startswith("state T" if stopped else "state S")
     evidence = Evidence.parse(activity)
     assert evidence.place == the_line(tmp_path, mark)
@@ -82,8 +81,8 @@ def test_py_spy_reads_the_stacks_of_a_process_that_writes_none(tmp_path: Path, m
     spy.chmod(spy.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{spy.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with hanging(tmp_path, "deaf") as (pid, file):
-        _, activity = asyncio.run(examine(pid, file))
+    with hanging(tmp_path, "deaf") as pid:
+        _, activity = asyncio.run(examine(pid))
     evidence = Evidence.parse(activity)
     assert evidence.place == "/home/me/model.py:7 in forward"
     assert f"Thread {pid}" in evidence.stacks
@@ -91,7 +90,6 @@ def test_py_spy_reads_the_stacks_of_a_process_that_writes_none(tmp_path: Path, m
 
 
 def test_a_process_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
-    with hanging(tmp_path) as (pid, file):
+    with hanging(tmp_path) as pid:
         pass
-    assert asyncio.run(examine(pid, tmp_path / "other"))[0] == "gone"
-    assert file.exists()
+    assert asyncio.run(examine(pid)) == ("gone", "")

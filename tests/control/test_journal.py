@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from chameleon_ft.control.events import Moment
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import Recorder, View
+from chameleon_ft.observe import FileQueue, Recorder, View
 from tests.control.histories import History
 from tests.control.stage import JOB, Stage, scene
 
@@ -38,6 +41,12 @@ def states(*, steps: int) -> list[State]:
     return found
 
 
+@contextmanager
+def journal_at(path: Path, *, longest_bytes: int = 1 << 20) -> Iterator[Journal]:
+    with FileQueue() as files:
+        yield Journal(path, files, longest_bytes=longest_bytes)
+
+
 def moment(second: float) -> Moment:
     return Moment(unix_s=1e9 + second, monotonic_s=second)
 
@@ -46,7 +55,7 @@ def moment(second: float) -> Moment:
 def test_the_last_state_is_read_whatever_came_before(tmp_path_factory: pytest.TempPathFactory, until: int) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal.jsonl"
     written = states(steps=2)[:until]
-    with Journal(path) as journal:
+    with journal_at(path) as journal:
         for number, state in enumerate(written):
             journal.write(state, moment(number))
     last = LastEntry.read(path)
@@ -59,7 +68,7 @@ def test_the_last_state_is_read_whatever_came_before(tmp_path_factory: pytest.Te
 def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, *_, last = states(steps=2)
-    with Journal(path) as journal:
+    with journal_at(path) as journal:
         journal.write(first, moment(1.0), received={7: 1})
         size = path.stat().st_size
         journal.write(last, moment(2.0), received={7: 2}, records=[("metrics", {"step": 1})])
@@ -75,7 +84,7 @@ def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> 
 def test_only_what_has_changed_is_written_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, *others = states(steps=2)
-    with Journal(path, longest_bytes=20_000) as journal:
+    with journal_at(path, longest_bytes=20_000) as journal:
         journal.write(first, moment(0.0))
         whole = path.stat().st_size
         journal.write(first, moment(1.0))
@@ -105,7 +114,7 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
     stage.train()
     counts = {7: 70, 9: 3}
     last = LastEntry(stage.coordinator.state, moment(5.0), counts, [])
-    with Journal(stage.run.journal_file) as journal, Recorder(stage.run, View()) as recorder:
+    with journal_at(stage.run.journal_file) as journal, Recorder(stage.run, View()) as recorder:
         config = stage.run.config()
         Coordinator(config=config, run=stage.run, recorder=recorder, job=JOB, resume=True, journal=journal, last=last)
     found = LastEntry.read(stage.run.journal_file)
@@ -117,9 +126,28 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
 def test_records_of_the_last_change_alone_may_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, *_, last = states(steps=2)
-    with Journal(path) as journal:
+    with journal_at(path) as journal:
         journal.write(first, moment(1.0), records=[("metrics", {"step": 0})])
         journal.write(last, moment(2.0), records=[("metrics", {"step": 1}), ("events", {"event": "a"})])
     found = LastEntry.read(path)
     assert found is not None
     assert found.records == [("metrics", {"step": 1}), ("events", {"event": "a"})]
+
+
+def test_a_disk_that_does_not_answer_gets_the_newest_state_once_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *others = states(steps=2)
+    answered = threading.Event()
+    with FileQueue() as files:
+        journal = Journal(path, files)
+        journal.write(first, moment(0.0), received={7: 1})
+        files.submit(path, answered.wait)
+        for number, state in enumerate(others, start=1):
+            journal.write(state, moment(number), received={7: 1 + number}, records=[("metrics", {"step": number})])
+        assert files.num_waiting == 2, "there are no changes to write that the state contains"
+        answered.set()
+        journal.write(others[0], moment(100.0))
+        assert files.ask(path, lambda: None).result(10.0) is None
+    found = LastEntry.read(path)
+    assert found is not None
+    assert (found.state, found.received) == (others[0], {7: len(others) + 1})

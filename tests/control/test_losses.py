@@ -695,7 +695,14 @@ async def test_what_steps_take_corrects_the_next_prediction(stage: Stage) -> Non
     stage.reap(0)
     go_on(stage, 3, 8)
     first, second = stage.events("decision")
-    assert first["corrections"] == {"operations": 1.0, "step": 1.0, "transfer": 1.0, "migration": 1.0, "slow": {}}
+    assert first["corrections"] == {
+        "operations": 1.0,
+        "step": 1.0,
+        "transfer": 1.0,
+        "migration": 1.0,
+        "slow": {},
+        "slow_links": {},
+    }
     assert second["corrections"]["step"] > 100
     assert second["candidates"][0]["step_s"] > 100
     assert [outcome["steps"] for outcome in stage.events("outcome")] == [5], "the first one has ended early"

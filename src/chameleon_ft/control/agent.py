@@ -137,11 +137,11 @@ class Agent:
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
                     self._run(self._start(ranks))
-                case Kill(worker=worker, activity_file=activity_file):
+                case Kill(worker=worker, is_hung=is_hung):
                     self._pending = {rank for rank in self._pending if rank[0] != worker}
                     for (number, incarnation), process in self._ranks.items():
-                        if number == worker and activity_file is not None:
-                            self._run(self._examine(number, incarnation, Path(activity_file)))
+                        if number == worker and is_hung:
+                            self._run(self._examine(number, incarnation))
                         elif number == worker:
                             process.kill()
                 case Probe(probe=probe, worker=only):
@@ -185,11 +185,11 @@ class Agent:
                     rank.kill()
                 self._pending.discard((worker, incarnation))
 
-    async def _examine(self, worker: int, incarnation: int, activity_file: Path) -> None:
+    async def _examine(self, worker: int, incarnation: int) -> None:
         """Send evidence of the hang of a rank, and kill it."""
         rank = self._ranks[worker, incarnation]
         try:
-            process, activity = await examine(rank.pid, activity_file)
+            process, activity = await examine(rank.pid)
             rank_id = {"worker": worker, "incarnation": incarnation}
             self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
         finally:

@@ -18,6 +18,7 @@ from chameleon_ft.transfer import Transfer
 __all__ = [
     "Command",
     "CompleteCheckpoint",
+    "DiscardCheckpoint",
     "DistrustCheckpoints",
     "Drop",
     "Finish",
@@ -132,6 +133,17 @@ class DistrustCheckpoints(Command):
     """Mark the checkpoints that resume after this step as damaged: the state in them may be wrong."""
 
     after: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardCheckpoint(Command):
+    """Remove what was written of a checkpoint that is not complete, and checkpoints that are not needed any more.
+
+    `agreed` is as for `CompleteCheckpoint`.
+    """
+
+    step: int
+    agreed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import replace
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control import commands, events
@@ -22,6 +19,7 @@ from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.run_files import Examined, RunFiles
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
@@ -29,21 +27,7 @@ from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
-from chameleon_ft.observe import (
-    FaultLog,
-    GenerationPlan,
-    Recorder,
-    RunDirectory,
-    RunStatus,
-    complete_checkpoints,
-    damage_of,
-    has_checksums,
-    incomplete_checkpoints,
-    line_of,
-    mark_complete,
-    mark_damaged,
-    prune_checkpoints,
-)
+from chameleon_ft.observe import GenerationPlan, Recorder, RunDirectory, RunStatus, line_of
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
 
@@ -59,8 +43,9 @@ class Coordinator:
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
     event is handled. `executor` prepares decisions on losses while training goes on; without it, each is made after the
-    loss. Every change is written to `journal` first. With `last`, the entry of a journal, the coordinator continues the
-    run of one that is lost.
+    loss. Every change is written to `journal` first, if the disk answers; see there. All file operations go through the
+    queue of `recorder`, so that no disk can stop the event loop. With `last`, the entry of a journal, the coordinator
+    continues the run of one that is lost.
     """
 
     def __init__(
@@ -87,8 +72,14 @@ class Coordinator:
         policy = config.recovery.policy
         cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
         self._decisions = Decisions(planner=self._planner, cache=cache, executor=executor)
-        self._fault_log = FaultLog(run.faults_file)
-        self._began_at = time.time()
+        self._files = RunFiles(
+            run,
+            recorder.files,
+            model=job.fingerprint,
+            num_layers=job.num_layers,
+            keep=config.checkpoint.keep,
+            base=config.forked.step if config.forked.run else None,
+        )
         self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
         self._peers: dict[int, Peer] = {}  # by number
         self._rejected = 0
@@ -138,6 +129,7 @@ class Coordinator:
             status, reason = await asyncio.shield(self._end)
         finally:
             watching.cancel()
+        await self._recorder.catch_up()
         self._recorder.finish(status, reason=reason)
         return status
 
@@ -157,6 +149,12 @@ class Coordinator:
         while True:
             await asyncio.sleep(TICK_S)
             self._handle(events.Ticked(at=self._now()))
+            self._recorder.watch_files()
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -182,7 +180,8 @@ class Coordinator:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
         self._received[number] = received
-        if isinstance(message, messages.Hello | messages.HostHello) or not received % _ACKNOWLEDGE_EVERY:
+        is_hello = isinstance(message, messages.Hello | messages.HostHello)  # a peer waits for its acknowledgement
+        if is_hello or not (received % _ACKNOWLEDGE_EVERY or self._recorder.files.is_late):
             reconnect_s = self._config.timeouts.reconnect_s
             peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
 
@@ -207,10 +206,7 @@ class Coordinator:
 
     def broken(self, error: Exception) -> None:
         """End the run because of an error of the coordinator itself, and log it."""
-        log = self._run.logs / "coordinator.log"
-        # The error may come from this disk.
-        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
+        log = self._files.log_error(error)
         reason = f"the coordinator failed: {type(error).__name__}: {error}; see {log}"
         try:
             self.end("failed", reason)
@@ -248,7 +244,8 @@ class Coordinator:
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
             return
-        lines = self._fault_log.since(self._began_at)
+        if (lines := self._files.faults()) is None:
+            return
         faults = tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
         if faults != self.state.faults:
             self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
@@ -290,29 +287,17 @@ class Coordinator:
             case commands.Migrate():
                 self._migrate(state, command)
             case commands.LogFault(worker=worker):
-                self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
+                self._files.log_kill(worker)
             case commands.SaveEvidence(file=file, text=text):
-                with contextlib.suppress(OSError):  # training does not depend on it
-                    self._run.incidents.mkdir(exist_ok=True)
-                    (self._run.incidents / file).write_text(text, encoding="utf-8")
+                self._files.save_evidence(file, text)
             case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed):
-                model, num_layers = self._job.fingerprint, self._job.num_layers
-                mark_complete(self._run.checkpoints, checkpoint, model=model, num_layers=num_layers)
-                # Removing old ones may be slow.
-                prune = partial(
-                    prune_checkpoints,
-                    self._run.checkpoints,
-                    keep=self._config.checkpoint.keep,
-                    agreed=agreed if self._config.health.check_every else None,
-                    base=self._config.forked.step if self._config.forked.run else None,
-                )
-                asyncio.get_running_loop().run_in_executor(None, prune)
+                self._files.complete(checkpoint, agreed=agreed if self._config.health.check_every else None)
+            case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
+                self._files.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
             case commands.DistrustCheckpoints(after=agreed):
-                for checkpoint in complete_checkpoints(self._run.checkpoints):
-                    if checkpoint > agreed:
-                        self._mark_damaged(checkpoint)
+                self._files.distrust(agreed)
             case commands.MarkDamaged(step=checkpoint):
-                self._mark_damaged(checkpoint)
+                self._files.mark_damaged(checkpoint)
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
             case commands.Task.DECIDE:
@@ -320,9 +305,7 @@ class Coordinator:
             case commands.Launch(plan=plan, is_first=is_first):
                 return self._launch(state, plan, is_first=is_first)
             case commands.Task.CONSIDER_SCALE_UP:
-                task = asyncio.get_running_loop().create_task(self._consider(state))
-                self._tasks.add(task)
-                task.add_done_callback(self._task_done)
+                self._begin_task(self._consider(state))
             case commands.Task.PREPARE_DECISIONS:
                 self._decisions.prepare(state)
             case commands.Task.FORGET_DECISIONS:
@@ -362,22 +345,41 @@ class Coordinator:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, state: State) -> events.Event:
-        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage."""
-        unreadable = dict(state.checkpoints.unreadable)
-        while True:
-            complete = complete_checkpoints(self._run.checkpoints)
-            answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
-            if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+    def _decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
+        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage.
+
+        Returns None if the disk does not tell at once whether a checkpoint is damaged; the answer is handled then.
+
+        Args:
+            damages: checkpoints that have been found damaged meanwhile, and how.
+        """
+        damages = damages or {}
+        unreadable = {**state.checkpoints.unreadable, **damages}
+        complete = self._files.complete_checkpoints()
+        answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
+        if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+            return answer
+
+        def examined(found: Examined) -> events.Event | None:
+            if found.damage is None:
+                self._report_checkpoint(state, step, found)
                 return answer
-            damage = damage_of(self._run.checkpoints, step)
-            if damage is None:
-                self._report_checkpoint(state, step)
-                return answer
-            unreadable[step] = damage
-            self._mark_damaged(step)
-            message = describe_unreadable(step, damage)
-            self._recorder.event("checkpoint_unreadable", step=step, error=damage, message=message)
+            self._files.mark_damaged(step)
+            message = describe_unreadable(step, found.damage)
+            self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
+            return self._decide(state, {**damages, step: found.damage})
+
+        examining = self._files.examine(step)
+        if examining.done():
+            return examined(examining.result())
+        self._begin_task(self._handle_later(examining, examined))
+        return None
+
+    async def _handle_later(
+        self, examining: Future[Examined], examined: Callable[[Examined], events.Event | None]
+    ) -> None:
+        if (answer := examined(await asyncio.wrap_future(examining))) is not None:
+            self._handle(replace(answer, at=self._now()))
 
     def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
         question = state.question
@@ -399,22 +401,17 @@ class Coordinator:
             return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
         return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
 
-    def _report_checkpoint(self, state: State, step: int) -> None:
+    def _report_checkpoint(self, state: State, step: int, found: Examined) -> None:
         """Record which checkpoints a resumed run does not use, and whether the chosen one can be checked."""
-        checkpoints = self._run.checkpoints
         if state.active is None:
-            for newer in incomplete_checkpoints(checkpoints):
+            for newer in found.incomplete:
                 if newer > step:
                     message = f"that of step {newer} is not complete and not used"
                     self._recorder.event("checkpoint_incomplete", step=newer, message=message)
-        if not has_checksums(checkpoints, step) and not self._has_warned:
+        if not found.has_checksums and not self._has_warned:
             self._has_warned = True
             message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"
             self._recorder.event("checkpoint_unchecked", step=step, message=message)
-
-    def _mark_damaged(self, step: int) -> None:
-        with contextlib.suppress(OSError):  # this run does not read it again either way
-            mark_damaged(self._run.checkpoints, step)
 
     def _launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
         """Send the orders of a generation."""

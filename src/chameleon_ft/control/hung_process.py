@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from chameleon_ft.control.host_process import is_stopped, read_stat
-from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
+from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
 
 __all__ = ["examine"]
 
@@ -28,8 +28,8 @@ _OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, whi
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-async def examine(pid: int, activity_file: Path) -> tuple[str, str]:
-    """Return a description of a process, and its activity file with the stacks of its threads; takes at most a second.
+async def examine(pid: int) -> tuple[str, str]:
+    """Return a description of a process, and its activity with the stacks of its threads; takes at most a second.
 
     The process writes its stacks itself, for which it needs no lock of the interpreter; if it is stopped, it has to
     continue for that. If it does not write any, py-spy reads them, where it is installed.
@@ -38,27 +38,35 @@ async def examine(pid: int, activity_file: Path) -> tuple[str, str]:
     found: asyncio.Future[str] = loop.create_future()
 
     def collect() -> None:
-        text = _collect(pid, activity_file)
+        text = _collect(pid)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(found.set_result, text)
 
-    # The process may hang in the file system of its file. Of a thread like this the end of this process is not held up.
+    # Of a thread like this the end of this process is not held up.
     threading.Thread(target=collect, name="examine", daemon=True).start()
     await asyncio.wait({found}, timeout=_EXAMINE_S)
     return process, found.result()[:_LONGEST] if found.done() else ""
 
 
-def _collect(pid: int, activity_file: Path) -> str:
-    """Return the activity file of a process with its stacks, as far as they can be had in time."""
+def _collect(pid: int) -> str:
+    """Return the activity of a process with its stacks, as far as they can be had in time."""
     deadline = time.monotonic() + _EXAMINE_S - 2 * _POLL_S
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     text = ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such process or file, or it takes long
-        text = _with_own_stacks(pid, activity_file, until=deadline if spy is None else deadline - _SPY_S)
+        text = _with_own_stacks(pid, _activity_file(pid), until=deadline if spy is None else deadline - _SPY_S)
         if len(text) <= ENTRIES * ENTRY_BYTES and spy is not None:
             text = text.ljust(ENTRIES * ENTRY_BYTES)
             text += _stacks_by_py_spy(spy, pid, timeout_s=deadline - time.monotonic())
     return text
+
+
+def _activity_file(pid: int) -> Path:
+    """Return the file in memory to which a process writes its activity. Raises FileNotFoundError if it has none."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        if str(descriptor.readlink()).startswith(f"/memfd:{ACTIVITY}"):
+            return descriptor
+    raise FileNotFoundError(f"process {pid} has no {ACTIVITY}")
 
 
 def _with_own_stacks(pid: int, activity_file: Path, *, until: float) -> str:

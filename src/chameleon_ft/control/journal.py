@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Self, TextIO
+from typing import Any, Final, Self
 
 from pydantic_core import to_json
 
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import RecordLine, open_for_appending, read_lines, replace_file
+from chameleon_ft.observe import FileQueue, RecordLine, read_lines
 
 __all__ = ["Journal", "LastEntry"]
 
@@ -61,18 +60,35 @@ class LastEntry:
             ) from None
 
 
-class Journal(AbstractContextManager["Journal"]):
+class Journal:
     """Appends to the journal of a run. A new one replaces the one before with its first line, the whole state.
+
+    While the disk is quick, a change is written when `write` returns, so that it is in the journal before the commands
+    of the change are carried out. A disk that is full or does not answer must not stop training: then the commands do
+    not wait, and instead of all changes the journal gets the whole state, once that is possible. If the coordinator is
+    lost meanwhile, another one continues from the last state that was written. It lacks changes that peers know:
+
+    - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`.
+    - Messages of peers: they are sent again, because none is acknowledged that is not in the journal. Records that
+      follow from them are made again.
+    - A worker that is lost, and so does not return: it is found lost once more.
+    - A worker that has joined: it is turned away, and restarted if its agent may.
+    - A request for a checkpoint: the next one has a number that none had before.
+    - A switch to the next generation that has begun: ranks train in a generation that is to be discarded. This is not
+      repaired; a coordinator has to be lost in the moments of a switch, and while the disk does not answer.
 
     Args:
         path: of the file.
+        files: writes it, in its order with all other files.
         longest_bytes: size from which on it begins anew, with the whole state.
     """
 
-    def __init__(self, path: Path, *, longest_bytes: int = _LONGEST_BYTES) -> None:
+    def __init__(self, path: Path, files: FileQueue, *, longest_bytes: int = _LONGEST_BYTES) -> None:
         self._path = path
+        self._files = files
         self._longest_bytes = longest_bytes
-        self._file: TextIO | None = None
+        self._num_bytes = 0
+        self._whole: int | None = None  # number of the newest operation that writes the whole state
         self._last: State | None = None
         self._received: dict[int, int] = {}
         self._unwritten: dict[int, int] = {}  # those of messages that have changed nothing since the last line
@@ -80,43 +96,54 @@ class Journal(AbstractContextManager["Journal"]):
     def write(
         self, state: State, at: Moment, *, received: Mapping[int, int] | None = None, records: Sequence[RecordLine] = ()
     ) -> None:
-        """Write what has changed since the last call, before the commands of the change are carried out.
+        """Write what has changed since the last call.
 
         Changes of the clock and of what detectors have observed are written with the next one of anything else: every
         message of a worker leads to some, and another coordinator observes anew.
         """
         self._received |= received or {}
         self._unwritten |= received or {}
-        if self._file is None or self._file.tell() > self._longest_bytes:
-            self._last, self._unwritten = None, self._received
-        changed = {
-            field.name: getattr(state, field.name)
-            for field in fields(State)
-            if self._last is None or _differs(getattr(state, field.name), getattr(self._last, field.name))
-        }
+        last = None if self._num_bytes > self._longest_bytes else self._last
+        changed = _changes(state, last)
         if not (changed.keys() - _OBSERVED or records):
             return
-        line: dict[str, Any] = {"at": (at.unix_s, at.monotonic_s), "state": changed}
-        if self._unwritten:
-            line["received"] = self._unwritten
+        is_whole = last is None or self._files.is_late
+        line: dict[str, Any] = {
+            "at": (at.unix_s, at.monotonic_s),
+            "state": _changes(state, None) if is_whole else changed,
+        }
+        if noted := self._received if is_whole else self._unwritten:
+            line["received"] = dict(noted)
         if records:
             line["records"] = records
-        text = to_json(line, fallback=dict, inf_nan_mode="constants").decode() + "\n"
-        if self._last is None or self._file is None:
-            self._close()
-            replace_file(self._path, text, mode=0o600)
-            self._file = open_for_appending(self._path)
+        if is_whole:
+            if self._whole is not None:
+                self._files.cancel(self._whole)
+            self._whole = self._files.replace(self._path, lambda: self._begun_anew(line), mode=0o600)
         else:
-            self._file.write(text)
-            self._file.flush()
+            text = _line(line)
+            self._num_bytes += len(text)
+            self._files.append(self._path, text)
         self._last, self._unwritten = state, {}
 
-    def __exit__(self, *_: object) -> None:
-        self._close()
+    def _begun_anew(self, line: Mapping[str, Any]) -> str:
+        text = _line(line)
+        self._num_bytes = len(text)
+        return text
 
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+
+def _changes(state: State, last: State | None) -> dict[str, Any]:
+    """Return the fields that differ from those of another state; all if there is none."""
+    names = (field.name for field in fields(State))
+    return {
+        name: getattr(state, name)
+        for name in names
+        if last is None or _differs(getattr(state, name), getattr(last, name))
+    }
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return to_json(content, fallback=dict, inf_nan_mode="constants").decode() + "\n"
 
 
 def _differs(value: object, before: object) -> bool:

@@ -30,11 +30,15 @@ from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import StepRecord
+from chameleon_ft.quantities import duration
 
 __all__ = ["TICK_S", "step"]
 
 TICK_S: Final = 0.05
 """Seconds between two `Ticked` events, unless the coordinator is held up."""
+
+_STALL_S: Final = 1.0
+"""Seconds without a tick from which on peers may have noticed that the coordinator was held up."""
 
 _OF_A_GENERATION: Final = (
     messages.Quiesced
@@ -57,11 +61,17 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     if state.phase is Phase.OVER:
         return state, ()
     draft = Draft(state, event.at)
+    if _has_stalled(state, event):
+        # The time of the stall is taken off all deadlines before anything that has happened meanwhile is judged.
+        _ticked(draft)
+        if draft.state.phase is Phase.OVER:
+            return draft.state, tuple(draft.commands)
     match event:
         case events.Received(connection=connection, message=message):
             _received(draft, connection, message)
         case events.Disconnected(connection=connection):
-            _disconnected(draft, connection)
+            if not takeover.is_expected_back(draft, connection):
+                _disconnected(draft, connection)
         case events.Silent(connection=connection, since_s=since_s):
             _silent(draft, connection, since_s)
         case events.Ticked():
@@ -94,10 +104,26 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     return draft.state, tuple(draft.commands)
 
 
+def _has_stalled(state: State, event: events.Event) -> bool:
+    """Return whether an event comes first after a time in which the coordinator did not run."""
+    if isinstance(event, events.Ticked | events.TookOver | events.FaultsInjected) or state.ticked_at_s is None:
+        return False
+    return event.at.monotonic_s - state.ticked_at_s > _STALL_S
+
+
 def _ticked(draft: Draft) -> None:
     state, now = draft.state, draft.at.monotonic_s
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
     draft.set(ticked_at_s=now)
+    if held_up_s:
+        upcoming = state.next
+        if upcoming is not None and upcoming.deadline_s is not None:
+            upcoming = replace(upcoming, deadline_s=upcoming.deadline_s + held_up_s)
+        draft.set(return_by_s=state.return_by_s + held_up_s, next=upcoming)
+    if held_up_s > _STALL_S:
+        draft.set(stalled_at_s=now)
+        draft.record("stalled", stall_s=held_up_s, message=f"the coordinator did not run for {duration(held_up_s)}")
+    state = draft.state
     for connection in takeover.missing(draft):
         _disconnected(draft, connection)
     stages = gathering.stages(draft.state)

@@ -135,11 +135,7 @@ async def serve_run(
         last: where another coordinator has left the run, to continue from there.
     """
     config, run = start.config, start.run
-    with (
-        Recorder(run, view) as recorder,
-        Journal(run.journal_file) as journal,
-        background(processes) as executor,
-    ):
+    with Recorder(run, view) as recorder, background(processes) as executor:
         coordinator = Coordinator(
             config=config,
             run=run,
@@ -149,7 +145,7 @@ async def serve_run(
             plan=start.plan,
             resume=start.resume or last is not None,
             executor=executor,
-            journal=journal,
+            journal=Journal(run.journal_file, recorder.files),
             last=last,
         )
         async with control_server(
@@ -168,7 +164,7 @@ async def serve_run(
                     with signals_handled(SIGINT=interrupt, SIGTERM=coordinator.terminate):
                         return await coordinator.wait()
             finally:
-                run.remove_control()
+                recorder.files.submit(run.control_file, run.remove_control)
 
 
 @asynccontextmanager

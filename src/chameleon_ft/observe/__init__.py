@@ -10,6 +10,7 @@ from chameleon_ft.observe.checkpoints import (
     checkpoint_model,
     complete_checkpoints,
     damage_of,
+    discard_checkpoint,
     has_checksums,
     incomplete_checkpoints,
     layer_directory,
@@ -20,6 +21,7 @@ from chameleon_ft.observe.checkpoints import (
     seal_layer,
     sound_checkpoint,
 )
+from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.files import (
     ControlAddress,
     FaultLog,
@@ -52,6 +54,7 @@ __all__ = [
     "FailureCostRecord",
     "FailureRecord",
     "FaultLog",
+    "FileQueue",
     "GenerationPlan",
     "JoinRecord",
     "NoticedBy",
@@ -74,6 +77,7 @@ __all__ = [
     "checkpoint_model",
     "complete_checkpoints",
     "damage_of",
+    "discard_checkpoint",
     "has_checksums",
     "incomplete_checkpoints",
     "layer_directory",

@@ -23,6 +23,7 @@ __all__ = [
     "checkpoint_model",
     "complete_checkpoints",
     "damage_of",
+    "discard_checkpoint",
     "has_checksums",
     "incomplete_checkpoints",
     "layer_directory",
@@ -58,11 +59,15 @@ def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
 def mark_complete(checkpoints: Path, step: int, *, model: str, num_layers: int) -> None:
     """Mark a checkpoint whose layers are all on disk; `model` is the fingerprint of its model.
 
-    Only marked checkpoints are read.
+    Only marked checkpoints are read. All of it has reached the disk when this returns.
     """
     directory = step_directory(checkpoints, step)
+    for folder in (*directory.glob("layer-*"), directory):
+        _sync(folder)
     _seal(directory / _COMPLETE, {"step": step, "model": model, "layers": num_layers})
     (directory / _DAMAGED).unlink(missing_ok=True)  # of an earlier checkpoint of this step
+    for folder in (directory, checkpoints):
+        _sync(folder)
 
 
 def mark_damaged(checkpoints: Path, step: int) -> None:
@@ -189,6 +194,13 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
+def discard_checkpoint(checkpoints: Path, step: int) -> None:
+    """Remove what was written of a checkpoint, unless it is complete."""
+    directory = step_directory(checkpoints, step)
+    if not (directory / _COMPLETE).exists():
+        shutil.rmtree(directory, ignore_errors=True)  # another rank may still write some of it
+
+
 def _step_directories(checkpoints: Path) -> list[tuple[Path, int]]:
     """Return the folders of checkpoints with their steps, and no other files that a user keeps beside them."""
     names = ((entry, entry.name.removeprefix(_STEP)) for entry in checkpoints.glob(f"{_STEP}*"))
@@ -210,7 +222,7 @@ def _checksums_of(directory: Path) -> dict[str, Any]:
 
 def _seal(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object with its own checksum."""
-    replace_file(path, _sealed(content), mode=0o644)
+    replace_file(path, _sealed(content), mode=0o644, is_synced=True)
 
 
 def _sealed(content: Mapping[str, Any]) -> str:
@@ -226,6 +238,15 @@ def _unsealed(path: Path) -> dict[str, Any]:
         if text == _sealed(content).encode():
             return content
     raise DamagedCheckpointError(f"{path} is not as it was written")
+
+
+def _sync(directory: Path) -> None:
+    """Have the names of a folder's files reach the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _checksum_of(path: Path) -> int:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
-__all__ = ["ENTRIES", "ENTRY_BYTES", "STACKS_SIGNAL", "ActivityEntry", "Evidence", "activity_entry"]
+__all__ = ["ACTIVITY", "ENTRIES", "ENTRY_BYTES", "STACKS_SIGNAL", "ActivityEntry", "Evidence", "activity_entry"]
 
+ACTIVITY: Final = "chameleon activity"
+"""Name of the file in memory with the activity of a worker."""
 ENTRIES: Final = 16
 """Entries of the ring."""
 ENTRY_BYTES: Final = 160

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,7 +23,9 @@ __all__ = [
     "FaultLog",
     "RunDirectory",
     "describe_invalid",
+    "failures_in",
     "open_for_appending",
+    "outcomes_in",
     "read_lines",
     "replace_file",
 ]
@@ -74,7 +76,7 @@ class RunDirectory:
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
         self.checkpoints = path / "checkpoints"  # a folder per checkpoint
         self.tls = path / "tls"  # certificates that were generated for this run; see `control.wire.tls`
-        self.logs = path / "logs"  # the output of each process; see also `activity_file`
+        self.logs = path / "logs"  # the output of each process
         self.incidents = path / "incidents"  # evidence of hangs; each event `hang` names its file
         self.plans = path / "plans"  # see `plan_file`
         self.timelines = path / "timelines"  # see `timeline_file`
@@ -135,10 +137,6 @@ class RunDirectory:
         """Return the file with one RecordedStep of a worker per line."""
         return self.timelines / f"worker-{worker}.jsonl"
 
-    def activity_file(self, worker: int) -> Path:
-        """Return the file with the last activities of a worker, and its stacks once it hangs; see `Evidence`."""
-        return self.logs / f"worker-{worker}.activity"
-
     def config(self) -> RunConfig:
         """Read the resolved configuration, with the current paths of its files if the directory was moved."""
         values = read_recorded_toml(self.config_file)
@@ -169,22 +167,11 @@ class RunDirectory:
 
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written."""
-        events = self.events()
-        costs = {
-            generation: event["failure_cost_steps"]
-            for event in events
-            if event["event"] == "failure_cost"
-            for generation in event["incident_generations"]
-        }
-        failures = (FailureRecord.from_json(event) for event in events if event["event"] == "failure")
-        return [
-            each if each.policy == "none" else replace(each, failure_cost_steps=costs.get(each.generation))
-            for each in failures
-        ]
+        return failures_in(self.events())
 
     def outcomes(self) -> list[OutcomeRecord]:
         """Read the outcomes of decisions in the order they were written."""
-        return [OutcomeRecord.from_json(event) for event in self.events() if event["event"] == "outcome"]
+        return outcomes_in(self.events())
 
     def write_summary(self, summary: Summary) -> None:
         """Write the summary atomically."""
@@ -241,18 +228,45 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
 
 
+def failures_in(events: Iterable[Mapping[str, Any]]) -> list[FailureRecord]:
+    """Return the failures among events, in their order, with what they cost."""
+    events = list(events)
+    costs = {
+        generation: event["failure_cost_steps"]
+        for event in events
+        if event["event"] == "failure_cost"
+        for generation in event["incident_generations"]
+    }
+    failures = (FailureRecord.from_json(event) for event in events if event["event"] == "failure")
+    return [
+        each if each.policy == "none" else replace(each, failure_cost_steps=costs.get(each.generation))
+        for each in failures
+    ]
+
+
+def outcomes_in(events: Iterable[Mapping[str, Any]]) -> list[OutcomeRecord]:
+    """Return the outcomes of decisions among events, in their order."""
+    return [OutcomeRecord.from_json(event) for event in events if event["event"] == "outcome"]
+
+
 def describe_invalid(error: ValidationError) -> str:
     """Return the place and the message of the first error in validated JSON."""
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
-def replace_file(path: Path, text: str, *, mode: int) -> None:
-    """Replace the content of a file atomically: readers, also after a crash, see the old content or the new one."""
+def replace_file(path: Path, text: str, *, mode: int, is_synced: bool = False) -> None:
+    """Replace the content of a file atomically: readers, also after a crash, see the old content or the new one.
+
+    `is_synced`: the content reaches the disk before the name, so that this holds after a crash of the machine, too.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
+        if is_synced:
+            file.flush()
+            os.fsync(file.fileno())
     draft.replace(path)
 
 
@@ -274,9 +288,10 @@ class FaultLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def append(self, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
-        """Record that `worker` fails now."""
-        line = json.dumps({"time": time.time(), "worker": worker, "kind": kind, "phase": phase, "step": step}) + "\n"
+    def append(self, *, worker: int, kind: str, phase: str | None, step: int | None, at_s: float | None = None) -> None:
+        """Record that `worker` fails at `at_s`, in Unix seconds; None: now."""
+        at_s = time.time() if at_s is None else at_s
+        line = json.dumps({"time": at_s, "worker": worker, "kind": kind, "phase": phase, "step": step}) + "\n"
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line.encode())

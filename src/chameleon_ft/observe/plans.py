@@ -38,7 +38,7 @@ class GenerationPlan:
     costs_from: CostsFrom
 
     def write(self, path: Path) -> None:
-        """Write a JSON file, which `read` reads."""
+        """Write a JSON file, which `read` reads, and its folder if there is none."""
         cluster = self.costs.cluster
         file = _File(
             generation=self.generation,
@@ -52,6 +52,7 @@ class GenerationPlan:
             slow_links=cluster.slow_links,
             costs_from=self.costs_from,
         )
+        path.parent.mkdir(exist_ok=True)
         replace_file(path, file.model_dump_json(indent=1) + "\n", mode=0o644)
 
     @classmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final, TextIO, TypeAlias
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
-from chameleon_ft.observe.files import RunDirectory, open_for_appending, read_lines
+from chameleon_ft.observe.file_queue import CaughtUp, FileQueue, Late
+from chameleon_ft.observe.files import RunDirectory, failures_in, outcomes_in, read_lines
 from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.records import (
     FailureCostRecord,
@@ -24,10 +29,15 @@ from chameleon_ft.observe.records import (
     Summary,
     summarize,
 )
+from chameleon_ft.quantities import counted, duration
 
 __all__ = ["RecordLine", "Recorder", "View", "line_of"]
 
 _logger = logging.getLogger(__name__)
+
+_CATCH_UP_S: Final = 10.0
+_POLL_S: Final = 0.05
+_SUMMARY_S: Final = 10.0
 
 RecordLine: TypeAlias = tuple[str, Mapping[str, Any]]
 """A file of the run, "metrics" or "events", and the fields of a line in it but for the time of writing."""
@@ -79,16 +89,20 @@ class View:
 class Recorder(AbstractContextManager["Recorder"]):
     """Appends records to the run directory and displays them in a view.
 
-    Every line is flushed to the file system before the call returns, so a crash of this process loses none. `clock`
-    returns Unix seconds.
+    While the disk is quick, every line is handed to the file system before the call returns, so a crash of this process
+    loses none; see `FileQueue`. `clock` returns Unix seconds.
+
+    Attributes:
+        files: carries out all file operations of the run's coordinator in their order.
     """
 
     def __init__(self, run: RunDirectory, view: View, *, clock: Callable[[], float] = time.time) -> None:
         self.run = run
         self._view = view
         self._clock = clock
-        self._metrics = open_for_appending(run.metrics_file)
-        self._events = open_for_appending(run.events_file)
+        self.files = FileQueue()
+        config = run.config()
+        self._samples_per_step, self._first_step = config.batch.samples, config.forked.step
 
     def started(self, info: RunInfo) -> None:
         """Record that all workers are connected and training starts or resumes."""
@@ -98,8 +112,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def plan(self, plan: GenerationPlan, *, policy: str) -> None:
         """Record the orders of a generation, and the policy that proposed them."""
         file = self.run.plan_file(plan.generation)
-        file.parent.mkdir(exist_ok=True)
-        plan.write(file)
+        self.files.submit(file, lambda: plan.write(file))
         self.event("plan", generation=plan.generation, policy=policy, file=str(file.relative_to(self.run.path)))
 
     def record(self, record: RunRecord) -> None:
@@ -120,16 +133,16 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def complete(self, lines: Iterable[RecordLine]) -> None:
         """Write those of these lines that are missing; a coordinator may be lost before it has written all."""
-        files = {"metrics": (self.run.metrics_file, self._metrics), "events": (self.run.events_file, self._events)}
-        known = {name: [_without_time(line) for line in read_lines(path)] for name, (path, _) in files.items()}
+        files = {"metrics": self.run.metrics_file, "events": self.run.events_file}
+        known = {name: [_without_time(line) for line in read_lines(path)] for name, path in files.items()}
         for name, fields in lines:
             line = json.loads(json.dumps(dict(fields)))
             if _without_time(line) not in known[name]:
-                _append(files[name][1], line if name == "metrics" else {"time": self._clock(), **line})
+                self._append(files[name], line if name == "metrics" else {"time": self._clock(), **line})
 
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""
-        _append(self._metrics, record.to_json())
+        self._append(self.run.metrics_file, record.to_json())
         _logger.debug("step %d: loss %.6g, %.3f s, %d workers", record.step, record.loss, record.step_s, record.workers)
         self._view.step(record)
 
@@ -158,38 +171,90 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._write_event(name, fields)
         self._view.event(name, fields)
 
+    def watch_files(self) -> None:
+        """Record once that records are late, and once that all have been written; call this now and then."""
+        match self.files.news():
+            case Late(path=path, reason=reason):
+                message = f"{reason}, at {path}; training goes on, and all is written as soon as that is possible"
+                self.event("records_late", file=str(path), reason=reason, message=message)
+            case CaughtUp(late_s=late_s, dropped=dropped):
+                lost = f"; {counted(dropped, 'line')} could not be kept and are lost" if dropped else ""
+                message = f"all that was late is written, after {duration(late_s)}{lost}"
+                self.event("records_written", late_s=late_s, dropped=dropped, message=message)
+
+    async def catch_up(self) -> None:
+        """Wait for records that are late, as long as the disk takes some of them now and then."""
+        waiting, given_up_at_s = self.files.num_waiting, time.monotonic() + _CATCH_UP_S
+        while self.files.num_waiting and time.monotonic() < given_up_at_s:
+            await asyncio.sleep(_POLL_S)
+            if self.files.num_waiting < waiting:
+                waiting, given_up_at_s = self.files.num_waiting, time.monotonic() + _CATCH_UP_S
+        self.watch_files()
+
     def finish(self, status: RunStatus, *, reason: str) -> Summary:
-        """Write and display the summary, derived from the files, so that it covers a resumed run as a whole."""
+        """Write and display the summary, derived from the files, so that it covers a resumed run as a whole.
+
+        If the files cannot be written, what they lack is in the summary too, and the display says what is missing.
+        """
         self._write_event("finished", {"status": status, "reason": reason})
-        config = self.run.config()
+        late, lines = self.files.unwritten()
+        steps, events = self._read(0.0 if late else _SUMMARY_S)
+        # If nothing is late, all has been written when it is read.
+        for path, line in lines if late else ():
+            if path == self.run.metrics_file:
+                steps.append(StepRecord.from_json(json.loads(line)))
+            elif path == self.run.events_file:
+                events.append(json.loads(line))
         summary = summarize(
-            self.run.steps(),
-            self.run.failures(),
-            self.run.outcomes(),
-            samples_per_step=config.batch.samples,
-            first_step=config.forked.step,
+            steps,
+            failures_in(events),
+            outcomes_in(events),
+            samples_per_step=self._samples_per_step,
+            first_step=self._first_step,
             status=status,
             reason=reason,
         )
-        self.run.write_summary(summary)
+        self.files.submit(self.run.summary_file, lambda: self.run.write_summary(summary))
         self._view.finished(summary)
+        if self.files.is_late:
+            self._report_lost()
         return summary
 
+    def _read(self, timeout_s: float) -> tuple[list[StepRecord], list[dict[str, Any]]]:
+        """Read the steps and events from the files, after all that waits if that takes no longer than `timeout_s`."""
+        with suppress(TimeoutError):
+            return self.files.ask(self.run.events_file, lambda: (self.run.steps(), self.run.events())).result(timeout_s)
+        found: tuple[list[StepRecord], list[dict[str, Any]]] = ([], [])
+
+        def read() -> None:
+            found[0][:], found[1][:] = self.run.steps(), self.run.events()
+
+        # A full disk can be read. One that does not answer must not hold up the end of the run.
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        reading.join(_SUMMARY_S)
+        return found
+
+    def _report_lost(self) -> None:
+        late, lines = self.files.unwritten()
+        counts = Counter(str(path) for path, _ in lines)
+        missing = ", ".join(f"{counted(count, 'line')} of {path}" for path, count in counts.items())
+        why = "the disk does not answer" if late is None else f"{late.reason}, at {late.path}"
+        message = f"{why}; not written: {missing or self.run.summary_file}"
+        self._view.event("records_lost", {"message": message})
+
     def __exit__(self, *_: object) -> None:
-        self._metrics.close()
-        self._events.close()
+        self.files.__exit__()
 
     def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
         if _logger.isEnabledFor(logging.INFO):
             scalars = (f"{key}={value}" for key, value in fields.items() if not isinstance(value, list | dict))
             _logger.info("%s: %s", name, ", ".join(scalars))
-        _append(self._events, {"time": self._clock(), "event": name, **fields})
+        self._append(self.run.events_file, {"time": self._clock(), "event": name, **fields})
+
+    def _append(self, file: Path, data: Mapping[str, Any]) -> None:
+        self.files.append(file, json.dumps(data) + "\n")
 
 
 def _without_time(line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if name != "time"}
-
-
-def _append(file: TextIO, data: Mapping[str, Any]) -> None:
-    file.write(json.dumps(data) + "\n")
-    file.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any, cast
 
 from rich import box
@@ -193,8 +194,10 @@ class TerminalView(View):
         self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")
 
     def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
-        # A path or a message may contain square brackets, which are not markup.
-        self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
+        # Training does not depend on a display, whose output may go to a disk that is full, or to a closed pipe.
+        with suppress(OSError):
+            # A path or a message may contain square brackets, which are not markup.
+            self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
 
 
 def _failures_table(failures: Sequence[FailureRecord]) -> Table:

@@ -11,9 +11,12 @@ from typing import Any, Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.files import describe_invalid, open_for_appending, read_lines
+from chameleon_ft.observe.file_queue import FileQueue
+from chameleon_ft.observe.files import describe_invalid, read_lines
 
 __all__ = ["RecordedReduction", "RecordedStep", "StepPart", "TimelineLog", "read_recorded_steps"]
+
+_LONGEST_BYTES = 4 << 20  # in memory while the disk cannot be written
 
 StepPart: TypeAlias = Literal["whole", "interrupted", "rest"]
 """A step from its beginning to its update, or until a failure interrupted it, or from then on."""
@@ -61,11 +64,11 @@ class RecordedStep:
 
 
 class TimelineLog:
-    """Appends one worker's recorded steps to a file of lines."""
+    """Appends one worker's recorded steps to a file of lines. Training does not wait for a disk, nor depend on it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._has_written = False
+        self._files = FileQueue(longest_bytes=_LONGEST_BYTES)
         self._deferred: list[RecordedStep] = []
 
     def defer(self, step: RecordedStep) -> None:
@@ -73,13 +76,9 @@ class TimelineLog:
         self._deferred.append(step)
 
     def append(self, step: RecordedStep) -> None:
-        """Write one step and flush it to the file system."""
+        """Write one step."""
         steps, self._deferred = [*self._deferred, step], []
-        self._path.parent.mkdir(exist_ok=True)
-        # Only before the first line may a crash have left an unfinished one.
-        with self._path.open("a", encoding="utf-8") if self._has_written else open_for_appending(self._path) as file:
-            file.writelines(json.dumps(each.to_json()) + "\n" for each in steps)
-        self._has_written = True
+        self._files.append(self._path, "".join(json.dumps(each.to_json()) + "\n" for each in steps))
 
 
 def read_recorded_steps(folder: Path) -> list[RecordedStep]:

@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from chameleon_ft.control.wire.messages import Position, SlowIO
-from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, activity_entry
+from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, activity_entry
 
 __all__ = ["Activity", "SlowIOReporter"]
 
@@ -21,7 +20,7 @@ __all__ = ["Activity", "SlowIOReporter"]
 class Activity:
     """Activity of the training thread, which writes it; the control thread reads it.
 
-    It is also in a file from which another process can read it while this one does not answer.
+    It is also in a file in memory from which another process can read it while this one does not answer.
     """
 
     def __init__(self) -> None:
@@ -29,20 +28,19 @@ class Activity:
         self._slots = itertools.cycle(range(0, ENTRIES * ENTRY_BYTES, ENTRY_BYTES))
         self.idle("starting")
 
-    def publish(self, path: Path) -> None:
-        """Write the activity to a new file from now on, and the stacks of all threads after it at STACKS_SIGNAL.
+    def publish(self) -> None:
+        """Write the activity to a file in memory from now on, and the stacks of all threads after it at STACKS_SIGNAL.
 
-        Neither needs the interpreter's lock to be read or written. An OSError is only printed.
+        Neither needs the interpreter's lock to be read or written, nor a disk. An OSError is only printed.
         """
         try:
-            path.unlink(missing_ok=True)
-            # Not closed: faulthandler writes to it in a signal handler.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            # Not closed: faulthandler writes to it in a signal handler, and other processes find it by its name.
+            descriptor = os.memfd_create(ACTIVITY)
             os.write(descriptor, b"".join([activity_entry()] * ENTRIES))
             self._file = mmap.mmap(descriptor, ENTRIES * ENTRY_BYTES)
             faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
         except OSError as error:  # training does not depend on it
-            print(f"should this worker hang, {path} will not tell where: {error}", flush=True)
+            print(f"should this worker hang, nothing will tell where: {error}", flush=True)
 
     def begin(self, doing: str) -> None:
         """Note that the thread computes, by itself."""

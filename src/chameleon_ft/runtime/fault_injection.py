@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -68,7 +69,8 @@ class FaultInjector:
 
     def fail(self, kind: FailureKind, *, phase: FailurePhase | None, step: int | None) -> None:
         """Fail at once."""
-        self._log.append(worker=self._worker, kind=kind, phase=phase, step=step)
+        with contextlib.suppress(OSError):  # it fails on a full disk, too
+            self._log.append(worker=self._worker, kind=kind, phase=phase, step=step)
         match kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import signal
@@ -121,7 +122,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
     config = run.own(parse_config(config_type(data), data, source="the coordinator's configuration"))
     _redirect_output(run.logs / f"worker-{worker}.log")
     require_worker_ports(config.control.worker_ports)
-    client.activity.publish(run.activity_file(worker))
+    client.activity.publish()
     device = claim_device(config, local_index)
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
@@ -161,9 +162,30 @@ def _usual_links(config: RunConfig, workers: Sequence[int]) -> Cluster:
 
 def _redirect_output(path: Path) -> None:
     """Send all output of this process to its log, that of native libraries included."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:  # training does not depend on it
+        print(f"there will be no log of this worker: {error}", file=sys.stderr)
+        return
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    sys.stdout, sys.stderr = _Log.text(1), _Log.text(2)
+
+
+class _Log(io.FileIO):
+    """A log on a disk that may be full, which must not be an error of the code that prints."""
+
+    @classmethod
+    def text(cls, descriptor: int) -> io.TextIOWrapper:
+        """Return it as a text file that is flushed after each line."""
+        buffer = io.BufferedWriter(cls(descriptor, "w", closefd=False))
+        return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes

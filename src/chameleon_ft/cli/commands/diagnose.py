@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.conditions import Condition, conditions
 from chameleon_ft.observe.diagnosis import Culprit, Diagnosis, diagnose
 from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import duration, listed
 
 __all__ = ["main"]
+
+_TITLES: Final[Mapping[str, str]] = {
+    "slow": "Slow",
+    "took_over": "Replaced",
+    "stalled": "Held up",
+    "records_late": "Records were late",
+    "waiting": "Slow disk",
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(DiagnoseArguments, arguments, command="diagnose")
     run = RunDirectory.open(given.run)
     events = run.events()
-    found = diagnose(events)
+    found, others = diagnose(events), conditions(events)
     if given.json:
-        print(json.dumps({"incidents": [diagnosis.to_json() for diagnosis in found]}))
+        answer = {"incidents": [each.to_json() for each in found], "conditions": [each.to_json() for each in others]}
+        print(json.dumps(answer))
         return 0
     out = Output()
     out.text(str(run.path), "bold")
@@ -48,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
         out.facts([*(fact for culprit in diagnosis.culprits for fact in _facts_of(culprit)), *_actions(diagnosis)])
     if not found:
         out.text("no worker was lost")
+    for condition in others:
+        out.text("")
+        out.text(f"{_TITLES[condition.kind]}: {condition.subject}", "bold")
+        out.facts(_facts_about(condition))
     for event in events[-1:]:
         if event["event"] == "finished" and event["status"] == "failed":
             out.text("")
@@ -57,9 +72,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _facts_of(culprit: Culprit) -> Iterator[tuple[str, str]]:
     yield "worker", f"{culprit.worker}{f' on {culprit.host}' if culprit.host else ''}"
-    since = datetime.fromtimestamp(culprit.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     after = "" if culprit.detected_after_s is None else f", {duration(culprit.detected_after_s)} before it was detected"
-    yield "since", f"{since}{after}"
+    yield "since", f"{_date(culprit.since)}{after}"
     yield "why", culprit.cause
     yield "detected by", DETECTED_BY[culprit.noticed_by]
     if culprit.process is not None:
@@ -68,6 +82,17 @@ def _facts_of(culprit: Culprit) -> Iterator[tuple[str, str]]:
         yield "evidence", culprit.evidence
     if culprit.speed is not None:
         yield "before", f"its operations ran at {culprit.speed:.2f} of the speed of others"
+
+
+def _facts_about(condition: Condition) -> Iterator[tuple[str, str]]:
+    lasted = "" if condition.lasted_s is None else f", for {duration(condition.lasted_s)}"
+    yield "since", f"{_date(condition.since)}{lasted}"
+    yield "why", condition.why
+    yield "action", condition.action
+
+
+def _date(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _actions(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:

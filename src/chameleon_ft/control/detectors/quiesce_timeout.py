@@ -23,10 +23,11 @@ class QuiesceTimeout:
         match signal:
             case StopRequested(at_s=at_s):
                 return replace(self, requested_at_s=at_s), ()
-            case Ticked(at_s=at_s, unquiesced=workers, in_first_step=in_first_step) if workers:
-                waited_s, timeouts = at_s - self.requested_at_s, self.timeouts
+            case Ticked(at_s=at_s, held_up_s=held_up_s, unquiesced=workers, in_first_step=in_first_step) if workers:
+                after = replace(self, requested_at_s=self.requested_at_s + held_up_s) if held_up_s else self
+                waited_s, timeouts = at_s - after.requested_at_s, self.timeouts
                 cause = "hung: it does not leave its operation"
-                return self, tuple(
+                return after, tuple(
                     Lost(worker, "watchdog", cause)
                     for worker in workers
                     if waited_s > (timeouts.first_step_s if worker in in_first_step else timeouts.collective_timeout_s)

@@ -18,6 +18,10 @@ __all__ = ["committed", "saved", "slow_io", "switched"]
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""
     state, config = draft.state, draft.state.settings.checkpoint
+    if message.step + 1 in state.checkpoints.failed:  # it may be written after all, because the step was repeated
+        failed = state.checkpoints.failed - {message.step + 1}
+        draft.set(checkpoints=replace(state.checkpoints, failed=failed))
+        state = draft.state
     if config.every == 0:
         _warn_once(draft, message)
     if config.every != "auto" or message.vote.finish:
@@ -56,15 +60,23 @@ def _request(draft: Draft) -> None:
 
 
 def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
-    """Record that a checkpoint is complete, or that a rank could not write its layers."""
+    """Record that a checkpoint is complete, or that a rank could not write its layers: then none is kept."""
     state, events = draft.state, draft.state.checkpoints
+    if part.generation < events.first_generation:
+        return
+    if part.error is not None or part.step in events.failed:
+        # Its remains take room that the next one may need; other ranks may still add to them.
+        draft.do(commands.DiscardCheckpoint(part.step, agreed=state.health.agreed))
     if part.error is not None:
-        news = {} if part.step in events.failed else {"message": f"no complete one of step {part.step}: {part.error}"}
+        message = f"no complete one of step {part.step}: {part.error}, in {state.settings.checkpoints}; what was "
+        message += "written of it is removed, and the one before stays the newest"
+        news = {} if part.step in events.failed else {"message": message}
         draft.set(
             checkpoints=replace(events, failed=events.failed | {part.step}),
             schedule=state.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False),
         )
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
+    if part.step in draft.state.checkpoints.failed:
         return
     events, complete = events.saved(part, num_layers=state.settings.num_layers)
     draft.set(checkpoints=events)

@@ -85,8 +85,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     detect(draft, signals.Fenced(number))
     if worker.agent is not None:
         # The recovery does not wait for the evidence.
-        file = f"{draft.state.settings.logs}/worker-{number}.activity" if noticed_by in GIVEN_UP else None
-        draft.do(commands.Send(worker.agent, messages.Kill(worker=number, activity_file=file)))
+        draft.do(commands.Send(worker.agent, messages.Kill(worker=number, is_hung=noticed_by in GIVEN_UP)))
     if worker.connection is not None:
         draft.do(commands.Drop(worker.connection))
     state = draft.state

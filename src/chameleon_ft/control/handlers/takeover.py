@@ -1,4 +1,6 @@
-"""Another coordinator continues a run: workers and agents reconnect, and whatever orders they may lack are repeated.
+"""Another coordinator continues a run, or one that was held up does: workers and agents reconnect.
+
+Whatever orders they may lack are repeated.
 
 Workers train on meanwhile. A generation that begins, and a decision, are interrupted, because nothing tells which
 orders have been sent; what is only prepared beside training is given up.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.commands import Send, Task, Welcome
+from chameleon_ft.control.commands import Drop, Send, Task, Welcome
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
@@ -27,7 +29,7 @@ from chameleon_ft.control.wire.messages import (
     Switch,
 )
 
-__all__ = ["host_returned", "missing", "took_over", "worker_returned"]
+__all__ = ["host_returned", "is_expected_back", "missing", "took_over", "worker_returned"]
 
 
 def took_over(draft: Draft) -> None:
@@ -40,6 +42,8 @@ def took_over(draft: Draft) -> None:
         ticked_at_s=now,
         scale_up=replace(state.scale_up, considering=None),
     )
+    if not state.schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
+        draft.set(schedule=replace(state.schedule, request=state.schedule.request + 1))
     draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
     incidents.detect(draft, signals.Progressed(now))
     match state.phase:
@@ -48,9 +52,29 @@ def took_over(draft: Draft) -> None:
             draft.do(Task.DECIDE)
         case Phase.STOPPING:
             incidents.detect(draft, signals.StopRequested(now))
+    _orders_lost(draft)
+
+
+def is_expected_back(draft: Draft, connection: int) -> bool:
+    """Return whether a lost connection is to be made again: its peer has had no answer while this coordinator stalled.
+
+    It has a while for that, in which it is not lost.
+    """
+    state, now, patience_s = draft.state, draft.at.monotonic_s, draft.state.settings.timeouts.heartbeat_timeout_s
+    is_member = connection in state.members.agents or state.members.worker_of(connection) is not None
+    if not is_member or state.stalled_at_s is None or now > state.stalled_at_s + patience_s:
+        return False
+    draft.set(returning=state.returning | {connection}, return_by_s=now + patience_s)
+    _orders_lost(draft)
+    return True
+
+
+def _orders_lost(draft: Draft) -> None:
+    """Begin anew what is going on, because some orders may not have been received."""
+    match draft.state.phase:
         case Phase.DECIDING | Phase.REGROUPING:
             incidents.stop(draft)
-        case Phase.TRAINING if state.switching_to is None:
+        case Phase.TRAINING if draft.state.switching_to is None:
             switches.abandon(draft)
 
 
@@ -112,8 +136,14 @@ def missing(draft: Draft) -> list[int]:
 
 
 def _reconnected(draft: Draft, before: int, connection: int) -> None:
-    members, returning = draft.state.members, draft.state.returning
-    draft.set(members=members.reconnected(before, connection), returning=returning - {before})
+    members, returning = draft.state.members.reconnected(before, connection), draft.state.returning
+    if before in returning:
+        draft.set(members=members, returning=returning - {before})
+        return
+    # The peer has noticed the end of its connection first; what is left of that has been sent again.
+    draft.set(members=members.fence_connection(before))
+    draft.do(Drop(before))
+    _orders_lost(draft)
 
 
 def _runs(worker: Worker, hello: HostHello) -> bool:

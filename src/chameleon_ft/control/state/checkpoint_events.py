@@ -38,8 +38,6 @@ class CheckpointEvents:
 
     def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
         """Add a written part; also return the checkpoint if this part completes it."""
-        if part.generation < self.first_generation:
-            return self, None
         old = self.parts.get(part.step, CheckpointParts())
         new = CheckpointParts(
             old.layers.union(part.layers), max(old.copy_s, part.copy_s), max(old.write_s, part.write_s)

@@ -114,8 +114,10 @@ class State:
     ending: RunStatus | None = None  # the status with which the run is to end after the current step; None: it goes on
     ending_since_s: float = 0.0  # since when, in monotonic seconds
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
-    returning: frozenset[int] = frozenset()  # connections with a lost coordinator whose peers have not come back
+    # Lost connections, with a coordinator that is lost or was held up, whose peers have not come back.
+    returning: frozenset[int] = frozenset()
     return_by_s: float = 0.0  # when they count as lost, in monotonic seconds
+    stalled_at_s: float | None = None  # when this coordinator had not run for long, the last time; likewise
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:

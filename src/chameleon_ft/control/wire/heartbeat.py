@@ -17,6 +17,8 @@ async def watch_heartbeat(
 ) -> None:
     """Ping the other end every `every_s` seconds until the connection is closed.
 
+    Seconds in which this process did not run do not count: the answer may have come meanwhile.
+
     Args:
         silent: called once a ping is unanswered for `timeout_s`, and from then on every `every_s` until it is answered,
             with the seconds since it was sent.
@@ -25,9 +27,15 @@ async def watch_heartbeat(
     with contextlib.suppress(ConnectionClosed):
         while True:
             await asyncio.sleep(every_s)
-            pong, sent_s, pause_s = asyncio.ensure_future(await connection.ping()), loop.time(), timeout_s
-            # Unlike `wait_for`, this takes a pong that has come although this process has not run in time to see it.
-            while not (await asyncio.wait({pong}, timeout=pause_s))[0]:
-                silent(loop.time() - sent_s)
-                pause_s = every_s
+            pong, waited_s, silent_s = asyncio.ensure_future(await connection.ping()), 0.0, timeout_s
+            while not pong.done():
+                pause_s, before_s = min(every_s, silent_s - waited_s), loop.time()
+                # Unlike `wait_for`, this takes a pong that came while this process did not run to see it.
+                await asyncio.wait({pong}, timeout=pause_s)
+                # After a stall, the pong may be behind other messages that have come meanwhile.
+                if loop.time() - before_s < pause_s + every_s / 2:
+                    waited_s += pause_s
+                if waited_s >= silent_s and not pong.done():
+                    silent(waited_s)
+                    silent_s += every_s
             await pong

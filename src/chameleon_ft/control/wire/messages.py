@@ -485,7 +485,7 @@ class Kill(Message):
 
     type: Literal["kill"] = "kill"
     worker: int
-    activity_file: str | None = None  # if given, send `HangEvidence` first, with this file of the worker
+    is_hung: bool = False  # if so, send `HangEvidence` first
 
 
 class Refused(Message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -141,7 +140,7 @@ class StepRecorder:
         start_unix_s: float,
         part: StepPart = "whole",
     ) -> None:
-        """Write a step, which began at `start_s` of the clock of `stats`; an OSError is only printed."""
+        """Write a step, which began at `start_s` of the clock of `stats`."""
         recorded = RecordedStep(
             generation=generation,
             step=step,
@@ -162,10 +161,7 @@ class StepRecorder:
             part=part,
             kinds="" if part == "whole" else _letters(stats.spans),
         )
-        try:
-            self.log.append(recorded)
-        except OSError as error:  # training does not depend on it
-            print(f"the operations of step {step} cannot be written down: {error}", file=sys.stderr, flush=True)
+        self.log.append(recorded)
 
 
 def _rounded(times_s: Sequence[float]) -> tuple[float, ...]:

@@ -1,0 +1,172 @@
+"""File operations keep their order, and no caller waits for a disk that is full or does not answer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.observe import FileQueue, Recorder, RunDirectory, Summary, View, file_queue
+from chameleon_ft.observe.file_queue import CaughtUp, Late
+from tests.mounts import fill, small_disk
+from tests.observe.records import step_record
+
+
+@contextmanager
+def hanging(files: FileQueue, path: Path) -> Iterator[None]:
+    """Have the queue stuck in one operation inside the block."""
+    answered = threading.Event()
+    files.submit(path, answered.wait)
+    try:
+        yield
+    finally:
+        answered.set()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that the thread of a queue does."""
+    changed = threading.Event()
+    while not condition():
+        changed.wait(0.01)
+
+
+def test_everything_is_done_in_its_order_when_a_method_returns(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with FileQueue() as files:
+        files.append(path, "a\n")
+        assert path.read_text() == "a\n"
+        files.replace(path, lambda: "b\n", mode=0o600)
+        files.append(path, "c\n")
+        assert path.read_text() == "b\nc\n"
+        assert files.ask(path, path.read_text).result(0) == "b\nc\n"
+        assert not files.is_late
+        assert files.news() is None
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=1) as disk, FileQueue() as files:
+        path = disk / "lines"
+        files.append(path, "first\n")
+        ballast = fill(disk)
+        lines = [f"{number} {'x' * 1000}\n" for number in range(100)]
+        for line in lines:
+            files.append(path, line)
+        assert not files.wait()
+        late = files.news()
+        assert isinstance(late, Late)
+        assert late == Late(path, f"[Errno {errno.ENOSPC}] No space left on device")
+        assert files.news() is None, "it is announced once"
+        ballast.unlink()
+        until(lambda: not files.num_waiting)
+        news = files.news()
+        assert isinstance(news, CaughtUp)
+        assert news.dropped == 0
+        assert not files.is_late
+        assert path.read_text() == "first\n" + "".join(lines)
+
+
+def test_no_method_waits_for_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    with FileQueue() as files:
+        with hanging(files, tmp_path / "hanging"):
+            assert files.is_late
+            assert files.news() is None, "it is not worth a line yet"
+            monkeypatch.setattr(file_queue, "_ANNOUNCED_AFTER_S", 0.0)
+            assert files.news() == Late(tmp_path / "hanging", "no answer for 0 s")
+            for number in range(1000):
+                files.append(path, f"{number}\n")
+            answer = files.ask(path, path.read_text)
+            assert not answer.done()
+            assert not path.exists()
+        assert answer.result(10.0).splitlines() == [str(number) for number in range(1000)]
+        until(lambda: not files.num_waiting)
+        assert isinstance(files.news(), CaughtUp)
+        files.append(path, "on\n")
+        assert path.read_text().endswith("999\non\n")
+
+
+def test_beyond_a_bound_the_oldest_lines_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with small_disk(tmp_path / "disk", megabytes=1) as disk, FileQueue(longest_bytes=50) as files:
+        ballast = fill(disk)
+        files.append(disk / "lines", "x" * 9 + "\n")
+        for number in range(10):
+            files.append(path, f"{number}".ljust(9) + "\n")
+        assert isinstance(files.news(), Late)
+        ballast.unlink()
+        until(lambda: not files.num_waiting)
+        news = files.news()
+        assert isinstance(news, CaughtUp)
+        assert news.dropped == 6
+    assert path.read_text().split() == ["0", "1", "2", "3"]
+
+
+def test_an_operation_is_tried_again_only_if_the_disk_is_to_blame(tmp_path: Path) -> None:
+    failures: list[OSError] = []
+    causes = [errno.ESTALE, errno.EIO, errno.ENOENT]
+
+    def fail() -> None:
+        raise OSError(causes.pop(0), "no")
+
+    with FileQueue() as files:
+        files.submit(tmp_path, fail, failed=failures.append)
+        until(lambda: not files.num_waiting)
+    assert [failure.errno for failure in failures] == [errno.ENOENT]
+    assert not causes
+
+
+def test_other_errors_are_raised(tmp_path: Path) -> None:
+    with FileQueue() as files:
+        files.submit(tmp_path, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            files.news()
+
+
+def test_an_operation_that_waits_can_be_cancelled(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with FileQueue() as files:
+        with hanging(files, path):
+            number = files.replace(path, lambda: "a", mode=0o600)
+            files.cancel(number)
+        until(lambda: not files.num_waiting)
+    assert not path.exists()
+
+
+def test_a_run_whose_disk_stays_full_ends_with_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, str]] = []
+
+    class Noting(View):
+        def event(self, name: str, fields: object) -> None:
+            assert isinstance(fields, dict)
+            shown.append((name, fields["message"]))
+
+        def finished(self, summary: Summary) -> None:
+            shown.append((summary.status, str(summary.steps)))
+
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        run = RunDirectory.create(disk / "run", TrainConfig())
+        with Recorder(run, Noting()) as recorder:
+            recorder.step(step_record(0))
+            fill(disk)
+            for step in range(1, 40):
+                recorder.step(step_record(step))
+            recorder.watch_files()
+            summary = recorder.finish("finished", reason="all steps are trained")
+            full = f"[Errno {errno.ENOSPC}] No space left on device, at {run.metrics_file}"
+            assert summary.steps == 40
+            assert shown[:2] == [
+                ("records_late", f"{full}; training goes on, and all is written as soon as that is possible"),
+                ("finished", "40"),
+            ]
+            name, message = shown[2]
+            assert name == "records_lost"
+            assert message.startswith(f"{full}; not written: ")
+            assert f" of {run.metrics_file}, 2 lines of {run.events_file}" in message
+        written = [json.loads(line) for line in run.metrics_file.read_text().splitlines(keepends=True) if "\n" in line]
+        assert [line["step"] for line in written] == list(range(len(written)))

@@ -1,0 +1,105 @@
+"""A disk that becomes full, or does not answer for a while, does not stop a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import Checkpoint
+from chameleon_ft.observe import StepRecord, View, complete_checkpoints, file_queue
+from tests.harness import assert_trained_as_if_nothing_failed, small_config, train_here
+from tests.mounts import fill, freezable_disk, freeze, small_disk, thaw
+
+pytestmark = pytest.mark.multiprocess
+
+
+@dataclass
+class FillingView(View):
+    """Fills the disk at one step and frees it at another; shows nothing."""
+
+    disk: Path
+    full_at: int
+    free_at: int
+    leaving: int = 0
+    seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    ballast: Path | None = None
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == self.full_at:
+            self.ballast = fill(self.disk, leaving=self.leaving)
+        elif record.step == self.free_at and self.ballast is not None:
+            self.ballast.unlink()
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        self.seen.setdefault(name, fields)
+
+
+def test_a_full_disk_makes_records_late_and_stops_nothing(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=8) as disk:
+        view = FillingView(disk, full_at=3, free_at=150)
+        ended = train_here(small_config(tmp_path, steps=200), disk / "run", view=view)
+        assert "No space left on device" in view.seen["records_late"]["message"]
+        assert str(disk / "run") in view.seen["records_late"]["message"]
+        assert "records_written" in view.seen
+        assert ended.steps == list(range(200))
+        assert not ended.failures
+        assert [event["event"] for event in ended.events("records_written")] == ["records_written"]
+        assert ended.summary["steps"] == 200
+        assert ended.code == 0
+
+
+def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=8) as disk:
+        view = FillingView(disk, full_at=3, free_at=-1)
+        ended = train_here(small_config(tmp_path, steps=40), disk / "run", view=view)
+        assert ended.code == 0
+        assert "metrics.jsonl" in view.seen["records_lost"]["message"]
+
+
+def test_checkpoints_that_do_not_fit_are_removed_and_tried_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=8) as disk:
+        view = FillingView(disk, full_at=11, free_at=31, leaving=150_000)
+        config = small_config(tmp_path, steps=50, checkpoint=Checkpoint(every=10, keep=2))
+        ended = train_here(config, disk / "run", view=view)
+        assert ended.code == 0
+        assert ended.failures == []
+        assert ended.steps == list(range(50))
+        left_out = {event["step"] for event in ended.events("checkpoint_failed")}
+        assert left_out == {20, 30}
+        message = view.seen["checkpoint_failed"]["message"]
+        assert "No space left on device" in message
+        assert str(ended.run.checkpoints) in message
+        assert complete_checkpoints(ended.run.checkpoints) == [40, 50]
+        left = sorted(path.name for path in ended.run.checkpoints.iterdir())
+        assert left == ["step-00000040", "step-00000050"], "nothing is left of those that do not fit"
+
+
+def test_training_goes_on_while_a_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_queue, "_ANNOUNCED_AFTER_S", 0.2)
+    with freezable_disk(tmp_path / "disk", megabytes=64) as disk:
+
+        @dataclass
+        class FreezingView(View):
+            seen: list[str] = field(default_factory=list)
+
+            def step(self, record: StepRecord) -> None:
+                self.seen.append(f"step {record.step}")
+                if record.step == 3:
+                    freeze(disk)
+                elif record.step == 43:
+                    thaw(disk)
+
+            def event(self, name: str, fields: Mapping[str, Any]) -> None:
+                self.seen.append(name)
+
+        view = FreezingView()
+        ended = train_here(small_config(tmp_path, steps=60), disk / "run", view=view)
+        assert_trained_as_if_nothing_failed(ended)
+        assert ended.failures == []
+        assert ended.steps == list(range(60))
+        late, written = view.seen.index("records_late"), view.seen.index("records_written")
+        assert view.seen.index("step 3") < late < view.seen.index("step 43") < written
