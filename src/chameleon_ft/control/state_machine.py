@@ -195,7 +195,10 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
         case messages.HostHello(resumes=int()):
             takeover.host_returned(draft, connection, message)
         case messages.Hello():
-            _hello(draft, connection, message)
+            if (lost := takeover.unacknowledged(draft, message)) is not None:
+                takeover.worker_returned(draft, connection, message.model_copy(update={"resumes": lost}))
+            else:
+                _hello(draft, connection, message)
         case messages.HostHello() if state.phase is Phase.GATHERING:
             members, spawn = state.members.with_host(connection, message, now=draft.at.unix_s)
             draft.set(members=members)

@@ -14,9 +14,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SocketTracker"]
+__all__ = ["SocketTracker", "spare_socket"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
+
+_spared: int | None = None  # inode
+
+
+def spare_socket(descriptor: int) -> None:
+    """Have trackers leave this connection alone, and none that was spared before.
+
+    A rank may reconnect to a coordinator while a library connects.
+    """
+    global _spared
+    _spared = os.fstat(descriptor).st_ino
 
 
 class SocketTracker:
@@ -47,7 +58,8 @@ class SocketTracker:
         """End the tracked connections. Called from any thread, also before `settle`."""
         with self._lock:
             for connection in self._settled:
-                _shut_down(connection)
+                if os.fstat(connection.fileno()).st_ino != _spared:
+                    _shut_down(connection)
             for connection in self._new_connections():
                 with connection:
                     _shut_down(connection)
@@ -65,7 +77,7 @@ class SocketTracker:
         if self._before is None:
             return
         for descriptor, inode in _open_sockets():
-            if inode in self._before:
+            if inode in self._before or inode == _spared:
                 continue
             try:
                 connection = socket.socket(fileno=os.dup(descriptor))
