@@ -291,3 +291,17 @@ def test_a_second_replacement_finds_the_peers_of_the_first() -> None:
     history.commit()
     assert history.state.committed == 4
     assert not [command for command in history.commands if isinstance(command, Launch)]
+
+
+def test_a_run_whose_first_plan_was_not_written_ends_with_the_reason() -> None:
+    history = History()
+    history.holds = True
+    history.gather()
+    history.take_over()
+    history.return_agent()
+    history.return_worker(0, known=history.state.newest + 1)
+    assert history.state.ended is not None
+    assert history.state.ended == (
+        "failed",
+        "the first plan is not in the journal, and workers have it; resume the run",
+    )

@@ -211,7 +211,9 @@ def _cause_of(error: BaseException) -> BaseException:
 
 def _describe(error: BaseException) -> str:
     cause = _cause_of(error)
-    return f"{type(cause).__name__}: {cause}"
+    # Torch's writer of archives does not tell why a write was cut short.
+    remark = ", as on a full disk" if "unexpected pos" in str(cause) else ""
+    return f"{type(cause).__name__}: {cause}{remark}"
 
 
 @contextmanager

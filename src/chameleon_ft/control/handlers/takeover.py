@@ -98,6 +98,9 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
         draft.do(Welcome(connection, worker.incarnation))
     if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
         draft.set(newest=hello.known)
+        if draft.state.active is None:  # what ranks hold by now is not known
+            incidents.end(draft, "failed", "the first plan is not in the journal, and workers have it; resume the run")
+            return
         incidents.stop(draft)
         return
     state = draft.state
