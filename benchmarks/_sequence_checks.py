@@ -194,7 +194,9 @@ def _lost_workers(records: _Records) -> Iterator[str]:
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
     losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss
     for event in records.events:
-        if event["event"] in ("failure", "drained"):
+        if event["event"] == "finished":
+            losses.clear()  # a resumed run has all workers again
+        elif event["event"] in ("failure", "drained"):
             losses[event["worker"]] += 1
         elif event["event"] == "joined":
             losses[event["worker"]] -= 1

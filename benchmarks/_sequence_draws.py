@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase, PolicyName
 
-__all__ = ["DrawnRun", "draw"]
+__all__ = ["DrawnRun", "Strike", "draw"]
 
 _MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
 _MOST_LOSSES: Final = 4
@@ -19,10 +19,46 @@ _IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "preparat
 _STEPS: Final = (7, 10)
 _STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches beside training, and for the switches that follow
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
+_STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]] = (
+    ("coordinator", "kill"),
+    ("coordinator", "kill"),
+    ("coordinator", "stop"),
+    ("fork server", "kill"),
+    ("fork server", "stop"),
+    ("worker", "kill"),
+    ("coordinator", "terminate"),
+    ("launcher", "terminate"),
+    ("all", "terminate"),
+)
+_LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
+
+Target = Literal["coordinator", "fork server", "worker", "launcher", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """A signal to a process of a run.
+
+    Attributes:
+        step: of the run; the signal is sent after its commit.
+        delay_s: from that commit to the signal.
+        worker: the number of the worker, if the target is one.
+        kind: SIGKILL; SIGSTOP, with SIGCONT two seconds later; or SIGTERM.
+    """
+
+    step: int
+    delay_s: float
+    target: Target
+    kind: Literal["kill", "stop", "terminate"]
+    worker: int | None = None
+
+    def __str__(self) -> str:
+        target = self.target if self.worker is None else f"worker {self.worker}"
+        return f"{self.kind} {target} {self.delay_s * 1e3:.0f} ms after {self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +72,7 @@ class DrawnRun:
         failures: at most one per worker, unless lost workers come back.
         respawn: whether they do.
         drains: workers that are to leave, each with the step after which they are told.
+        strikes: signals to its processes, in the order of their steps.
     """
 
     seed: int
@@ -52,6 +89,7 @@ class DrawnRun:
     failures: tuple[Failure, ...]
     respawn: bool = False
     drains: tuple[tuple[int, int], ...] = ()
+    strikes: tuple[Strike, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -71,10 +109,11 @@ class DrawnRun:
             *(["respawn"] if self.respawn else []),
         ]
         drains = "".join(f", drain {worker} in {step}" for step, worker in self.drains)
-        return f"seed {self.seed}: {', '.join(words)}: {failures or 'no failure'}{drains}"
+        strikes = "".join(f", {strike}" for strike in self.strikes)
+        return f"seed {self.seed}: {', '.join(words)}: {failures or 'no failure'}{drains}{strikes}"
 
 
-def draw(seed: int, *, joins: bool = False) -> DrawnRun:
+def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
     """Draw a run deterministically, on any machine.
 
     Without checkpoints fewer workers fail than every layer has holders at first. Even so a policy may leave a layer
@@ -83,8 +122,11 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
 
     Args:
         joins: whether lost workers may come back, and workers may be drained.
+        strikes: whether its other processes are hit, too, at moments that are no named phases.
     """
     rng = random.Random(seed)
+    if strikes:
+        return _struck(random.Random(f"strikes {seed}"), draw(seed, joins=True))
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
     # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
     (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])
@@ -116,6 +158,24 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
     if not run.respawn:
         steps = steps[: run.workers - 1 - count]  # one worker is left
     return replace(run, drains=tuple((step, rng.randrange(run.workers)) for step in steps))
+
+
+def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run with strikes. They take the place of its drains, and of a failure if they hit a worker."""
+    run = replace(run, drains=(), checkpoint_every=run.checkpoint_every or rng.choice((0, 3, 20)))
+    strikes: list[Strike] = []
+    failures = list(run.failures)
+    for step in sorted(rng.sample(range(run.steps - 5), rng.randint(1, 3))):
+        target, kind = rng.choice(_STRIKES)
+        worker = None
+        if target == "worker":
+            if not failures:
+                continue
+            worker = failures.pop().worker
+        strikes.append(
+            Strike(step=step, delay_s=rng.uniform(0, _LONGEST_DELAY_S), target=target, kind=kind, worker=worker)
+        )
+    return replace(run, failures=tuple(failures), strikes=tuple(strikes))
 
 
 def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import LOSS_TOLERANCE, Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
+from benchmarks._sequence_strikes import train_under_strikes
 from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
 from chameleon_ft.control.requests import drain
 from chameleon_ft.errors import ConfigError, ControlError
@@ -38,7 +39,7 @@ def main() -> int:
     folder = new_folder(given.out)
     runs = []
     for seed in range(given.seed, given.seed + given.runs):
-        drawn = draw(seed, joins=given.joins)
+        drawn = draw(seed, joins=given.joins, strikes=given.strikes)
         progress(str(drawn))
         start = time.perf_counter()
         findings = run_drawn(drawn, folder / f"seed-{seed}")
@@ -77,6 +78,10 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
 def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
     """Train a drawn run in a new directory, and check its records."""
     directory.mkdir()
+    if drawn.strikes:
+        code, left = train_under_strikes(config_of(drawn, directory), directory, drawn.strikes)
+        findings = look_at(RunDirectory(directory / "run"), exit_code=code)
+        return replace(findings, problems=(*findings.problems, *left))
     view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
     ended = train_here(config_of(drawn, directory), directory / "run", view=view)
     return look_at(ended.run, exit_code=ended.code)
@@ -114,6 +119,7 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
+            *_counts("strike", [f"{s.kind} {s.target}" for run, _ in runs for s in run.strikes], []),
             ("drains", str(sum(len(run.drains) for run, _ in runs)), str(sum(found.drained for _, found in runs))),
             ("migrations", "", str(sum(findings.migrations for _, findings in runs))),
             ("transitions", "", str(sum(findings.transitions for _, findings in runs))),
@@ -148,6 +154,11 @@ def _arguments() -> argparse.Namespace:
         "--joins",
         action="store_true",
         help="have lost workers come back, and workers drained, each in half of the runs",
+    )
+    parser.add_argument(
+        "--strikes",
+        action="store_true",
+        help="kill, stop and terminate coordinators, fork servers, launchers and workers at random moments, too",
     )
     given = parser.parse_args()
     if given.runs < 1:

@@ -269,6 +269,10 @@ class Command:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def read_until(self, pattern: str) -> re.Match[str]:
         """Read the output up to a line that matches `pattern`."""
         for line in self._lines():

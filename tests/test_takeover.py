@@ -93,18 +93,6 @@ def test_the_launcher_replaces_a_coordinator(tmp_path: Path, loses_a_worker: boo
     assert "leaked" not in training.printed
 
 
-def test_a_coordinator_is_replaced_while_communicators_are_formed(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    with Command("train", written(tmp_path), "--output-dir", run.path) as training:
-        training.read_until("Chameleon")  # it has sent the orders of the first generation
-        with every_process_ends([each for each in training.session() if each.pid != run.read_control().pid]):
-            killed(run)
-            assert training.wait() == 0, training.printed
-    ended = Ended(0, run)
-    assert_complete(ended)
-    assert ended.failures == []
-
-
 def test_coordinators_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:

@@ -43,8 +43,8 @@ def test_everything_is_drawn() -> None:
     runs = [draw(seed) for seed in range(MANY)]
     failures = [failure for run in runs for failure in run.failures]
     assert {failure.phase for failure in failures} == set(get_args(FailurePhase))
-    # A slow worker is not lost.
-    assert {failure.kind for failure in failures} == set(get_args(FailureKind)) - {"slow"}
+    # A slow worker is not lost, and a wrong one changes losses.
+    assert {failure.kind for failure in failures} == {*get_args(FailureKind)} - {"slow", "slow-link", "corrupt", "nan"}
     assert {run.policy for run in runs} == set(get_args(PolicyName))
     assert {run.split_backward for run in runs} == {False, True}
     assert {len(run.failures) for run in runs} == {1, 2, 3, 4}
@@ -52,6 +52,17 @@ def test_everything_is_drawn() -> None:
     assert max(at_once.values()) > 1
     in_recoveries = Counter((run.seed, f.step) for run in runs for f in run.failures if f.phase == "confirm")
     assert in_recoveries
+
+
+def test_strikes_hit_every_kind_of_process_in_the_order_of_their_steps() -> None:
+    runs = [draw(seed, strikes=True) for seed in range(MANY)]
+    strikes = [strike for run in runs for strike in run.strikes]
+    assert {strike.target for strike in strikes} == {"coordinator", "fork server", "worker", "launcher", "all"}
+    assert {strike.kind for strike in strikes} == {"kill", "stop", "terminate"}
+    for run in runs:
+        assert [strike.step for strike in run.strikes] == sorted({strike.step for strike in run.strikes})
+        hit = [strike.worker for strike in run.strikes if strike.worker is not None]
+        assert run.respawn or not {*hit}.intersection(failure.worker for failure in run.failures)
 
 
 def test_no_worker_hangs_before_there_is_a_step_time() -> None:

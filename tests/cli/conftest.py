@@ -75,6 +75,11 @@ class CommandLine:
         return self.launched[-1].config
 
 
+def nothing_listens() -> None:
+    """Be the answer of an address at which no coordinator is."""
+    raise ConnectionRefusedError("nothing listens there")
+
+
 @pytest.fixture
 def own_model(tmp_path: Path) -> Path:
     """A file with a job of the user's own."""
@@ -108,7 +113,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     for name, function in {"train": start, "coordinate": start, "run_agent": run_agent, "work": work}.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
-    monkeypatch.setattr("chameleon_ft.cli.joining.knock", command_line.knock)
+    monkeypatch.setattr("chameleon_ft.control.requests.knock", command_line.knock)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     return command_line

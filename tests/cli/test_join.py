@@ -12,7 +12,7 @@ import pytest
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
-from tests.cli.conftest import CommandLine
+from tests.cli.conftest import CommandLine, nothing_listens
 
 AGENT = {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
 RANKS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -42,10 +42,6 @@ def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: Ru
     assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4", "--wait-s", "0")
 
 
-def nobody_listens() -> None:
-    raise ConnectionRefusedError("nothing listens there")
-
-
 def the_token_is_wrong() -> None:
     raise ControlError("wrong join token")
 
@@ -53,7 +49,7 @@ def the_token_is_wrong() -> None:
 def test_an_agent_waits_for_its_coordinator(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    chameleon.knocks = [nobody_listens] * 7
+    chameleon.knocks = [nothing_listens] * 7
     assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "t") == 0
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     assert chameleon.capture.readouterr().out == "waiting up to 300 s for the coordinator at 10.0.0.1:4000\n"
@@ -85,7 +81,7 @@ def test_a_wrong_token_is_not_waited_for(chameleon: CommandLine) -> None:
 
 
 def test_the_wait_has_an_end(chameleon: CommandLine) -> None:
-    chameleon.knocks = [nobody_listens]
+    chameleon.knocks = [nothing_listens]
     arguments = ("--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "t", "--wait-s", "0.05")
     assert chameleon("agent", *arguments) == 1
     error = chameleon.capture.readouterr().err

@@ -14,7 +14,7 @@ from chameleon_ft.config import RENAMED_KEYS, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
-from tests.cli.conftest import CommandLine
+from tests.cli.conftest import CommandLine, nothing_listens
 
 
 @pytest.fixture
@@ -278,17 +278,15 @@ def test_the_number_of_a_living_process_alone_does_not_make_a_run_live(
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
     values = {**json.loads(run.control_file.read_text()), **change}
     run.control_file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    chameleon.knocks = [nothing_listens]
     assert chameleon("train", "--resume", run.path) == 0
 
 
-def test_a_run_on_another_host_is_live_if_its_coordinator_answers(
-    chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_another_host_is_live_if_its_coordinator_answers(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file)
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=1))
     values = {**json.loads(run.control_file.read_text()), "host": "elsewhere"}
     run.control_file.write_text(json.dumps(values))
-    monkeypatch.setattr("chameleon_ft.cli.starting.knock", lambda *_, **__: None)
     assert "is still live in process 1 on elsewhere" in chameleon.refused("train", "--resume", run.path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chameleon_ft.config import Checkpoint, Recovery
-from chameleon_ft.control.commands import Launch, Task, Welcome
+from chameleon_ft.control.commands import Launch, Task
 from chameleon_ft.control.events import Interrupted
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
@@ -51,19 +51,6 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
     assert (history.state.generation, history.state.committed) == (1, 4)
     assert history.failures == []
     assert [event["step"] for event in history.events("took_over")] == [3]
-
-
-def test_a_worker_returns_that_the_lost_coordinator_had_not_acknowledged() -> None:
-    history = History(new_state())
-    history.gather()
-    replaced(history, absent=(3,))
-    lost = history.connection(3)
-    assert history.state.returning == {lost}
-    history.moved[lost] = lost + 10_000
-    commands = history.say(lost, Hello(worker=3, host="10.0.0.1", incarnation=1))
-    assert any(isinstance(command, Welcome) for command in commands), "it may not have been welcomed"
-    assert history.sent(Refused) == []
-    assert not history.state.returning
 
 
 def test_a_worker_that_does_not_come_back_is_lost() -> None:

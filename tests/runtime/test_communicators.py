@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from chameleon_ft.runtime.communicators.gloo import CalledOffError, Waiter
-from chameleon_ft.runtime.communicators.sockets import SocketTracker, spare_socket
+from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from tests.runtime.ranks import open_descriptors
 
 # --- waiter ----------------------------------------------------------------------------------------------------------
@@ -162,21 +162,6 @@ def test_only_what_was_connected_between_start_and_settle_is_shut_down() -> None
         assert is_open(after)
         assert not any(is_open(pair) for pair in between)
         tracker.close()
-
-
-@pytest.mark.parametrize("when", ["before it settles", "after it has settled"])
-def test_the_connection_to_the_coordinator_is_left_alone(when: str) -> None:
-    with ExitStack() as stack:
-        listener = stack.enter_context(listening())
-        tracker = SocketTracker()
-        tracker.start()
-        control = stack.enter_context(socket.create_connection(listener.getsockname()))
-        if when == "after it has settled":
-            tracker.settle()
-        spare_socket(control.fileno())
-        tracker.close()
-        coordinator, _ = listener.accept()
-        assert is_open((control, stack.enter_context(coordinator)))
 
 
 def test_listening_and_other_sockets_are_left_alone() -> None:

@@ -19,3 +19,12 @@ def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: i
     findings = run_drawn(drawn, tmp_path / "drawn")
     print(findings)
     assert not findings.problems
+
+
+@pytest.mark.parametrize("seed", [103, 109, 122])
+def test_a_drawn_run_outlives_its_other_processes(tmp_path: Path, seed: int) -> None:
+    drawn = draw(seed, strikes=True)
+    print(drawn)  # to repeat it: python -m benchmarks.sequences --runs 1 --strikes --seed N
+    findings = run_drawn(drawn, tmp_path / "drawn")
+    print(findings)
+    assert not findings.problems

@@ -1,4 +1,7 @@
-"""Arguments of the commands that join a coordinator."""
+"""Arguments of the commands that join a coordinator.
+
+The client is imported lazily, because `--help` must not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
-from chameleon_ft.control.requests import knock
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
@@ -58,6 +60,8 @@ class JoinArguments:
                 token is missing; or there is no such run, or it is not live, after the wait.
             ControlError: the coordinator rejects the token, or does not answer within the wait.
         """
+        from chameleon_ft.control.requests import knock
+
         until_s, pause_s, has_said = time.monotonic() + self.wait_s, _RETRY_S, False
         while True:
             try:

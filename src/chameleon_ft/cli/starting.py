@@ -31,7 +31,6 @@ from chameleon_ft.config import (
     read_recorded_toml,
     read_toml,
 )
-from chameleon_ft.control.requests import knock
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.tls import tls_context
@@ -325,6 +324,8 @@ def _refuse_live_run(directory: RunDirectory) -> None:
     control = directory.read_control()
     lives = control.has_process_here()
     if lives is None:
+        from chameleon_ft.control.requests import knock
+
         with contextlib.suppress(ChameleonError, OSError):
             knock(control.address, control.token, tls=control.tls)
             lives = True

@@ -171,25 +171,19 @@ class Coordinator:
             received = self._received.get(message.resumes or 0, 0)
         else:
             received = self._received.get(number, 0) + 1
-
-        def acknowledge() -> None:
-            self._received[number] = received
-            is_hello = isinstance(message, messages.Hello | messages.HostHello)  # a peer waits for its acknowledgement
-            if is_hello or not (received % _ACKNOWLEDGE_EVERY or self._recorder.files.is_late):
-                reconnect_s = self._config.timeouts.reconnect_s
-                peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
-
         match message:
             case messages.Publish():
                 self._send_all(self._rendezvous.publish(number, message))
-                acknowledge()
             case messages.LookUp():
                 self._send_all(self._rendezvous.look_up(number, message))
-                acknowledge()
             case _:
                 event = events.Received(at=self._now(), connection=number, message=message)
-                # Before its commands, which may take long: a peer that is not acknowledged cannot resume.
-                self._handle(event, received={number: received}, written=acknowledge)
+                self._handle(event, received={number: received})
+        self._received[number] = received
+        is_hello = isinstance(message, messages.Hello | messages.HostHello)  # a peer waits for its acknowledgement
+        if is_hello or not (received % _ACKNOWLEDGE_EVERY or self._recorder.files.is_late):
+            reconnect_s = self._config.timeouts.reconnect_s
+            peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
 
     def departed(self, peer: Peer) -> None:
         """Handle the end of a connection."""
@@ -221,18 +215,11 @@ class Coordinator:
 
     # --- events and commands -----------------------------------------------------------------------------------------
 
-    def _handle(
-        self,
-        event: events.Event,
-        *,
-        received: Mapping[int, int] | None = None,
-        written: Callable[[], None] | None = None,
-    ) -> None:
+    def _handle(self, event: events.Event, *, received: Mapping[int, int] | None = None) -> None:
         """Change the state by an event and by the answers to its commands. Raises ControlError, see `step`.
 
         Args:
             received: what `Journal.write` is to note of it.
-            written: called once the journal has the event.
         """
         self._refresh_faults(event)
         events = deque([event])
@@ -244,9 +231,6 @@ class Coordinator:
             if self._journal is not None:
                 self._journal.write(state, event.at, received=received, records=records)
             self.state, received = state, None
-            if written is not None:
-                written()
-                written = None
             self._planner.calibration.learn(state.detectors)
             for command in orders:
                 if (answer := self._execute(command)) is not None:

@@ -195,10 +195,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
         case messages.HostHello(resumes=int()):
             takeover.host_returned(draft, connection, message)
         case messages.Hello():
-            if (lost := takeover.unacknowledged(draft, message)) is not None:
-                takeover.worker_returned(draft, connection, message.model_copy(update={"resumes": lost}))
-            else:
-                _hello(draft, connection, message)
+            _hello(draft, connection, message)
         case messages.HostHello() if state.phase is Phase.GATHERING:
             members, spawn = state.members.with_host(connection, message, now=draft.at.unix_s)
             draft.set(members=members)

@@ -35,7 +35,6 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Rendezvous
-from chameleon_ft.runtime.communicators.sockets import spare_socket
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.fault_injection import FaultInjector
 
@@ -83,7 +82,6 @@ class ControlClient:
             token,
             lambda resumes: self._hello.model_copy(update={"resumes": resumes, "known": self._known}),
             tls=tls,
-            connected=spare_socket,
         )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
         self._ended = 0  # highest generation that is known to be over, with all before it

@@ -78,14 +78,6 @@ def _orders_lost(draft: Draft) -> None:
             switches.abandon(draft)
 
 
-def unacknowledged(draft: Draft, hello: Hello) -> int | None:
-    """Return the connection that a rank resumes without knowing it: the lost coordinator had not acknowledged it."""
-    worker = next((each for each in draft.state.members if each.id == hello.worker), None)
-    if worker is None or worker.connection not in draft.state.returning:
-        return None
-    return worker.connection if hello.incarnation in (0, worker.incarnation) else None
-
-
 def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
     """Take a worker back on another connection, and repeat the orders that it may lack."""
     assert hello.resumes is not None
@@ -94,7 +86,7 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
         draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
         return
     _reconnected(draft, hello.resumes, connection)
-    if hello.known == 0:  # it may not have been welcomed
+    if worker.first_step is None and not worker.takes_part:
         draft.do(Welcome(connection, worker.incarnation))
     if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
         draft.set(newest=hello.known)

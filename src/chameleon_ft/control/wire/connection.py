@@ -27,7 +27,6 @@ _PING_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.05  # wait before the first attempt to reconnect; twice as long before each that follows
 _RETRY_MAX_S: Final = 1.0
-_FIRST_RECONNECT_S: Final = 60.0  # for a peer to which the coordinator has not told another time yet
 
 
 class _Connection(ClientConnection):
@@ -74,26 +73,18 @@ class ControlConnection:
         token: the join token of the run.
         hello: returns the first message; its argument is the number of the lost connection that it resumes, if any.
         tls: directory for `tls_context`; None: no TLS.
-        connected: called with the file descriptor of every connection that is made.
     """
 
     def __init__(
-        self,
-        coordinator: str,
-        token: str,
-        hello: Callable[[int | None], Message],
-        *,
-        tls: Path | None = None,
-        connected: Callable[[int], object] = lambda _: None,
+        self, coordinator: str, token: str, hello: Callable[[int | None], Message], *, tls: Path | None = None
     ) -> None:
         self._coordinator = coordinator
         self._token = token
         self._hello = hello
         self._tls = tls
-        self._connected = connected
         self._connection: ClientConnection | None = None
         self._number: int | None = None  # of the newest connection that the coordinator has acknowledged
-        self._reconnect_s = _FIRST_RECONNECT_S
+        self._reconnect_s = 0.0
         self._is_over = False
         self._kept: deque[Message] = deque()  # messages that are not acknowledged
         self._acknowledged = 0  # messages before these
@@ -103,7 +94,6 @@ class ControlConnection:
     async def connect(self) -> None:
         """Connect and introduce this peer. Raises OSError or InvalidHandshake."""
         self._connection = await control_connection(self._coordinator, self._token, tls=self._tls)
-        self._connected(self._connection.transport.get_extra_info("socket").fileno())
         await self._connection.send(encode(self._hello(self._number)))
 
     async def messages(self) -> AsyncIterator[Message]:

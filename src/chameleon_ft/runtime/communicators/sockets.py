@@ -14,20 +14,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SocketTracker", "spare_socket"]
+__all__ = ["SocketTracker"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
-
-_spared: int | None = None  # inode
-
-
-def spare_socket(descriptor: int) -> None:
-    """Have trackers leave this connection alone, and none that was spared before.
-
-    A rank may reconnect to a coordinator while a library connects.
-    """
-    global _spared
-    _spared = os.fstat(descriptor).st_ino
 
 
 class SocketTracker:
@@ -58,8 +47,7 @@ class SocketTracker:
         """End the tracked connections. Called from any thread, also before `settle`."""
         with self._lock:
             for connection in self._settled:
-                if os.fstat(connection.fileno()).st_ino != _spared:
-                    _shut_down(connection)
+                _shut_down(connection)
             for connection in self._new_connections():
                 with connection:
                     _shut_down(connection)
@@ -77,7 +65,7 @@ class SocketTracker:
         if self._before is None:
             return
         for descriptor, inode in _open_sockets():
-            if inode in self._before or inode == _spared:
+            if inode in self._before:
                 continue
             try:
                 connection = socket.socket(fileno=os.dup(descriptor))
