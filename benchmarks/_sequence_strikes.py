@@ -42,7 +42,8 @@ def train_under_strikes(config: RunConfig, directory: Path, strikes: tuple[Strik
             striker.start()
             code = command.wait()
             striker.join()
-            (directory / "printed.txt").open("a", encoding="utf-8").write(command.printed)
+            with (directory / "printed.txt").open("a", encoding="utf-8") as printed:
+                printed.write(command.printed)
             deadline = time.monotonic() + _ENDED_S
             while (processes := command.session()) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)

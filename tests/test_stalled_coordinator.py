@@ -25,7 +25,8 @@ def test_workers_train_on_and_none_is_lost(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(example.replace('"profiles/', f'"{ROOT}/profiles/'))
     layout = ("--workers", 4, "--parallel.dp", 2, "--parallel.pp", 2, "--batch.micro-batches", 8)
-    options = (*layout, "--steps", STEPS, "--output-dir", run.path)
+    # A policy that looks for no other plan: so there is a second generation only if some worker has stopped.
+    options = (*layout, "--recovery.policy", "reroute", "--steps", STEPS, "--output-dir", run.path)
     with ExitStack() as stack:
         coordinator = stack.enter_context(Command("coordinator", config, *options))
         coordinator.read_until("waiting for 4 workers")

@@ -15,6 +15,7 @@ from chameleon_ft.config import (
     Checkpoint,
     FailureKind,
     FailurePhase,
+    Health,
     LlamaConfig,
     Parallel,
     Recovery,
@@ -441,11 +442,13 @@ def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
     assert (the_failure(ended).cause, the_failure(ended).noticed_by) == ("ValueError: cosmic ray", "self")
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_if_so_configured(tmp_path: Path) -> None:
     config = broken_job(tmp_path, optimizer="partial(torch.optim.SGD, lr=1e18)")
-    ended = train_here(config, tmp_path / "run")
+    stopping = config.model_copy(update={"health": Health(on_bad_step="stop")})
+    ended = train_here(stopping, tmp_path / "run")
     assert ended.code == 1
-    assert "lower the learning rate, or clip the gradient" in ended.summary["reason"]
+    assert "also when it was computed again, first in the forward of micro-batch" in ended.summary["reason"]
+    assert complete_checkpoints(ended.run.checkpoints)
 
 
 # --- resuming, and being interrupted ---------------------------------------------------------------------------------

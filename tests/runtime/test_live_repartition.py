@@ -73,7 +73,8 @@ def test_a_decision_that_was_made_before_the_loss(tmp_path: Path) -> None:
     ended = train_here(config, run.path, view=view)
     assert_trained_as_if_nothing_failed(ended)
     assert ended.events("prepared")[0]["losses"] == 4
-    (decision,) = ended.events("decision")
+    # On a busy machine a worker may seem slow, too.
+    (decision,) = [event for event in ended.events("decision") if event["trigger"] == "loss"]
     assert decision["prepared"]
     (failure,) = ended.failures
     assert (failure.worker, failure.policy) == (3, decision["chosen"])

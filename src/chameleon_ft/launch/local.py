@@ -102,8 +102,12 @@ class _Launcher:
                 if (lost := self._replace(coordinator)) is not None:
                     return lost
             elif agent:
-                error = _received(self._agent.pipe) or f"it was ended by {_describe_end(self._agent.process)}"
+                error = _received(self._agent.pipe)
                 agent.clear()
+                self._agent.process.join()
+                if error is None and self._agent.process.exitcode == 0:
+                    continue  # its workers have been drained, and others train on
+                error = error or f"it was ended by {_describe_end(self._agent.process)}"
                 with contextlib.suppress(OSError):
                     coordinator.pipe.send(f"the agent of this machine failed: {error}")
 
