@@ -56,7 +56,7 @@ def pipeline(model: CostModel) -> Program:
 def reports(
     delay_s: Callable[[int, int], float], *, offsets: Mapping[int, float], rng: random.Random, waits: bool = True
 ) -> dict[int, list[ChannelTimes]]:
-    """What three workers in a pipeline report of a step, by clocks of their own; noise makes messages later."""
+    """Return the reports of three workers in a pipeline about a step, by their own clocks; noise delays messages."""
     found: dict[int, list[ChannelTimes]] = {0: [], 1: [], 2: []}
     for sender, receiver, forward in ((0, 1, True), (1, 2, True), (2, 1, False), (1, 0, False)):
         sent = [10.0 + index for index in range(8)]
