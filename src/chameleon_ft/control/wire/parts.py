@@ -18,6 +18,7 @@ from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 __all__ = [
     "BoundaryMessage",
     "ChannelTimes",
+    "Message",
     "MessagePart",
     "OperationTimes",
     "Progress",
@@ -34,6 +35,12 @@ class MessagePart(BaseModel):
     """Base of messages and their parts: frozen, and no other fields are accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Message(MessagePart):
+    """Base of all messages; `type` tells them apart."""
+
+    type: str
 
 
 class Transition(MessagePart):

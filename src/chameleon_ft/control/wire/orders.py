@@ -1,0 +1,241 @@
+"""The messages of the coordinator, and requests to it; see `messages`."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.control.wire.parts import (
+    BoundaryMessage,
+    Message,
+    Rest,
+    Transition,
+    Vote,
+    unpack_operations,
+)
+from chameleon_ft.observe import RunStatus
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import Operation
+from chameleon_ft.sync import Segment
+
+__all__ = [
+    "Acknowledged",
+    "Begin",
+    "BeginCheckpoint",
+    "Discard",
+    "Drain",
+    "Exit",
+    "Finish",
+    "Inject",
+    "Kill",
+    "Migrate",
+    "Prepare",
+    "Probe",
+    "Published",
+    "Refused",
+    "Spawn",
+    "StartGeneration",
+    "Stop",
+    "Switch",
+    "Welcome",
+]
+
+
+class Acknowledged(Message):
+    """Answer to the first message on a connection, and sent from time to time: messages that need not be sent again."""
+
+    type: Literal["acknowledged"] = "acknowledged"
+    connection: int  # its number
+    received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
+    reconnect_s: float  # seconds for which to look for a coordinator if the connection is lost
+
+
+class Published(Message):
+    """Values of the rendezvous store of a generation: those of a group, or the one looked up and others beside it."""
+
+    type: Literal["published"] = "published"
+    generation: int
+    values: tuple[tuple[str, str], ...]  # (key, value)
+
+
+class Inject(Message):
+    """Make `worker` fail, or slow, or wrong: at once, or in `phase` of step `step` or the first one after it."""
+
+    type: Literal["inject"] = "inject"
+    worker: int
+    kind: FailureKind
+    phase: FailurePhase | None = None
+    step: int | None = None
+    factor: float | None = None  # of kind "slow" or "slow-link": its speed, or bandwidth, as a share of the usual one
+
+
+class Welcome(Message):
+    """All that a rank needs to load the job."""
+
+    type: Literal["welcome"] = "welcome"
+    config: str  # the run's resolved configuration as TOML
+    run: str  # the run directory
+    boundaries: tuple[BoundaryMessage, ...]  # output of each layer
+    incarnation: int = 1  # number of the worker's incarnation, from 1
+
+
+class StartGeneration(Message):
+    """Form `generation` and train from `first_step` with this program."""
+
+    type: Literal["start_generation"] = "start_generation"
+    generation: int
+    members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
+    first_step: int
+    operations: str  # this worker's program: its records, in base 64; see `parts.pack_operations`
+    segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
+    the order all workers issue them; those with one holder, which need no message, come last."""
+    roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
+    load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
+    transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
+    skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
+    rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+        return self.members if self.transition is None else self.transition.participants
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program."""
+        return unpack_operations(self.operations)
+
+    def unpack_segments(self) -> tuple[Segment, ...]:
+        """Return the gradient segments of the whole model."""
+        return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
+
+
+class Stop(Message):
+    """The generation before `generation` is over: leave every operation and answer with `Quiesced`."""
+
+    type: Literal["stop"] = "stop"
+    generation: int
+
+
+class Finish(Message):
+    """End the run after the current step, with a checkpoint."""
+
+    type: Literal["finish"] = "finish"
+
+
+class BeginCheckpoint(Message):
+    """Write a checkpoint after the first step at whose vote all ranks know this request and have written the last one.
+
+    Requests are numbered from 1; a rank answers only the newest.
+    """
+
+    type: Literal["begin_checkpoint"] = "begin_checkpoint"
+    request: int
+
+
+class Prepare(Message):
+    """Prepare the generation of `order` beside training, and answer with `Prepared`; begin it at a switch.
+
+    The order's `first_step` is a lower bound: the step of the switch is not known yet.
+    """
+
+    type: Literal["prepare"] = "prepare"
+    order: StartGeneration
+
+
+class Migrate(Message):
+    """Begin to move layers while `generation` trains; see docs/transition.md.
+
+    Each destination is a shadow holder. Once it has received a layer, it also receives the sum of the layer's gradients
+    before each vote, and applies the same updates as its holders.
+    """
+
+    type: Literal["migrate"] = "migrate"
+    generation: int
+    moves: tuple[tuple[int, int, int, int], ...]
+    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    step_s: float | None = None
+    """Predicted seconds of a step, for workers that have not run one."""
+    hold_s: float = 0.0
+    """Seconds for which a destination may delay a vote, once, until all its layers have arrived and the switch is
+    ordered."""
+
+
+class Switch(Message):
+    """All ranks have prepared `generation`: begin it once the current step is applied."""
+
+    type: Literal["switch"] = "switch"
+    generation: int
+
+
+class Begin(Message):
+    """The others have switched to `generation`: a prepared rank that did not train begins it with `first_step`."""
+
+    type: Literal["begin"] = "begin"
+    generation: int
+    first_step: int
+
+
+class Discard(Message):
+    """Give up `generation`, which was being prepared."""
+
+    type: Literal["discard"] = "discard"
+    generation: int
+
+
+class Probe(Message):
+    """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
+
+    type: Literal["probe"] = "probe"
+    probe: int  # counted from 1; 0 if an agent is asked because a rank's heartbeats are missing
+    worker: int | None = None  # with 0: the rank; it is the only one to answer for
+
+
+class Exit(Message):
+    """End the process: the run is over, or this rank is no longer part of it."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+    status: RunStatus | None = None  # how the run has ended; None if it goes on without this process
+    is_drained: bool = False  # whether it may still write its part of a checkpoint
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of an agent or a rank: EX_TEMPFAIL of sysexits.h if the run is to be resumed, else 0."""
+        return os.EX_TEMPFAIL if self.status == "terminated" else 0
+
+
+class Drain(Message):
+    """Take workers out of the run before they leave it: those given, and all of a host.
+
+    An agent names none and means all of its workers; a rank, likewise, means itself. The answer is this message with
+    all workers that it concerns, or `Refused`, which may follow later: there is no plan without them, and they stay.
+    """
+
+    type: Literal["drain"] = "drain"
+    workers: tuple[int, ...] = ()
+    host: str | None = None
+
+
+class Spawn(Message):
+    """An agent is to start these workers."""
+
+    type: Literal["spawn"] = "spawn"
+    workers: tuple[int, ...]
+    incarnations: tuple[int, ...]  # number of each worker's incarnation, from 1
+
+
+class Kill(Message):
+    """An agent is to end `worker` with SIGKILL."""
+
+    type: Literal["kill"] = "kill"
+    worker: int
+    is_hung: bool = False  # if so, send `HangEvidence` first
+
+
+class Refused(Message):
+    """Answer to a request that is refused."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
