@@ -343,6 +343,7 @@ SURFACE = {
         "ControlError",
         "DamagedCheckpointError",
         "DataError",
+        "LeaseError",
         "NoHolderError",
         "PlanError",
         "ProfileError",

@@ -40,6 +40,14 @@ def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
 
 
 @pytest.mark.parametrize(
+    "lease",
+    ["files", "etcd://a:2379", "etcd://10.0.0.1:1,[::1]:2/my/runs", "etcds://a:1/", "kubernetes", "kubernetes://ml-1"],
+)
+def test_places_of_the_lease(lease: str) -> None:
+    assert parse_config(TrainConfig, {"control": {"lease": lease}}, source="run.toml").control.lease == lease
+
+
+@pytest.mark.parametrize(
     ("data", "expected"),
     [
         ({"paralel": {}}, "paralel: unknown key; did you mean parallel?"),
@@ -56,6 +64,11 @@ def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
         ({"recovery": {"policy": "magic"}}, "recovery.policy = \"magic\": should be 'chameleon', 'reroute'"),
         ({"policy": "magic"}, "policy: unknown key; did you mean recovery.policy?"),
         ({"recovery": {"worker_mtbf_hours": 0.0}}, "recovery.worker_mtbf_hours = 0.0: should be greater than 0"),
+        ({"control": {"lease": "etcd"}}, 'control.lease = "etcd": should be files, etcd://HOST:PORT'),
+        ({"control": {"lease": "etcd://root:secret@a:2379"}}, "should be files, etcd://HOST:PORT"),
+        ({"control": {"lease": "etcd://a:2379,b"}}, "should be files, etcd://HOST:PORT"),
+        ({"control": {"lease": "kubernetes://Team"}}, "should be files, etcd://HOST:PORT"),
+        ({"control": {"lease_s": 0.0}}, "control.lease_s = 0.0: should be greater than 0"),
         ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than 0"),
         (
             {"recovery": {"restart_cost_s": -1.0}},

@@ -10,6 +10,7 @@
       CheckpointError        a checkpoint that is missing, incomplete, unreadable or of another model
         DamagedCheckpointError  files of a checkpoint that are not as they were written
       ControlError           the control plane: membership, messages, joining
+        LeaseError           the place where coordinators claim leadership cannot be reached or refuses
 
 The message of each names the input, what was expected and what to try next.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "ControlError",
     "DamagedCheckpointError",
     "DataError",
+    "LeaseError",
     "NoHolderError",
     "PlanError",
     "ProfileError",
@@ -98,3 +100,7 @@ class DamagedCheckpointError(CheckpointError):
 
 class ControlError(ChameleonError):
     """The control plane refused or lost a member, or got a message it cannot accept."""
+
+
+class LeaseError(ControlError):
+    """The place where coordinators claim leadership cannot be reached, refuses, or holds what cannot be read."""

@@ -6,6 +6,7 @@ Importing this package imports neither torch nor anything that reads a clock or 
 from __future__ import annotations
 
 from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
+from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
@@ -13,15 +14,12 @@ from chameleon_ft.config.sections import (
     Batch,
     Checkpoint,
     Control,
-    Data,
     Emulation,
     Failure,
     FailureKind,
     FailurePhase,
     Forked,
     Health,
-    LlamaConfig,
-    Optimizer,
     Parallel,
     PolicyName,
     Recovery,

@@ -8,18 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
     Batch,
     Checkpoint,
     Control,
-    Data,
     Emulation,
     Failure,
     Forked,
     Health,
-    LlamaConfig,
-    Optimizer,
     Parallel,
     Recovery,
     Section,

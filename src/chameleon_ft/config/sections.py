@@ -17,15 +17,12 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Control",
-    "Data",
     "Emulation",
     "Failure",
     "FailureKind",
     "FailurePhase",
     "Forked",
     "Health",
-    "LlamaConfig",
-    "Optimizer",
     "Parallel",
     "PolicyName",
     "Recovery",
@@ -59,6 +56,10 @@ LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
+_ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
+_LEASE: Final = re.compile(
+    rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
+)
 
 
 class Section(BaseModel):
@@ -311,6 +312,26 @@ class Control(Section):
         description="TLS of the control connections: off; generate: with a new certificate for this run; or a "
         "directory with ca.pem, cert.pem and key.pem.",
     )
+    lease: str = Field(
+        default="files",
+        description="Place where coordinators claim leadership: files, in the run directory; "
+        "etcd://HOST:PORT[,HOST:PORT...][/PREFIX], or etcds://... with TLS; kubernetes, or kubernetes://NAMESPACE. See "
+        "docs/cluster.md.",
+    )
+    lease_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds without a renewal after which a coordinator leads no longer, and another one may.",
+    )
+
+    @field_validator("lease")
+    @classmethod
+    def _require_place(cls, lease: str) -> str:
+        if _LEASE.fullmatch(lease):
+            return lease
+        raise PydanticCustomError(
+            "lease", "should be files, etcd://HOST:PORT, etcds://HOST:PORT, kubernetes or kubernetes://NAMESPACE"
+        )
 
 
 class Failure(Section):
@@ -341,72 +362,3 @@ class Failure(Section):
                 "factor",
                 f'only the kinds slow and slow-link have a factor, not "{self.kind}"; remove it, or change the kind',
             )
-
-
-class LlamaConfig(Section):
-    """Shape of the Llama-style model."""
-
-    vocab_size: int = Field(default=256, ge=2, description="Number of token ids; text is read as bytes and needs 256.")
-    dim: int = Field(default=128, ge=2, description="Width of the residual stream.")
-    num_layers: int = Field(
-        default=6, ge=1, description="Transformer blocks; embedding and head are one layer each beside them."
-    )
-    num_heads: int = Field(default=4, ge=1, description="Query heads of a block.")
-    num_kv_heads: int = Field(default=2, ge=1, description="Key and value heads, each shared by several query heads.")
-    ffn_dim: int = Field(default=352, ge=1, description="Inner width of the feed-forward network.")
-    seq_len: int = Field(default=128, ge=1, description="Tokens of one sample.")
-    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary position frequencies.")
-    norm_eps: float = Field(default=1e-5, gt=0, description="Term that keeps the RMS norm from dividing by zero.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Fraction of activations dropped in training.")
-    tie_embeddings: bool = Field(
-        default=False, description="Share one matrix between embedding and head: one parameter in two layers."
-    )
-
-    @property
-    def partition_layers(self) -> int:
-        """Layers that stages are made of: the embedding, the blocks, and the final norm with the head."""
-        return self.num_layers + 2
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.dim % self.num_heads:
-            yield "dim", f"must be a multiple of num_heads = {self.num_heads}; change one of them"
-        elif (self.dim // self.num_heads) % 2:
-            yield (
-                "dim",
-                f"gives heads of width {self.dim // self.num_heads}, and rotary positions need an even one; "
-                f"take a multiple of {2 * self.num_heads}",
-            )
-        if self.num_heads % self.num_kv_heads:
-            yield "num_heads", f"must be a multiple of num_kv_heads = {self.num_kv_heads}; change one of them"
-
-
-class Data(Section):
-    """The training data."""
-
-    path: str = Field(
-        default="",
-        description="A text file, a folder of text, or a token file; empty: the source text of Python's own library.",
-    )
-    format: Literal["auto", "text", "tokens"] = Field(
-        default="auto", description="auto: tokens where the name ends in .bin or .npy, text otherwise."
-    )
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = Field(
-        default="uint16", description="Type of the ids in a raw token file."
-    )
-
-
-class Optimizer(Section):
-    """AdamW with linear warm-up and cosine decay."""
-
-    lr: float = Field(default=3e-3, gt=0, description="Learning rate at the end of the warm-up.")
-    min_lr: float = Field(default=3e-4, ge=0, description="Learning rate at the last step.")
-    warmup_steps: int = Field(default=10, ge=0, description="Steps in which the learning rate rises linearly.")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decay of the weights per unit of learning rate.")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the running mean of its square.")
-    eps: float = Field(default=1e-8, gt=0, description="Term that keeps the update from dividing by zero.")
-    clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.min_lr > self.lr:
-            yield "min_lr", f"must not exceed lr = {self.lr:g}; lower min_lr or raise lr"

@@ -75,6 +75,7 @@ class RunDirectory:
         self.summary_file = path / "summary.json"  # the Summary, written when the run ends
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
         self.checkpoints = path / "checkpoints"  # a folder per checkpoint
+        self.terms = path / "terms"  # a file per term of a coordinator; see `chameleon_ft.control.lease.files`
         self.tls = path / "tls"  # certificates that were generated for this run; see `control.wire.tls`
         self.logs = path / "logs"  # the output of each process
         self.incidents = path / "incidents"  # evidence of hangs; each event `hang` names its file
