@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -353,7 +353,8 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
                 case Drain() if drains:
                     connection.send(encode(Drain(workers=(0,))))
                     for member in {*ranks, connection}:
-                        member.send(encode(Exit(reason="drained", is_drained=True)))
+                        with suppress(ConnectionClosed):  # a rank that has been told before
+                            member.send(encode(Exit(reason="drained", is_drained=True)))
 
     with serve(handler, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
