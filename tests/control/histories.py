@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from pydantic_core import to_json
 
 from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.control.commands import (
@@ -34,6 +37,7 @@ from chameleon_ft.control.events import (
     Ticked,
     TookOver,
 )
+from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
@@ -137,6 +141,29 @@ def vote(step: int, **fields: bool) -> Vote:
     return Vote.model_validate({**sums, "finish": False, **fields})
 
 
+class JournaledState:
+    """A state as a journal has it, from the differences between all states so far."""
+
+    def __init__(self) -> None:
+        self._writer = PatchWriter()
+        self._last: State | None = None
+        self._parts: dict[int, Any] = {}
+        self._value: Any = None
+        self.sizes: list[int] = []
+        """Bytes of each difference."""
+
+    def become(self, state: State) -> None:
+        """Write and read the difference to the last state, and check that it leads to this one."""
+        patch = self._writer.patch(state, self._last) or {}
+        line = to_json({"state": patch, "parts": self._writer.new_parts()}, fallback=dict, inf_nan_mode="constants")
+        written = json.loads(line)
+        read_parts(written["parts"], self._parts)
+        self._value = patched(self._value, written["state"], self._parts)
+        assert State.from_json(json.dumps(self._value)) == state
+        self._last = state
+        self.sizes.append(len(line))
+
+
 class History:
     """A state, what led to it, and what was commanded; every event is checked, see `check`.
 
@@ -145,6 +172,7 @@ class History:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = new_state() if state is None else state
+        self.journaled = JournaledState()
         self.now = 100.0
         self.commands: list[Command] = []
         self.questions: list[State] = []
@@ -174,6 +202,8 @@ class History:
         before = self.state
         after, commands = step(before, event)
         check(before, event, after, commands)
+        if commands or not isinstance(event, Ticked):  # ticks are many
+            self.journaled.become(after)
         self.state = after
         self.commands += commands
         for command in commands:

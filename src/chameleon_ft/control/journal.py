@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic_core import to_json
 
 from chameleon_ft.control.events import Moment
+from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import FileQueue, RecordLine, read_lines
@@ -19,6 +21,7 @@ __all__ = ["Journal", "LastEntry"]
 
 _LONGEST_BYTES: Final = 16 << 20
 _OBSERVED: Final = frozenset({"ticked_at_s", "detectors"})
+_told = attrgetter(*(field.name for field in fields(State) if field.name not in _OBSERVED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,15 @@ class LastEntry:
         """Read a journal; None if there is none, or nothing in it. Raises ControlError if it is damaged."""
         if not path.exists():
             return None
-        state: dict[str, Any] = {}
+        state: Any = None
+        parts: dict[int, Any] = {}
         received: dict[int, int] = {}
         records: list[RecordLine] = []
         at = None
         try:
             for line in read_lines(path):
-                state |= line["state"]
+                read_parts(line.get("parts", {}), parts)
+                state = patched(state, line["state"], parts)
                 received |= {int(connection): count for connection, count in line.get("received", {}).items()}
                 # Those of the lines before were written before this one.
                 records = [(file, fields) for file, fields in line.get("records", ())]
@@ -62,6 +67,8 @@ class LastEntry:
 
 class Journal:
     """Appends to the journal of a run. A new one replaces the one before with its first line, the whole state.
+
+    Any other line has what differs from the state of the line before, see `patches`: it is as long as the change.
 
     While the disk is quick, a change is written when `write` returns, so that it is in the journal before the commands
     of the change are carried out. A disk that is full or does not answer must not stop training: then the commands do
@@ -90,6 +97,7 @@ class Journal:
         self._num_bytes = 0
         self._whole: int | None = None  # number of the newest operation that writes the whole state
         self._last: State | None = None
+        self._patches = PatchWriter()
         self._received: dict[int, int] = {}
         self._unwritten: dict[int, int] = {}  # those of messages that have changed nothing since the last line
 
@@ -103,15 +111,15 @@ class Journal:
         """
         self._received |= received or {}
         self._unwritten |= received or {}
-        last = None if self._num_bytes > self._longest_bytes else self._last
-        changed = _changes(state, last)
-        if not (changed.keys() - _OBSERVED or records):
+        last = self._last
+        if last is not None and not records and _told(state) == _told(last):
             return
-        is_whole = last is None or self._files.is_late
-        line: dict[str, Any] = {
-            "at": (at.unix_s, at.monotonic_s),
-            "state": _changes(state, None) if is_whole else changed,
-        }
+        is_whole = last is None or self._num_bytes > self._longest_bytes or self._files.is_late
+        if is_whole:
+            self._patches, last = PatchWriter(), None
+        line: dict[str, Any] = {"at": (at.unix_s, at.monotonic_s), "state": self._patches.patch(state, last) or {}}
+        if parts := self._patches.new_parts():
+            line["parts"] = parts
         if noted := self._received if is_whole else self._unwritten:
             line["received"] = dict(noted)
         if records:
@@ -132,19 +140,5 @@ class Journal:
         return text
 
 
-def _changes(state: State, last: State | None) -> dict[str, Any]:
-    """Return the fields that differ from those of another state; all if there is none."""
-    names = (field.name for field in fields(State))
-    return {
-        name: getattr(state, name)
-        for name in names
-        if last is None or _differs(getattr(state, name), getattr(last, name))
-    }
-
-
 def _line(content: Mapping[str, Any]) -> str:
     return to_json(content, fallback=dict, inf_nan_mode="constants").decode() + "\n"
-
-
-def _differs(value: object, before: object) -> bool:
-    return value is not before and value != before
