@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from chameleon_ft.control.lease import Claim, Lease
+from chameleon_ft.control.lease.etcd import EtcdLease
 from chameleon_ft.control.lease.files import FileLease
+from chameleon_ft.control.lease.kubernetes import KubernetesLease
+from tests.control.lease.api_server import ApiServer
+from tests.control.lease.etcd_server import EtcdServer
+
+_LEASE_S: Final = 60.0  # requests have a share of it; no test waits for so long
 
 
 class Place(Protocol):
@@ -40,6 +47,42 @@ class Files:
 
     def forget(self) -> None:
         shutil.rmtree(self.directory)
+
+
+class Etcd:
+    """A key of an etcd server that tests share."""
+
+    def __init__(self, tmp_path: Path, server: EtcdServer) -> None:
+        self._run = tmp_path
+        self._server = server
+
+    def lease(self) -> EtcdLease:
+        return EtcdLease.at(self._server.address, run=self._run, lease_s=_LEASE_S, environment={})
+
+    def break_down(self) -> None:
+        self._server.end()
+
+    def forget(self) -> None:
+        key = b64encode(f"/chameleon{self._run}".encode()).decode()
+        self.lease()._call("/v3/kv/deleterange", {"key": key})
+
+
+class Kubernetes:
+    """A Lease object of an API server of the test."""
+
+    def __init__(self, tmp_path: Path, server: ApiServer) -> None:
+        self._run = tmp_path
+        self._server = server
+
+    def lease(self) -> Lease:
+        return KubernetesLease.at("kubernetes", run=self._run, lease_s=_LEASE_S, environment=self._server.environment)
+
+    def break_down(self) -> None:
+        self._server.rotate_token("")
+        self._server.token = "of another cluster"
+
+    def forget(self) -> None:
+        self._server.objects.clear()
 
 
 def claim_of(term: int, contender: int = 0) -> Claim:

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from chameleon_ft.control.lease import Claim, Lease
 from chameleon_ft.errors import ChameleonError, LeaseError
-from tests.control.lease.places import Files, Place, claim_of, without_renewals
+from tests.control.lease.api_server import api_server
+from tests.control.lease.etcd_server import ETCD, EtcdServer, etcd_server
+from tests.control.lease.places import Etcd, Files, Kubernetes, Place, claim_of, without_renewals
 
 
-@pytest.fixture(params=["files"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Files(tmp_path)
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], EtcdServer]]:
+    """Return the server that tests share; another one if the last test has ended it."""
+    with contextlib.ExitStack() as stack:
+        servers: list[EtcdServer] = []
+
+        def running() -> EtcdServer:
+            if not (servers and servers[-1].is_alive()):
+                servers.append(stack.enter_context(etcd_server(tmp_path_factory.mktemp("etcd"))))
+            return servers[-1]
+
+        yield running
+
+
+@pytest.fixture(params=["files", "etcd", "kubernetes"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, etcd: Callable[[], EtcdServer]) -> Iterator[Place]:
+    with contextlib.ExitStack() as stack:
+        match request.param:
+            case "files":
+                yield Files(tmp_path)
+            case "etcd":
+                if ETCD is None:
+                    pytest.skip("there is no etcd; install the package etcd-server")
+                yield Etcd(tmp_path, etcd())
+            case "kubernetes":
+                yield Kubernetes(tmp_path, stack.enter_context(api_server(tmp_path / "api")))
 
 
 def test_without_a_claim_there_is_no_newest_one(place: Place) -> None:

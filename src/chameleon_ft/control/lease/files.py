@@ -59,8 +59,6 @@ class FileLease:
     def _claim(self, claim: Claim) -> bool:
         with self._told():
             self._directory.mkdir(exist_ok=True)
-            if self._last_term() > claim.term:
-                return False
             path = self._path(claim.term)
             draft = self._directory / f".{path.name}.{secrets.token_hex(8)}"
             try:

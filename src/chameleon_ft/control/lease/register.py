@@ -1,0 +1,64 @@
+"""A lease in a place that keeps one value and replaces it by compare-and-swap."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Final, Generic, TypeVar
+
+from chameleon_ft.control.lease.base import Claim, in_thread
+from chameleon_ft.errors import LeaseError
+
+__all__ = ["RegisterLease"]
+
+_Version = TypeVar("_Version")
+_ATTEMPTS: Final = 20
+
+
+class RegisterLease(ABC, Generic[_Version]):
+    """The newest claim as one value, which each claim and renewal replaces; earlier ones are not kept.
+
+    A back end gives `_read` and `_swap`, which may block.
+    """
+
+    async def newest(self) -> Claim | None:
+        """Return the claim of the highest term, or None if no term was claimed."""
+        claim, _ = await in_thread(self._read)
+        return claim
+
+    async def claim(self, claim: Claim) -> bool:
+        """Claim a term, atomically. Returns False if another process has claimed it, or a higher one."""
+        return await in_thread(lambda: self._claim(claim, is_renewal=False))
+
+    async def renew(self, claim: Claim) -> bool:
+        """Let the number of renewals of a claim grow. Returns False if its term is another's, or a higher one exists.
+
+        A claim that was removed is made again.
+        """
+        return await in_thread(lambda: self._claim(claim, is_renewal=True))
+
+    @abstractmethod
+    def _read(self) -> tuple[Claim | None, _Version]:
+        """Return the value and its version, which is another one after each write. Raises LeaseError."""
+
+    @abstractmethod
+    def _swap(self, claim: Claim, version: _Version) -> bool:
+        """Replace the value of this version. Returns False if there is another one now. Raises LeaseError."""
+
+    def _claim(self, claim: Claim, *, is_renewal: bool) -> bool:
+        for _ in range(_ATTEMPTS):
+            current, version = self._read()
+            following = replace(claim, renewals=0)
+            if current is not None and claim.is_same_leader(current):
+                if not is_renewal:
+                    return True
+                following = replace(current, renewals=current.renewals + 1)
+            elif current is not None and current.term >= claim.term:
+                return False
+            if self._swap(following, version):
+                return True
+        # Each attempt that failed was a renewal or a claim of another process.
+        raise LeaseError(
+            f"control.lease: term {claim.term} cannot be claimed, because other processes write as often as this one "
+            "tries; end all but a few standbys of the run"
+        )
