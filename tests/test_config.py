@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from chameleon_ft.config import (
     RENAMED_KEYS,
+    BackendName,
     Batch,
     Checkpoint,
+    DeviceName,
     Failure,
     LlamaConfig,
     Parallel,
@@ -109,7 +111,18 @@ def test_all_mistakes_are_listed_at_once() -> None:
             {"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}], "checkpoint": {"every": 0}},
             'failures[0].phase = "checkpoint": no chec',
         ),
-        ({"backend": "nccl"}, 'backend = "nccl": nccl sends tensors between GPUs only'),
+        ({"backend": "nccl"}, 'backend = "nccl": does not send the tensors of device = "cpu"; use gloo'),
+        (
+            {"device": "npu", "backend": "nccl"},
+            'backend = "nccl": does not send the tensors of device = "npu"; use gloo',
+        ),
+        ({"device": "npu", "backend": "hccl"}, 'backend = "hccl": its communicators are not written'),
+        ({"device": "xpu", "backend": "xccl"}, 'backend = "xccl": its communicators are not written'),
+        ({"share_devices": True}, "share_devices = True: needs an accelerator"),
+        (
+            {"device": "cuda", "backend": "nccl", "share_devices": True},
+            "share_devices = True: needs the backend gloo",
+        ),
         (
             {"timeouts": {"heartbeat_timeout_s": 20.0}},
             "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_timeout_s = 20",
@@ -128,6 +141,15 @@ def test_all_mistakes_are_listed_at_once() -> None:
 )
 def test_inconsistent_fields_are_refused_with_a_remedy(data: dict[str, Any], expected: str) -> None:
     assert expected in message(data)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "untried"),
+    [("cpu", "gloo", False), ("cuda", "gloo", True), ("cuda", "nccl", True), ("npu", "gloo", True)],
+)
+def test_a_device_that_no_run_was_made_on_is_warned_of(device: DeviceName, backend: BackendName, untried: bool) -> None:
+    warning = RunConfig(device=device, backend=backend).untried
+    assert ("has not been run on any" in warning and "docs/devices.md" in warning) == untried
 
 
 def test_relations_are_all_reported() -> None:

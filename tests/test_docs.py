@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from chameleon_ft.cli.main import COMMANDS, main
-from chameleon_ft.config import config_type, parse_fields
+from chameleon_ft.config import BACKENDS, DEVICES, config_type, parse_fields
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,6 +40,16 @@ def test_the_picture_of_the_architecture_is_that_of_the_code() -> None:
     script = load_script("architecture")
     assert script.picture() == script.PICTURE.read_text(encoding="utf-8"), "run `python docs/architecture.py`"
     assert script.described()[0].keys() >= script.imports().nodes, "describe the package in docs/architecture.md"
+
+
+def test_the_page_on_devices_has_all_of_the_registry() -> None:
+    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*?) ?\|", page, re.MULTILINE)
+    assert {(device, backend): run_on for device, backend, run_on in rows} == {
+        (name, backend): kind.run_on.get(backend, "" if BACKENDS[backend].missing else "**not run**")
+        for name, kind in DEVICES.items()
+        for backend in kind.backends
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

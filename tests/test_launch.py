@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import threading
@@ -401,6 +402,18 @@ def test_a_job_that_cannot_be_loaded_starts_no_worker(tmp_path: Path) -> None:
     config = RunConfig(job=str(job), workers=2, parallel=Parallel(dp=1, pp=2), batch=Batch(micro_batches=2))
     with pytest.raises(Exception, match="no_such_module"):
         train_here(config, tmp_path / "run")
+
+
+def test_a_host_without_the_device_starts_no_worker(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch_npu") is not None:
+        pytest.skip("it may have one")
+    config = tmp_path / "run.toml"
+    config.write_text(config_to_toml(small_config(tmp_path, steps=2).model_copy(update={"device": "npu"})))
+    with Command("train", config, "--output-dir", tmp_path / "run") as training:
+        training.read_until('warning: device = "npu" with backend = "gloo" has not been run on any Ascend NPU yet')
+        training.read_until('chameleon train: device = "npu": the package torch_npu is not installed')
+        assert training.wait() == 2
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

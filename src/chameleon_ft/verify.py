@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
@@ -140,8 +140,7 @@ class _PlainLoop:
     def __init__(self, config: RunConfig, job: Job) -> None:
         self._config = config
         self._job = job
-        # Emulated devices run their layers on the CPU.
-        self._device = torch.device("cpu" if config.device == "emulated" else config.device)
+        self._device = torch.device(config.device if DEVICES[config.device].is_accelerator else "cpu")
         self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
         tie(job, self._layers)
         self._parameters = list(nn.ModuleList(self._layers).parameters())
@@ -150,6 +149,8 @@ class _PlainLoop:
 
     def load(self, checkpoints: Path, step: int) -> None:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
+        options = self._optimizer.defaults
+        on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
             state = _read(layer_directory(checkpoints, step, number))
             module = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
@@ -159,7 +160,7 @@ class _PlainLoop:
                 own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 if own:
                     self._optimizer.state[parameter] = {
-                        key: value.to(self._device) if isinstance(value, torch.Tensor) and key != "step" else value
+                        key: value.to(self._device) if isinstance(value, torch.Tensor) and key != on_host else value
                         for key, value in own.items()
                     }
 

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, LlamaConfig, RunConfig
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, data_pipeline_plan
-from chameleon_ft.runtime.device import claim_device, device_memory_bytes, device_name
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.layers import measure_layers, operation_overhead_s, sized_layer
@@ -234,18 +232,6 @@ def test_what_every_hop_costs_beside_its_layers_is_found(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("chameleon_ft.runtime.profiling.layers._fused_s", fused_s)
     assert operation_overhead_s(on_device(toy_job(5), samples=2), repeats=3) == pytest.approx(0.25)
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("it is there")
-    with pytest.raises(ConfigError, match='device = "cuda"'):
-        claim_device(RunConfig(device="cuda"))
-
-
-def test_a_cpu_says_what_it_is_and_leaves_its_memory_open() -> None:
-    assert device_name(claim_device(RunConfig()))
-    assert device_memory_bytes(CPU) is None
 
 
 def plans(layers: int) -> list[Plan]:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class PreparedRun:
         if self.is_done:
             print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
             return 0
+        if warning := self.config.untried:
+            print(warning, file=sys.stderr, flush=True)
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, KeyboardInterrupt, SystemExit):

@@ -5,6 +5,7 @@ Importing this package imports neither torch nor anything that reads a clock or 
 
 from __future__ import annotations
 
+from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName, DeviceKind, DeviceName
 from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
@@ -29,15 +30,21 @@ from chameleon_ft.config.sections import (
 from chameleon_ft.config.validation import config_type, parse_config, parse_fields
 
 __all__ = [
+    "BACKENDS",
+    "DEVICES",
     "LASTING_KINDS",
     "LLAMA_JOB",
     "RENAMED_KEYS",
     "SLOWNESS",
     "STAND_IN_JOB",
+    "Backend",
+    "BackendName",
     "Batch",
     "Checkpoint",
     "Control",
     "Data",
+    "DeviceKind",
+    "DeviceName",
     "Emulation",
     "Failure",
     "FailureKind",

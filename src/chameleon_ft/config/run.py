@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
@@ -51,10 +52,16 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."
     )
-    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that sends tensors between workers.")
-    device: Literal["cpu", "cuda", "emulated"] = Field(
+    backend: BackendName = Field(
+        default="gloo", description="Library that sends tensors between workers; gloo sends those of every device."
+    )
+    device: DeviceName = Field(
         default="cpu",
         description="Device of a worker; emulated: nothing is computed, operations last as long as `profile` says.",
+    )
+    share_devices: bool = Field(
+        default=False,
+        description="Let workers share accelerators if a host has more workers than accelerators; for tests.",
     )
     profile: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
@@ -81,10 +88,25 @@ class RunConfig(Section):
         """Return the position of the first sample of a step, in the order that all epochs make up."""
         return self.forked.samples + (step - self.forked.step) * self.batch.samples
 
+    @property
+    def receives_block(self) -> bool:
+        """Whether steps can be salvaged, and layers can move while the run trains; see `Backend`."""
+        return BACKENDS[self.backend].receives_block
+
+    @property
+    def untried(self) -> str:
+        """A warning, if no real run has been made on this device with this backend; otherwise empty."""
+        kind = DEVICES[self.device]
+        if self.backend in kind.run_on:
+            return ""
+        return (
+            f'warning: device = "{self.device}" with backend = "{self.backend}" has not been run on any {kind.title} '
+            "yet; docs/devices.md says what has"
+        )
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()
-        if self.backend == "nccl" and self.device != "cuda":
-            yield "backend", f'nccl sends tensors between GPUs only, but device = "{self.device}"; use gloo'
+        yield from self._device_problems()
         yield from self._emulation_problems()
         yield from self._failure_problems()
 
@@ -102,6 +124,17 @@ class RunConfig(Section):
             below = self.batch.micro_batches // dp * dp
             nearest = f"{below} or {below + dp}" if below else f"{dp}"
             yield "batch.micro_batches", f"must divide evenly over parallel.dp = {dp} pipelines; take {nearest}"
+
+    def _device_problems(self) -> Iterator[tuple[str, str]]:
+        kind, backend = DEVICES[self.device], BACKENDS[self.backend]
+        if self.backend not in kind.backends:
+            others = " or ".join(name for name in kind.backends if not BACKENDS[name].missing)
+            yield "backend", f'does not send the tensors of device = "{self.device}"; use {others}'
+        elif backend.missing:
+            yield "backend", f"{backend.missing}; use gloo, which sends the tensors of every device"
+        if self.share_devices and not (kind.is_accelerator and backend.shares_devices):
+            needed = "an accelerator" if backend.shares_devices else "the backend gloo"
+            yield "share_devices", f"needs {needed}; leave it out"
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"

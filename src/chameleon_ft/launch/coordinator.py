@@ -187,7 +187,7 @@ async def _start(config: RunConfig, *, run: RunDirectory, resume: bool) -> RunSt
     """Inspect the job and load the solvers. Raises what `inspect` and `RunStart.of` raise."""
     start_fork_server()
     solvers = _start_loading_solvers()
-    job = await inspect(config)
+    job = await inspect(config, workers=0)
     # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
     await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
     if not solvers.done():

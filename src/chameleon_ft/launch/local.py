@@ -27,7 +27,7 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
 from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, receive, start_fork_server
-from chameleon_ft.launch.start import RunStart, require_device, tls_directory
+from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
@@ -56,7 +56,6 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
             # Before any process is forked that needs them, and while the agent loads the job.
             _load_solvers()
             start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
-            require_device(config, start.job)
             return EXIT_CODES[_Launcher(start, control, listener, agent).wait()]
 
 
@@ -276,7 +275,7 @@ def _run_agent(config: RunConfig, control: ControlAddress, listener: socket.sock
 
     async def serve() -> None:
         start_fork_server()
-        pipe.send(await inspect(config))
+        pipe.send(await inspect(config, workers=config.workers))
         await receive(pipe)
         agent = create_agent(coordinator=control.address, token=control.token, tls=control.tls, workers=config.workers)
         try:

@@ -97,12 +97,15 @@ def signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
             loop.remove_signal_handler(signal.Signals[name])
 
 
-async def inspect(config: RunConfig) -> JobInfo:
-    """Load the job in a process of its own. Raises the error of loading it."""
+async def inspect(config: RunConfig, *, workers: int) -> JobInfo:
+    """Load the job in a process of its own. Raises the error of loading it.
+
+    `workers`: the number that is to run on this host; it is an error if it lacks devices for them.
+    """
     ours, theirs = Pipe(duplex=False)
     with ours:
         with theirs:
-            process = await start_fork_server().fork(_INSPECTION, theirs.fileno(), config=config)
+            process = await start_fork_server().fork(_INSPECTION, theirs.fileno(), config=config, workers=workers)
         try:
             found = await receive(ours)
         except EOFError:

@@ -15,7 +15,7 @@ from chameleon_ft.observe import RunDirectory, checkpoint_model, sound_checkpoin
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 
-__all__ = ["RunStart", "require_device", "tls_directory"]
+__all__ = ["RunStart", "tls_directory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,6 @@ class RunStart:
             config = run.own(config)
         profile, plan = _profile(config, job), _plan(config, job)
         return cls(config=config, run=run, job=job, profile=profile, plan=plan, resume=resume)
-
-
-def require_device(config: RunConfig, job: JobInfo) -> None:
-    """Raise ConfigError if this host, which the workers are on, lacks their device."""
-    if config.device != "emulated" and not job.device:
-        raise ConfigError(f'device = "{config.device}": this host has none that torch can use; take "cpu"')
 
 
 def tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:

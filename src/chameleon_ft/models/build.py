@@ -110,9 +110,11 @@ def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: 
     key = step_key(seed, step=step, micro_batch=micro_batch, layer=layer)
     # Not torch.manual_seed: it looks for every kind of accelerator, which takes longer than a small layer's forward.
     torch.default_generator.manual_seed(key)
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(key)
+    accelerator = torch.accelerator.current_accelerator()
+    if device is not None and accelerator is not None and device.type == accelerator.type:
+        module = torch.get_device_module(device)
+        with module.device(device):
+            module.manual_seed(key)
 
 
 # --- outputs, found by running the layers -----------------------------------------------------------------------------

@@ -1,19 +1,22 @@
 """The device of a rank: one of this host, or an emulated one, whose operations last as long as a profile says.
 
-Emulated devices are only for processes of one machine, because they share its clock.
+Devices are found through `torch.accelerator`, by their entries in the registry of `chameleon_ft.config`. Emulated
+devices are only for processes of one machine, because they share its clock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import distributed
 
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.stand_in import stand_in_scale
 from chameleon_ft.plan import LayerRange
@@ -23,21 +26,66 @@ from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
 from chameleon_ft.runtime.process import wake_on_time
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 
-__all__ = ["EmulatedDevice", "EmulatedPace", "claim_device", "device_memory_bytes", "device_name", "side_stream"]
+__all__ = [
+    "EmulatedDevice",
+    "EmulatedPace",
+    "claim_device",
+    "device_name",
+    "is_host_memory",
+    "missing_device",
+    "require_devices",
+    "side_stream",
+    "wait_for_stream",
+    "worker_memory_bytes",
+]
+
+
+def missing_device(config: RunConfig) -> str:
+    """Return why no worker of `config` can run on this host, as the rest of a sentence; empty if one can.
+
+    Finding devices may initialize their driver, after which a forked process cannot use them: call this only in a
+    process that forks none that computes.
+    """
+    kind = DEVICES[config.device]
+    if not distributed.is_backend_available(config.backend):
+        return f"torch {torch.__version__} is built without the backend {config.backend}"
+    if not kind.is_accelerator:
+        return ""
+    if kind.package and importlib.util.find_spec(kind.package) is None:
+        return f"the package {kind.package} is not installed; install its version for torch {torch.__version__}"
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None or built_for.type != config.device:
+        instead = "" if built_for is None else f", and for {built_for.type} instead"
+        return f"torch {torch.__version__} is built without it{instead}"
+    if not torch.accelerator.device_count():
+        return "this host has none that torch can use; look at its driver, and at the devices that the job was given"
+    return ""
+
+
+def require_devices(config: RunConfig, workers: int) -> None:
+    """Raise ConfigError unless this host has the device of `config` for so many workers."""
+    names = f'device = "{config.device}"' + ("" if config.backend == "gloo" else f', backend = "{config.backend}"')
+    if why := missing_device(config):
+        raise ConfigError(f'{names}: {why}; or take device = "cpu" with the backend gloo')
+    if not DEVICES[config.device].is_accelerator or config.share_devices:
+        return
+    if (count := torch.accelerator.device_count()) < workers:
+        raise ConfigError(
+            f"{names}: this host has {count}, and {workers} workers on it need one each; start fewer workers here, or "
+            "let them share devices, over gloo, by share_devices = true"
+        )
 
 
 def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:
     """Take the device of worker number `local_index` of this host, the CPU for an emulated one, and its threads.
 
     Raises:
-        ConfigError: the configuration names a device that this host does not have.
+        ConfigError: the configuration names a device that this host does not have, or has too few of.
     """
     torch.set_num_threads(config.threads)
-    if config.device in ("cpu", "emulated"):
+    require_devices(config, local_index + 1)
+    if not DEVICES[config.device].is_accelerator:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != config.device:
-        raise ConfigError(f'device = "{config.device}": this host has none that torch can use; take "cpu"')
     device = torch.device(config.device, local_index % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
@@ -45,7 +93,7 @@ def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """Return the model name of the accelerator or of the CPU."""
-    if device.type != "cpu":
+    if not is_host_memory(device):
         return str(torch.get_device_module(device).get_device_name(device))
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -54,14 +102,32 @@ def device_name(device: torch.device) -> str:
     return platform.machine()
 
 
+def is_host_memory(device: torch.device) -> bool:
+    """Return whether tensors on `device` are in host memory, and its operations end before they return."""
+    return device.type == "cpu"
+
+
 def side_stream(device: torch.device) -> torch.Stream | None:
     """Return a stream whose work does not wait for that of the present one; a CPU has none."""
-    return None if device.type == "cpu" else torch.Stream(device)
+    return None if is_host_memory(device) else torch.Stream(device)
 
 
-def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of an accelerator; None on a CPU, whose memory all workers of the host share."""
-    return None if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[1])
+def wait_for_stream(device: torch.device) -> None:
+    """Block until the work that this thread has queued on `device` is done."""
+    if not is_host_memory(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
+    """Return the memory of a worker's accelerator, or its share of it.
+
+    None on a CPU, whose memory all workers of the host share.
+    """
+    if is_host_memory(device):
+        return None
+    count = torch.accelerator.device_count()
+    sharing = -(-config.workers // count) if config.share_devices else 1
+    return int(torch.accelerator.get_memory_info(device)[1]) // sharing
 
 
 class EmulatedDevice:

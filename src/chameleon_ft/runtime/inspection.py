@@ -18,19 +18,23 @@ from chameleon_ft.job import load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
-from chameleon_ft.runtime.device import claim_device, device_name
+from chameleon_ft.runtime.device import claim_device, device_name, missing_device, require_devices
 from chameleon_ft.workload import TiedParameters
 
 __all__ = ["inspect_job", "inspection_main", "users_errors"]
 
 
-def inspection_main(pipe: int, *, config: RunConfig) -> None:
+def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
     """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not.
 
-    The pipe is a descriptor of a `multiprocessing.Pipe`.
+    Args:
+        pipe: a descriptor of a `multiprocessing.Pipe`.
+        workers: the number that is to run on this host, which needs devices for them.
     """
     found: JobInfo | ChameleonError
     try:
+        if workers:
+            require_devices(config, workers)
         found = inspect_job(config)
     except ChameleonError as error:
         found = error
@@ -57,9 +61,9 @@ def inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
-    device = _device_name(config)
-    # The device of emulated workers is the CPU. A coordinator's host may lack the device of the workers.
-    run_on = claim_device(config) if device or config.device == "emulated" else torch.device("meta")
+    # A coordinator's host may lack the device of the workers.
+    run_on = torch.device("meta") if missing_device(config) else claim_device(config)
+    device = "" if run_on.type == "meta" or config.device == "emulated" else device_name(run_on)
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     sizes, tied = param_bytes(job), tied_bytes(job)
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
@@ -78,13 +82,3 @@ def inspect_job(config: RunConfig) -> JobInfo:
         device=device,
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
-
-
-def _device_name(config: RunConfig) -> str:
-    """Return the name of the device of workers on this host; empty if the host, say the coordinator's, has none."""
-    if config.device == "emulated":
-        return ""
-    if config.device == "cpu":
-        return device_name(torch.device("cpu"))
-    accelerator = torch.accelerator.current_accelerator()
-    return "" if accelerator is None or accelerator.type != config.device else device_name(accelerator)

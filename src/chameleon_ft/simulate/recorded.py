@@ -89,7 +89,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             host_failure_fraction=recovery.host_failure_fraction,
             restart_cost_s=recovery.restart_cost_s,
             checkpoint_interval_s=every * step_s if every else math.inf,
-            salvage=recovery.salvage and config.backend != "nccl",
+            salvage=recovery.salvage and config.receives_block,
         ),
     )
 

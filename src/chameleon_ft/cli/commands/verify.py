@@ -40,8 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import track
 
+    from chameleon_ft.runtime.device import require_devices
     from chameleon_ft.verify import Verification, repeat_run
 
+    require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
     committed = len({record.step for record in run.steps()})
     console = Console(stderr=True)
     comparisons = track(

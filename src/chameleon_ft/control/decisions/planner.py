@@ -152,9 +152,9 @@ class Planner:
     def migrates(self) -> bool:
         """Whether layers move while the run trains, if the policy is not one that stops to move them.
 
-        Not with nccl, whose collectives would wait for each other.
+        Not with nccl, whose collectives would wait for each other. See `Backend.receives_block`.
         """
-        return self._config.backend != "nccl" and recovery.POLICIES[self.policy].salvages
+        return self._config.receives_block and recovery.POLICIES[self.policy].salvages
 
     @property
     def salvages(self) -> bool:
@@ -163,7 +163,7 @@ class Planner:
         Not with nccl, whose receives do not block: a rank cannot tell what it computed from messages that never came.
         """
         recovery_ = self._config.recovery
-        return recovery_.salvage and self._config.backend != "nccl" and recovery.POLICIES[self.policy].salvages
+        return recovery_.salvage and self._config.receives_block and recovery.POLICIES[self.policy].salvages
 
     def salvage(self, cluster: ClusterState, hosts: Mapping[int, str]) -> recovery.SalvagedStep | None:
         """Return the program that completes the interrupted step; None if there is none, or it has to be repeated."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import BACKENDS, RunConfig
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.runtime.communicators.base import (
     Channel,
     CommunicationError,
@@ -26,7 +27,13 @@ __all__ = [
 
 
 def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:
-    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`."""
+    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`.
+
+    Raises:
+        ConfigError: there are none of this backend.
+    """
+    if missing := BACKENDS[config.backend].missing:
+        raise ConfigError(f'backend = "{config.backend}": {missing}; use gloo')
     if config.backend == "nccl":
         from chameleon_ft.runtime.communicators.nccl import NcclCommunicators
 

@@ -82,7 +82,7 @@ class GlooCommunicators:
         return _Message(work, peer, host, None, self._wait)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        host = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
         work = issue(peer, self._groups[self._world].recv, [host], self._world.index(peer), tag)
         return _Message(work, peer, host, tensor, self._wait)
 

@@ -20,6 +20,7 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import generator_lock
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
+from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import Repetition
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations
@@ -225,6 +226,7 @@ class _StepExecution:
         start = perf_counter()
         with generator_lock:  # a loss may draw random numbers, and so may what a backward computes again
             tensor = self._compute(operation, message)
+        wait_for_stream(self._executor.device)  # or the time would be that of queueing the operation
         if self._executor.pace is not None:
             self._executor.pace(operation, start)
         self._executor.faults.slow_down(start)

@@ -23,7 +23,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.profiles import AllReduceTime, Spread
 from chameleon_ft.runtime.communicators import Channel, Communicators, Membership, Rendezvous, communicators_for
 from chameleon_ft.runtime.communicators.store import open_store
-from chameleon_ft.runtime.device import claim_device
+from chameleon_ft.runtime.device import claim_device, wait_for_stream
 from chameleon_ft.runtime.process import (
     end_with_parent,
     end_with_starter,
@@ -227,7 +227,7 @@ class _Exchanging:
         receive = self.communicators.receive(there, peer=0, tag=_TAG)
         for number in range(count):
             receive.wait()
-            self._synchronize()
+            wait_for_stream(self.device)
             if number + 1 < count:
                 receive = self.communicators.receive(there, peer=0, tag=_TAG)  # before it is needed, as a rank does
             self.communicators.send(back, peer=0, tag=_TAG).wait()
@@ -242,16 +242,12 @@ class _Exchanging:
         for _ in range(_WARM_UP + self.repeats):
             start = time.perf_counter()
             once()
-            self._synchronize()
+            wait_for_stream(self.device)
             times_s.append(time.perf_counter() - start)
         return times_s[_WARM_UP:]
 
     def _tensor(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(-(-num_bytes // _ELEMENT.itemsize), dtype=_ELEMENT, device=self.device)
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:

@@ -14,6 +14,7 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.saved_activations import input_gradient
 from chameleon_ft.runtime.profiling.memory import held_in_phases
@@ -74,8 +75,7 @@ class ModelOnDevice:
 
     def synchronize(self) -> None:
         """Wait until the device has completed its work."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        wait_for_stream(self.device)
 
     def _like_output(self, layer: int) -> Tensor:
         spec = self.boundaries[layer]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from chameleon_ft.runtime.device import is_host_memory
+
 __all__ = ["Held", "held_in_phases"]
 
 _MARK = "phase "
@@ -36,7 +38,7 @@ def held_in_phases(phases: Mapping[str, Callable[[], None]], device: torch.devic
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _from_events(phases) if device.type == "cpu" else _from_statistics(phases, device)
+        return _from_events(phases) if is_host_memory(device) else _from_statistics(phases, device)
     finally:
         if collects:
             gc.enable()

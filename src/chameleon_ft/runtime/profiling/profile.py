@@ -9,7 +9,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import load_job
 from chameleon_ft.profiles import Profile
-from chameleon_ft.runtime.device import claim_device, device_memory_bytes
+from chameleon_ft.runtime.device import claim_device, worker_memory_bytes
 from chameleon_ft.runtime.inspection import inspect_job, users_errors
 from chameleon_ft.runtime.profiling.hops import ModelOnDevice
 from chameleon_ft.runtime.profiling.layers import measure_layers
@@ -61,5 +61,5 @@ def measure_profile(
         intra_host=local.link,
         inter_host=inter_host,
         all_reduces=local.all_reduces,
-        memory_bytes=device_memory_bytes(device),
+        memory_bytes=worker_memory_bytes(config, device),
     )

@@ -219,7 +219,7 @@ def checksum(data: Tensor) -> int:
 
     Both are several times faster than a link.
     """
-    if data.device.type != "cpu":
+    if not data.is_cpu:
         return checksum_of_sums(data)
     return xxhash.xxh3_64_intdigest(data.numpy().data) >> 1
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
+from chameleon_ft.runtime.device import is_host_memory
 from chameleon_ft.runtime.execution.layers import blank_module
 
 __all__ = ["Allocation", "LayerAllocator", "Memory"]
@@ -74,7 +75,7 @@ class LayerAllocator:
         self._job = job
         self._seed = seed
         self._device = device
-        self._ahead = ahead and device.type == "cpu"
+        self._ahead = ahead and is_host_memory(device)
         # Only this thread builds layers, because their factories draw from one global generator.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
         self._pending: dict[int, Future[Allocation]] = {}
