@@ -196,11 +196,10 @@ async def _agent(
     serving.add_done_callback(fail)
     try:
         yield
+        await serving  # which ends every rank after the coordinator's exit message
     finally:
-        try:
-            await serving  # which ends every rank after the coordinator's exit message
-        finally:
-            agent.kill_all()
+        serving.cancel()  # the coordinator has failed, and sends no such message
+        agent.kill_all()
 
 
 def _children() -> list[psutil.Process]:
