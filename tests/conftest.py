@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -25,3 +26,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from chameleon_ft.recovery import warm_up
 
     warm_up()
+
+
+@pytest.fixture
+def attentive_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a coordinator on a busy machine not count as stalled: then it would take back a worker that was cut off."""
+    from chameleon_ft.control import state_machine
+
+    monkeypatch.setattr(state_machine, "_STALL_S", math.inf)

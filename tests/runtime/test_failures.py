@@ -147,6 +147,7 @@ def test_a_hang_in_the_first_step_is_found_by_its_heartbeat(tmp_path: Path) -> N
     assert failure.cause.startswith("no heartbeat, because its process is stopped")
 
 
+@pytest.mark.usefixtures("attentive_coordinator")
 @pytest.mark.parametrize("phase", ["forward", "sync"])
 def test_a_disconnect(tmp_path: Path, phase: FailurePhase) -> None:
     config = small_config(tmp_path, failures=(fails(2, step=4, phase=phase, kind="disconnect"),))
@@ -185,6 +186,7 @@ def test_one_after_another_down_to_one_holder_of_each_stage(tmp_path: Path) -> N
     assert [record.workers for record in ended.run.steps()][-1] == 2
 
 
+@pytest.mark.usefixtures("attentive_coordinator")
 @pytest.mark.parametrize("kind", ["kill", "hang", "disconnect"])
 def test_a_failure_during_a_recovery(tmp_path: Path, kind: str) -> None:
     config = small_config(
@@ -504,6 +506,7 @@ def test_two_interrupts_end_the_run_at_once(tmp_path: Path) -> None:
 # --- injection into a live run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("attentive_coordinator")
 def test_failures_injected_into_a_live_run(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,

@@ -121,6 +121,7 @@ def test_kills_in_the_transition_after_a_transition_that_was_cut_short(tmp_path:
     assert_trained_as_if_nothing_failed(ended)
 
 
+@pytest.mark.usefixtures("attentive_coordinator")
 @pytest.mark.parametrize(("phase", "kind"), [("transfer", "hang"), ("confirm", "disconnect")])
 def test_a_hang_or_a_cut_in_a_transition(tmp_path: Path, phase: FailurePhase, kind: FailureKind) -> None:
     failures = (fails(0, step=4), fails(6, step=4, phase=phase, kind=kind))

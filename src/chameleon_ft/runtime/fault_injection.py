@@ -75,7 +75,8 @@ class FaultInjector:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # Another signal would stop this thread some time later, when another one has received it.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case "disconnect":
                 self._disconnect()
 
