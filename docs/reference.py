@@ -60,6 +60,8 @@ def _values(info: FieldInfo) -> str:
 
 
 def _values_of(kind: Any, constraints: Sequence[object]) -> str:
+    if kind == tuple[str, ...]:
+        return "list of texts"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{_toml(value)}`" for value in get_args(kind))
     limits = [limit for constraint in constraints if (limit := _limit(constraint))]
@@ -81,6 +83,8 @@ def _default(info: FieldInfo) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

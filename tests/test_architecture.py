@@ -181,12 +181,12 @@ def test_the_pure_part_is_imported_without_torch() -> None:
 
 SURFACE = {
     "": ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"],
-    "job": ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"],
+    "job": ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference", "load_job", "random_key"],
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "launch": ["coordinate", "run_agent", "take_over", "train", "work"],
-    "verify": ["StepComparison", "Verification", "repeat_run"],
+    "verify": ["TOLERANCES", "StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],
     "simulate": [
         "MODELS",

@@ -12,10 +12,11 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import random_key
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-__all__ = ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"]
+__all__ = ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference", "load_job", "random_key"]
 
 
 class Dataset(Protocol):
@@ -79,6 +80,30 @@ class BoundarySpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The element type that layers compute in.
+
+    Attributes:
+        name: fp32: that of the model's own parameters; bf16: parameters and activations in bfloat16, with gradients
+            summed in float32, and updates applied to float32 masters of the parameters.
+        fp32_modules: modules that bf16 leaves in float32, as patterns of the names of their classes, or of their names
+            within a layer, such as "*RMSNorm" and "feed_forward.router".
+    """
+
+    name: Literal["fp32", "bf16"] = "fp32"
+    fp32_modules: tuple[str, ...] = ()
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether layers compute in fewer bits than those in which their parameters are updated."""
+        return self.name != "fp32"
+
+    def keeps(self, *names: str) -> bool:
+        """Return whether a module with one of these names is left in float32."""
+        return any(fnmatchcase(name, pattern) for pattern in self.fp32_modules for name in names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A model as a list of layers, with its loss, data and optimizer.
@@ -103,6 +128,7 @@ class Job:
             gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
         boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
             None: found by running one micro-batch through the layers.
+        precision: element type that the layers compute in; `load_job` sets that of the configuration.
 
     Raises:
         ConfigError: a field is missing or out of range; the message says which and what to change.
@@ -118,6 +144,7 @@ class Job:
     layer_costs: Sequence[float] | None = None
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
+    precision: Precision = Precision()
 
     def __post_init__(self) -> None:
         # nn.Sequential is not a Sequence and neither is a class; both would fail later with a less clear error.
@@ -177,7 +204,7 @@ def check_job_reference(reference: str) -> None:
 
 
 def load_job(reference: str, config: RunConfig) -> Job:
-    """Call the function that `reference` names and return its job.
+    """Call the function that `reference` names and return its job, with the precision of `config`.
 
     Args:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
@@ -199,7 +226,7 @@ def load_job(reference: str, config: RunConfig) -> Job:
     job = function(*((config,) if _needs_an_argument(function) else ()))
     if not isinstance(job, Job):
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    return job
+    return replace(job, precision=Precision(config.precision, config.fp32_modules))
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

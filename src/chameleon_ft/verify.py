@@ -1,8 +1,8 @@
 """The plain loop that a run is compared with: one process, one model, PyTorch and nothing of the runtime.
 
-It shares with the runtime only the definition of the job: its layers and their seeds, the order of the samples, the
-optimizer and its learning rate. Plans, programs, messages and recoveries take no part, so agreement shows that they
-changed nothing.
+It shares with the runtime only the definition of the job: its layers, their seeds and precision, the order of the
+samples, the optimizer and its learning rate. Plans, programs, messages and recoveries take no part, so agreement shows
+that they changed nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,9 +27,13 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer, seed_forward, tie
+from chameleon_ft.models.precision import cast_layer, loss_of
 from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory
 
-__all__ = ["StepComparison", "Verification", "repeat_run"]
+__all__ = ["TOLERANCES", "StepComparison", "Verification", "repeat_run"]
+
+TOLERANCES: Final = {"fp32": 1e-5, "bf16": 2e-3}
+"""Largest relative deviation of a loss that rounding explains, by precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +146,16 @@ class _PlainLoop:
         self._job = job
         self._device = torch.device(config.device if DEVICES[config.device].is_accelerator else "cpu")
         self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
-        tie(job, self._layers)
+        casts = [cast_layer(layer, job.precision, is_first=not number) for number, layer in enumerate(self._layers)]
+        masters = {
+            layer.get_parameter(name): master
+            for layer, own in zip(self._layers, casts, strict=True)
+            for name, master in own.items()
+        }
+        tie(job, self._layers)  # of tied parameters, the masters of the first copies remain
         self._parameters = list(nn.ModuleList(self._layers).parameters())
-        self._optimizer = job.optimizer(self._parameters)
+        self._masters = {each: masters[each] for each in self._parameters if each in masters}
+        self._optimizer = job.optimizer([self._updated(parameter) for parameter in self._parameters])
         self._order = SampleOrder(len(job.dataset), config.seed)
 
     def load(self, checkpoints: Path, step: int) -> None:
@@ -156,24 +167,27 @@ class _PlainLoop:
             module = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
             layer.load_state_dict(module)
             for name, parameter in layer.named_parameters():
+                if (master := self._masters.get(parameter)) is not None:
+                    master.data.copy_(module[name])
                 prefix = f"optimizer/{name}/"
                 own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 if own:
-                    self._optimizer.state[parameter] = {
+                    self._optimizer.state[self._updated(parameter)] = {
                         key: value.to(self._device) if isinstance(value, torch.Tensor) and key != on_host else value
                         for key, value in own.items()
                     }
 
     def run_step(self, step: int, rate: float | None) -> tuple[float, float]:
         """Run one step; return the mean loss before the update and the norm of the gradient before clipping."""
-        self._optimizer.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
         batch = self._config.batch
         ids = self._order.ids_at(self._config.first_sample(step), batch.samples)
         loss_sum, terms = 0.0, 0
         for micro_batch in range(batch.micro_batches):
             start = micro_batch * batch.micro_batch_size
             inputs, targets = load_micro_batch(self._job.dataset, ids[start : start + batch.micro_batch_size])
-            loss = self._job.loss(self._forward(inputs, step, micro_batch), targets.to(self._device))
+            loss = loss_of(self._job, self._forward(inputs, step, micro_batch), targets.to(self._device))
             loss.backward()
             loss_sum += loss.item()
             terms += self._job.loss_terms(targets)
@@ -185,8 +199,17 @@ class _PlainLoop:
         if rate is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
+        for parameter, master in self._masters.items():
+            master.grad = parameter.grad
         self._optimizer.step()
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                parameter.copy_(master)
         return loss_sum / terms, grad_norm.item()
+
+    def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the master of a parameter; the parameter itself if it has none."""
+        return self._masters.get(parameter, parameter)
 
     def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
         """(micro-batch, ...) -> output of the last layer for it."""

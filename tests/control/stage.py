@@ -44,6 +44,7 @@ JOB = JobInfo(
     boundaries=(BoundaryMessage(shape=(2, 8), dtype="float32"),) * LAYERS,
     boundary_bytes=(64,) * LAYERS,
     param_bytes=(256,) * LAYERS,
+    gradient_bytes=(256,) * LAYERS,
     state_bytes=(772,) * LAYERS,
 )
 

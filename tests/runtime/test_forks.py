@@ -101,6 +101,7 @@ def test_what_a_fork_may_not_change_and_what_it_needs(tmp_path: Path) -> None:
     for flags, refused in (
         ({"model": {"dim": 64}}, "its checkpoint was written with model.dim = 32, not 64; keep model unchanged"),
         ({"seed": 4}, "its checkpoint was written with seed = 3, not 4"),
+        ({"precision": "bf16"}, "its checkpoint was written with precision = fp32, not bf16; keep precision unchanged"),
         ({}, "all of its 6 steps are done; give a larger --steps"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=refused):

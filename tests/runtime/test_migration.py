@@ -24,7 +24,8 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, blank_module
+from chameleon_ft.runtime.execution.held_layer import HeldLayer
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.migration import _SUM_TAG, LayerMigration
 from chameleon_ft.schedule import Operation, best_program
@@ -82,7 +83,7 @@ class Rank:
         time.sleep(delay_s)
         for _, destination, layer, _ in order.moves:
             if destination == self.worker:
-                self.held.expect(layer, blank_module(self.job, layer, seed=SEED, device=CPU))
+                self.held.expect(layer, HeldLayer.blank(self.job, layer, seed=SEED, device=CPU))
         self.buffers.expect(self.held)
         layers.begin(order, memory={}, migrated=self.migrated)
 

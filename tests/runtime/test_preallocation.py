@@ -104,8 +104,8 @@ def test_a_room_has_a_module_and_memory_for_the_rest_of_the_state() -> None:
     allocator = Builds().allocator()
     allocator.preallocate({2: PARAM_BYTES + 8192, 1: PARAM_BYTES})
     two, one = allocator.take(2), allocator.take(1)
-    assert isinstance(two.module, nn.Linear)
-    assert two.module.training
+    assert isinstance(two.layer.module, nn.Linear)
+    assert two.layer.module.training
     assert two.memory is not None
     assert two.memory.part((8192,), torch.uint8) is not None
     assert one.memory is None, "its state is no more than its parameters"
@@ -116,7 +116,7 @@ def test_layers_are_preallocated_in_the_requested_order() -> None:
     allocator = builds.allocator()
     expected(allocator, {3: 0, 0: 0, 2: 0})
     assert builds.begun == [3, 0, 2]
-    assert allocator.take(0).module is not allocator.take(0).module, "the second time it is made anew"
+    assert allocator.take(0).layer is not allocator.take(0).layer, "the second time it is made anew"
     assert builds.begun == [3, 0, 2, 0]
 
 
@@ -197,7 +197,7 @@ def test_a_failed_allocation_is_reported_to_the_taker_of_the_layer() -> None:
     job = dataclasses.replace(toy_job(2), layers=[fails, lambda: nn.Linear(7, 5)], tied=())
     allocator = LayerAllocator(job, seed=SEED, device=CPU, ahead=True)
     expected(allocator, {0: 0, 1: 0})
-    assert allocator.take(1).module is not None
+    assert allocator.take(1).layer is not None
     with pytest.raises(ValueError, match="no such layer"):
         allocator.take(0)
     allocator.preallocate({0: 0})
@@ -218,5 +218,5 @@ def test_a_layer_is_not_preallocated_if_memory_does_not_hold_all_at_once() -> No
     allocator = Builds().allocator()
     expected(allocator, {2: 1 << 60})
     made = allocator.take(2)
-    assert isinstance(made.module, nn.Linear)
+    assert isinstance(made.layer.module, nn.Linear)
     assert made.memory is None

@@ -231,7 +231,7 @@ def test_nothing_is_kept_of_a_generation_that_is_over(client: Client) -> None:
     client.migrate(3)
     client.prepare(3)
     assert client.answer() == Prepared(generation=3), "its layers are allocated"
-    module = weakref.ref(held._modules[2])
+    module = weakref.ref(held._layers[2].module)
     kept = weakref.ref(held)
     prepared.trained()
     client.over |= {2, 3}

@@ -17,7 +17,8 @@ from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.hugging_face import to_hugging_face
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import read_layer
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, blank_module
+from chameleon_ft.runtime.execution.held_layer import HeldLayer
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.sync import Segment
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, fails, resume_here, small_config, train_here
 from tests.models.transformers_llama import transformers_llama
@@ -58,7 +59,7 @@ def test_only_holders_of_a_copy_take_part() -> None:
 def test_the_gradient_outlives_a_copy_that_is_dropped_before_it_has_arrived() -> None:
     """As after a loss during a migration, when the interrupted step is finished in the placement before it."""
     first = held(0, 1)
-    first.expect(3, blank_module(toy_job(LAYERS, tied=True), 3, seed=SEED, device=CPU))
+    first.expect(3, HeldLayer.blank(toy_job(LAYERS, tied=True), 3, seed=SEED, device=CPU))
     buffers = GradientBuffers(first, (Segment(LayerRange(0, 1), (0,)), Segment(LayerRange(3, 4), (0, 1)), TIED))
     ((embedding, _),) = first.tied((0, 3))
     (3 * embedding.sum()).backward()

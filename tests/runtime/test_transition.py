@@ -25,7 +25,8 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, LayerState, blank_module
+from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer import layer_messages
 from chameleon_ft.runtime.state_transfer.layer_messages import (
@@ -347,12 +348,12 @@ def test_layers_come_and_go_while_the_others_train_on() -> None:
 def test_parameters_stay_where_they_were_received() -> None:
     job = toy_job(LAYERS)
     source, target = trained(job, [1]), HeldLayers(job, (), seed=SEED, device=CPU)
-    module = blank_module(job, 1, seed=SEED, device=CPU)
-    room = {f"module/{name}": value for name, value in module.state_dict().items()}
+    blank = HeldLayer.blank(job, 1, seed=SEED, device=CPU)
+    room = blank.targets
     network = Network()
     send([source.state_of(1)], network)
     (arrived,) = receive(network, room=lambda number: room)
-    target.take_in(1, arrived, module)
+    target.take_in(1, arrived, blank)
     assert_equal(target.state_of(1), source.state_of(1))
     for key, value in target.state_of(1).items():
         if isinstance(value, Tensor):
@@ -369,7 +370,7 @@ def test_frozen_parameters_and_other_optimizers_move_too() -> None:
     job = dataclasses.replace(toy_job(LAYERS), optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
     source, target = trained(job, [1]), HeldLayers(job, (), seed=SEED, device=CPU)
     with torch.no_grad():
-        source._modules[1].frozen.fill_(3.0)  # type: ignore[operator]
+        source._layers[1].module.frozen.fill_(3.0)  # type: ignore[operator]
     target.take_in(1, passed_on(source.state_of(1)))
     train(source, 3)
     train(target, 3)

@@ -85,7 +85,7 @@ Forks = Annotated[
 
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 _ANSWER_S = 2.0  # for a connection, where nothing answers
-_FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
+_FIXED = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
 _OF_A_FORK = ("optimizer", "batch")
 """Those that a forked run may change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -66,6 +66,16 @@ class RunConfig(Section):
     profile: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
         description="Profile that plans are based on, written by `chameleon profile`; required for emulated devices.",
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Element type of layers. fp32: that of the model's own parameters; bf16: parameters and "
+        "activations in bfloat16; gradients, masters of the parameters and the optimizer's state in float32.",
+    )
+    fp32_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=("*LayerNorm", "*RMSNorm", "*GroupNorm", "*RotaryEmbedding", "*Router"),
+        description="Modules that bf16 leaves in float32: patterns of the names of their classes, or of their names "
+        'within a layer, such as "feed_forward.router".',
     )
     threads: int = Field(default=1, ge=1, description="Threads per worker on a CPU.")
     plan: Annotated[Path, Field(strict=False)] | None = Field(
@@ -138,6 +148,12 @@ class RunConfig(Section):
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"
+        if emulated and self.precision != "fp32":
+            yield (
+                "precision",
+                "an emulated device computes nothing, and its messages have the bytes of the profile; leave it out, "
+                "and take a profile that was made with this precision",
+            )
         if emulated and self.profile is None:
             yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
         if emulated != (self.job == STAND_IN_JOB):

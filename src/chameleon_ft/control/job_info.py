@@ -44,7 +44,10 @@ class JobInfo:
     boundaries: tuple[BoundaryMessage, ...]  # output of each layer for one micro-batch
     boundary_bytes: tuple[int, ...]  # its size
     param_bytes: tuple[int, ...]  # bytes of each layer's parameters
-    state_bytes: tuple[int, ...]  # bytes that move with each layer: parameters, persistent buffers, and optimizer state
+    gradient_bytes: tuple[int, ...]  # bytes of their gradients
+    state_bytes: tuple[
+        int, ...
+    ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
@@ -83,19 +86,19 @@ class JobInfo:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
         total = math.fsum(self.relative_costs)
         layers = tuple(
-            LayerCost(
-                name=f"layer {index}",
-                forward_s=rate.forward_s * cost / total,
-                input_grad_s=rate.backward_s / 2 * cost / total,
-                weight_grad_s=rate.backward_s / 2 * cost / total,
-                param_bytes=param_bytes,
-                gradient_bytes=param_bytes,
-                optimizer_bytes=state_bytes - param_bytes,
-                output_bytes=boundary_bytes,
+            _with_state(
+                LayerCost(
+                    name=f"layer {index}",
+                    forward_s=rate.forward_s * cost / total,
+                    input_grad_s=rate.backward_s / 2 * cost / total,
+                    weight_grad_s=rate.backward_s / 2 * cost / total,
+                    param_bytes=self.param_bytes[index],
+                    gradient_bytes=self.gradient_bytes[index],
+                    output_bytes=self.boundary_bytes[index],
+                ),
+                self.state_bytes[index],
             )
-            for index, (cost, param_bytes, state_bytes, boundary_bytes) in enumerate(
-                zip(self.relative_costs, self.param_bytes, self.state_bytes, self.boundary_bytes, strict=True)
-            )
+            for index, cost in enumerate(self.relative_costs)
         )
         workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
         return CostModel(

@@ -16,6 +16,7 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import init_key, step_key
+from chameleon_ft.models.precision import cast_layer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,7 @@ __all__ = [
     "boundary_specs",
     "build_layer",
     "generator_lock",
+    "gradient_bytes",
     "param_bytes",
     "seed_forward",
     "state_bytes",
@@ -42,7 +44,10 @@ generator_lock = threading.RLock()
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
-    """Build layer `layer` on the CPU, with the same weights in every process; torch's generator keeps its state."""
+    """Build layer `layer` on the CPU, with the same weights in every process; torch's generator keeps its state.
+
+    Its parameters are those of the factory, whatever the precision; see `chameleon_ft.models.precision`.
+    """
     module = _initialize(job, layer, seed)
     for (first, first_name), *copies in job.tied:
         for name in (name for other, name in copies if other == layer):
@@ -127,9 +132,10 @@ def boundary_specs(
 ) -> tuple[BoundarySpec, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
-    It is `job.boundaries` if set, and otherwise found by running one micro-batch through the layers on `device`, as a
-    worker does. Only one layer is in memory at a time, and layers with the same factory and the same kind of input run
-    once. The meta device computes nothing, but does not see what depends on the device or on values, such as autocast.
+    It is `job.boundaries` if set, with bfloat16 for float32 under bf16, and otherwise found by running one micro-batch
+    through the layers on `device`, as a worker does. Only one layer is in memory at a time, and layers with the same
+    factory and the same kind of input run once. The meta device computes nothing, but does not see what depends on the
+    device or on values, such as autocast.
 
     Raises:
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
@@ -140,7 +146,7 @@ def boundary_specs(
         stated = tuple(job.boundaries(micro_batch_size))
         if len(stated) != job.num_layers:
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
-        return stated
+        return tuple(_cast(spec, job) for spec in stated)
     boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
     outputs: dict[tuple[int, BoundarySpec], torch.Tensor] = {}  # the blocks of a model mostly share one factory
@@ -151,6 +157,11 @@ def boundary_specs(
         boundary = outputs[key]
         specs.append(BoundarySpec.of(boundary))
     return tuple(specs)
+
+
+def _cast(spec: BoundarySpec, job: Job) -> BoundarySpec:
+    is_cast = job.precision.is_lower and spec.dtype == torch.float32
+    return BoundarySpec(spec.shape, torch.bfloat16) if is_cast else spec
 
 
 def _first_inputs(job: Job, micro_batch_size: int) -> torch.Tensor:
@@ -175,6 +186,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
     """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
     device = boundary.device
     module = _build_on_meta(job, layer) if device == _META else _initialize(job, layer, seed).to(device).train()
+    cast_layer(module, job.precision, is_first=layer == 0)
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     boundary = boundary.clone()  # which the layer may change in place
@@ -206,24 +218,33 @@ def param_bytes(job: Job) -> tuple[int, ...]:
     Raises:
         ConfigError: the named layer cannot be built on the meta device.
     """
-    return _per_layer(job, lambda module: sum(parameter.nbytes for parameter in module.parameters()))
+    return _per_layer(job, lambda module, masters: sum(parameter.nbytes for parameter in module.parameters()))
+
+
+def gradient_bytes(job: Job) -> tuple[int, ...]:
+    """Return the bytes of each layer's gradients, first layer to last. Raises as `param_bytes`."""
+    return _per_layer(job, lambda module, masters: sum(map(_gradient_bytes, module.parameters())))
 
 
 def state_bytes(job: Job) -> tuple[int, ...]:
     """Return the bytes of each layer's state after a step, first layer to last.
 
-    The state is what moves with a layer: parameters, persistent buffers, and the state of the optimizer, which is found
-    by a step on the meta device. If that fails, only the optimizer state created until then counts, which is all of it
-    for most optimizers.
+    The state is what moves with a layer: parameters, or their masters, persistent buffers, and the state of the
+    optimizer, which is found by a step on the meta device. If that fails, only the optimizer state created until then
+    counts, which is all of it for most optimizers.
 
     Raises:
         ConfigError: the named layer cannot be built on the meta device.
     """
-    return _per_layer(job, lambda module: _tensor_bytes(module.state_dict()) + _optimizer_bytes(job, module))
+
+    def measure(module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
+        return _tensor_bytes({**module.state_dict(), **masters}) + _optimizer_bytes(job, module, masters)
+
+    return _per_layer(job, measure)
 
 
 def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:
-    """Return the bytes of the parameters that layers share, by the layers, ascending.
+    """Return the bytes of the gradients of the parameters that layers share, by the layers, ascending.
 
     Raises:
         ConfigError: a tied parameter does not exist, or copies differ in shape or type.
@@ -233,27 +254,31 @@ def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:
         parameters = []
         for layer, name in copies:
             try:
-                parameters.append(_build_on_meta(job, layer).get_parameter(name))
+                parameters.append(_cast_on_meta(job, layer)[0].get_parameter(name))
             except AttributeError as error:
                 raise ConfigError(f"`tied` names the parameter {name!r} of layer {layer}: {error}") from None
         if len({(p.shape, p.dtype, p.requires_grad) for p in parameters}) > 1:
             raise ConfigError(f"`tied` has {copies}: these differ in shape, type or in whether they are trained")
         layers = tuple(sorted(layer for layer, _ in copies))
-        found[layers] = found.get(layers, 0) + parameters[0].nbytes
+        found[layers] = found.get(layers, 0) + _gradient_bytes(parameters[0])
     return found
 
 
-def _per_layer(job: Job, measure: Callable[[nn.Module], int]) -> tuple[int, ...]:
-    """Measure each layer on the meta device, and layers with the same factory only once."""
+def _per_layer(job: Job, measure: Callable[[nn.Module, Mapping[str, nn.Parameter]], int]) -> tuple[int, ...]:
+    """Measure each layer and its masters on the meta device, and layers with the same factory only once."""
     sizes: dict[int, int] = {}
     for layer, factory in enumerate(job.layers):
         if id(factory) not in sizes:
-            sizes[id(factory)] = measure(_build_on_meta(job, layer))
+            sizes[id(factory)] = measure(*_cast_on_meta(job, layer))
     return tuple(sizes[id(factory)] for factory in job.layers)
 
 
-def _optimizer_bytes(job: Job, module: nn.Module) -> int:
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def _gradient_bytes(parameter: nn.Parameter) -> int:
+    return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize if parameter.requires_grad else 0
+
+
+def _optimizer_bytes(job: Job, module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
+    parameters = [masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad]
     if not parameters:
         return 0
     for parameter in parameters:
@@ -272,6 +297,11 @@ def _optimizer_bytes(job: Job, module: nn.Module) -> int:
 
 def _tensor_bytes(values: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _cast_on_meta(job: Job, layer: int) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    module = _build_on_meta(job, layer)
+    return module, cast_layer(module, job.precision, is_first=layer == 0)
 
 
 def _build_on_meta(job: Job, layer: int) -> nn.Module:

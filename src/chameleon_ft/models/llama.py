@@ -90,18 +90,13 @@ class _Attention(nn.Module):
         self.key = _Linear(config.dim, kv_dim)
         self.value = _Linear(config.dim, kv_dim)
         self.output = _Linear(config.dim, config.dim, std=_residual_std(config))
-        cos, signed_sin = _rotary_tables(config.seq_len, self.head_dim, config.rope_theta)
-        self.cos: Tensor
-        self.signed_sin: Tensor
-        # Not persistent: they follow the module to its device but are not part of the training state.
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("signed_sin", signed_sin, persistent=False)
+        self.rotary = _RotaryEmbedding(config.seq_len, self.head_dim, config.rope_theta)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, dim = x.shape
         heads = (batch, time, -1, self.head_dim)
-        query = self._rotate(self.query(x).view(heads)).transpose(1, 2)
-        key = self._rotate(self.key(x).view(heads)).transpose(1, 2)
+        query = self.rotary(self.query(x).view(heads)).transpose(1, 2)
+        key = self.rotary(self.key(x).view(heads)).transpose(1, 2)
         value = self.value(x).view(heads).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
@@ -109,11 +104,23 @@ class _Attention(nn.Module):
         projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dim))
         return projected
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        """Rotary positions on (batch, time, heads, head_dim), dimension i paired with i + head_dim / 2."""
-        time = x.shape[1]
+
+class _RotaryEmbedding(nn.Module):
+    """Rotary positions on (batch, time, heads, head_dim), dimension i paired with i + head_dim / 2."""
+
+    def __init__(self, seq_len: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        cos, signed_sin = _rotary_tables(seq_len, head_dim, theta)
+        self.cos: Tensor
+        self.signed_sin: Tensor
+        # Not persistent: they follow the module to its device but are not part of the training state.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("signed_sin", signed_sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time, head_dim = x.shape[1], x.shape[-1]
         # Swapping the halves by a roll, with the sign kept in the table, saves a negation and a concatenation.
-        swapped = x.roll(self.head_dim // 2, dims=-1)
+        swapped = x.roll(head_dim // 2, dims=-1)
         return torch.addcmul(x * self.cos[:time], swapped, self.signed_sin[:time])
 
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
 from chameleon_ft.observe import checked_files, complete_checkpoints, has_checksums, layer_directory, seal_layer
-from chameleon_ft.runtime.execution.layers import LayerState
+from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 
 __all__ = ["CheckpointWriter", "read_layer"]

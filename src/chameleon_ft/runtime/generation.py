@@ -270,7 +270,7 @@ class Preparations:
         allocations, ordered.allocations = ordered.allocations, None
         try:
             for layer, allocation in allocations.items():
-                training.held.expect(layer, allocation.module)
+                training.held.expect(layer, allocation.layer)
             training.buffers.expect(training.held)
         except Exception as error:  # noqa: BLE001 - training does not depend on it
             ordered.migrated.set_exception(error)

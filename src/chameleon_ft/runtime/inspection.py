@@ -15,7 +15,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import load_job
-from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import claim_device, device_name, missing_device, require_devices
@@ -77,6 +77,7 @@ def inspect_job(config: RunConfig) -> JobInfo:
         ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
+        gradient_bytes=gradient_bytes(job),
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         device=device,

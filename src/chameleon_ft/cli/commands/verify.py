@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import OptionalInt, RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, Switch, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -24,8 +24,8 @@ class VerifyArguments:
     """Run directory."""
     steps: OptionalInt = None
     """Repeat only the first steps; by default all."""
-    tolerance: float = 1e-5
-    """Largest relative deviation of a loss that is allowed."""
+    tolerance: OptionalFloat = None
+    """Largest relative deviation of a loss that is allowed; by default 1e-5, and 2e-3 for a run in bf16."""
     json: Switch = False
     """Print the result as JSON."""
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.progress import track
 
     from chameleon_ft.runtime.device import require_devices
-    from chameleon_ft.verify import Verification, repeat_run
+    from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
     committed = len({record.step for record in run.steps()})
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         disable=not console.is_terminal,
         transient=True,
     )
-    result = Verification.of(comparisons, tolerance=given.tolerance)
+    tolerance = TOLERANCES[run.config().precision] if given.tolerance is None else given.tolerance
+    result = Verification.of(comparisons, tolerance=tolerance)
     print(json.dumps(result.to_json()) if given.json else result)
     return 0 if result.first_step_outside is None else 1

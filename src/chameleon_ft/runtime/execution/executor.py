@@ -18,6 +18,7 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import generator_lock
+from chameleon_ft.models.precision import loss_of
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.device import wait_for_stream
@@ -340,7 +341,7 @@ class _StepExecution:
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
         job = self._executor.job
         _, targets = self._executor.micro_batches(self._state.step, micro_batch)
-        loss = job.loss(output, targets)
+        loss = loss_of(job, output, targets)
         if micro_batch not in self._counted:
             value = loss.detach().clone()  # some losses are a view of all their terms
             self._state.losses[micro_batch] = CountedLoss(value, int(job.loss_terms(targets)), len(targets))

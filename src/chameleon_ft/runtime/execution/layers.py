@@ -12,38 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import blank_layer, build_layer, generator_lock, seed_forward
+from chameleon_ft.models.build import generator_lock, seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import GradientKey
+from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
 from chameleon_ft.sync import Segment
 
-__all__ = ["GradientBuffers", "HeldLayers", "LayerState", "blank_module"]
+__all__ = ["GradientBuffers", "HeldLayers"]
 
 # Elements of one norm. In float64 it is taken of a copy, which must stay small on a CPU; elsewhere a launch costs more.
 _NORM_ELEMENTS_ON_CPU: Final = 1 << 14
 _NORM_ELEMENTS: Final = 1 << 22
 
-LayerState = dict[str, Any]
-"""One layer's state by flat key: ``module/NAME`` for parameters and persistent buffers, ``optimizer/NAME/KEY``."""
-
 _Parameters = list[list[nn.Parameter]]
 """The copies of each parameter of a key."""
 
 
-def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn.Module:
-    """Build a layer for `HeldLayers.take_in`; its parameters may hold anything."""
-    return blank_layer(job, layer, seed).to(device).train()
-
-
 class HeldLayers:
-    """The modules of the layers a rank holds, on its device, and one optimizer over all their parameters.
+    """The layers a rank holds, on its device, and one optimizer over all their updated tensors.
 
     Args:
         boundaries: expected output of each layer of the model; empty: any.
 
     Attributes:
-        arriving: layers of which there is a blank module, and whose state has not arrived yet. They are not held: no
+        arriving: layers that are blank, because their state has not arrived yet. They are not held: no
             update changes them, but they have gradients.
     """
 
@@ -60,48 +53,47 @@ class HeldLayers:
         self._checked = boundaries[:-1]  # the last output goes into the loss, and is not sent
         self._seed = seed
         self._device = device
-        self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
+        self._layers = {layer: HeldLayer.initial(job, layer, seed=seed, device=device) for layer in sorted(layers)}
         self.arriving: frozenset[int] = frozenset()
         self._optimizer: torch.optim.Optimizer | None = None
         self._renew_optimizer()
 
     @property
     def layers(self) -> frozenset[int]:
-        return frozenset(self._modules) - self.arriving
+        return frozenset(self._layers) - self.arriving
 
-    def expect(self, layer: int, module: nn.Module) -> None:
-        """Note that the state of a layer will arrive; `module` is a blank one. Called from any thread."""
+    def expect(self, layer: int, blank: HeldLayer) -> None:
+        """Note that the state of a layer will arrive. Called from any thread."""
         self.arriving |= {layer}  # first: it must not seem to be held
-        self._modules = dict(sorted({**self._modules, layer: module}.items()))
+        self._layers = dict(sorted({**self._layers, layer: blank}.items()))
 
-    def take_in(self, layer: int, state: Mapping[str, Any], module: nn.Module | None = None) -> None:
+    def take_in(self, layer: int, state: Mapping[str, Any], blank: HeldLayer | None = None) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
 
         Args:
-            module: a blank one of the layer, unless it is expected; tensors of `state` may be its own, then nothing is
-                copied.
+            blank: the layer, unless it is expected; tensors of `state` may be its own, then nothing is copied.
         """
         if layer not in self.arriving:
-            self.expect(layer, module or blank_module(self._job, layer, seed=self._seed, device=self._device))
+            self.expect(layer, blank or HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device))
         self.arriving -= {layer}
         self._renew_optimizer()
         self.restore(layer, state)
 
     def targets_of(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of a layer's module, by the keys of its state."""
-        return {f"module/{name}": value for name, value in self._modules[layer].state_dict().items()}
+        """The tensors that the state of a layer can be received into, by their keys."""
+        return self._layers[layer].targets
 
     def keep_only(self, layers: Collection[int]) -> None:
         """Release all other layers, and their memory; also those that are arriving."""
         if not self.layers.union(self.arriving).issubset(layers):
-            self._modules = {layer: module for layer, module in self._modules.items() if layer in layers}
-            self.arriving &= self._modules.keys()
+            self._layers = {layer: own for layer, own in self._layers.items() if layer in layers}
+            self.arriving &= self._layers.keys()
             self._renew_optimizer()
 
     def drop_gradients(self) -> None:
         """Release the memory of the gradients, unless something else refers to it."""
-        for module in self._modules.values():
-            module.zero_grad(set_to_none=True)
+        for own in self._layers.values():
+            own.module.zero_grad(set_to_none=True)
 
     def forward(
         self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int, selective: Collection[int] = ()
@@ -114,19 +106,24 @@ class HeldLayers:
         for layer in layers:
             with generator_lock, selective_recomputation() if layer in selective else nullcontext():
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
-                boundary = self._modules[layer](boundary)
+                boundary = self._layers[layer].module(boundary)
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary
 
     def parameters(self, layers: Iterable[int]) -> list[nn.Parameter]:
         """The trained parameters of `layers`, in order."""
-        return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
+        return [parameter for layer in layers for parameter in self._layers[layer].parameters]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the masters of parameters."""
+        return sum(master.nbytes for own in self._layers.values() for master in own.masters.values())
 
     def tied(self, layers: Collection[int]) -> list[list[nn.Parameter]]:
         """The trained parameters that exactly these layers share: of each, the copies in layers that are held."""
         groups = (
-            [self._modules[layer].get_parameter(name) for layer, name in copies if layer in self._modules]
+            [self._layers[layer].module.get_parameter(name) for layer, name in copies if layer in self._layers]
             for copies in self._job.tied_with(layers)
         )
         return [copies for copies in groups if copies and copies[0].requires_grad]
@@ -138,7 +135,12 @@ class HeldLayers:
             if self._job.learning_rate is not None:
                 for group in self._optimizer.param_groups:
                     group["lr"] = lr
+            held = [own for layer, own in self._layers.items() if layer not in self.arriving]
+            for own in held:
+                own.pass_gradients_on()
             self._optimizer.step()
+            for own in held:
+                own.derive()
         return lr
 
     def learning_rate(self, step: int) -> float:
@@ -148,21 +150,12 @@ class HeldLayers:
         return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
     def state_of(self, layer: int) -> LayerState:
-        """A layer's parameters, persistent buffers and optimizer state: its own tensors, which training changes.
-
-        An update changes all of them, a forward only the buffers.
-        """
-        module = self._modules[layer]
-        state: LayerState = {f"module/{name}": value for name, value in module.state_dict().items()}
-        if (optimizer := self._optimizer) is not None:
-            for name, parameter in module.named_parameters():
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    state[f"optimizer/{name}/{key}"] = value
-        return state
+        """The tensors that move with a layer: its own, so training changes them."""
+        return self._layers[layer].state({} if (optimizer := self._optimizer) is None else optimizer.state)
 
     def constant_state_of(self, layer: int) -> LayerState:
         """As `state_of`, but constant until the next update: with copies of the buffers."""
-        buffers = {f"module/{name}" for name, _ in self._modules[layer].named_buffers()}
+        buffers = {f"module/{name}" for name, _ in self._layers[layer].module.named_buffers()}
         state = self.state_of(layer)
         return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
@@ -171,9 +164,14 @@ class HeldLayers:
 
         The copies of tied parameters are part of it.
         """
-        parameters = {f"module/{name}" for name, _ in self._modules[layer].named_parameters()}
+        parameters = {f"module/{name}" for name, _ in self._layers[layer].module.named_parameters()}
         state = sorted(self.state_of(layer).items())  # which may have come from another holder in another order
         return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
+
+    def compared_state_of(self, layer: int) -> LayerState:
+        """As `replicated_state_of`, with the parameters that are rounded from their masters."""
+        derived = {f"derived/{name}": value.detach() for name, value in sorted(self._layers[layer].derived.items())}
+        return {**self.replicated_state_of(layer), **derived}
 
     def snapshot(self, layer: int) -> LayerState:
         """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
@@ -184,17 +182,15 @@ class HeldLayers:
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over the state that `state_of` or `snapshot` gave for this layer."""
-        module, own = self._modules[layer], _under("module/", state)
-        if any(not _is_same(value, own.get(name)) for name, value in module.state_dict().items()):
-            module.load_state_dict(own)
+        held = self._layers[layer]
+        held.restore(state)
         if self._optimizer is None:
             return
-        for name, parameter in module.named_parameters():
-            if own := _under(f"optimizer/{name}/", state):
-                self._optimizer.state[parameter] = {
-                    key: value.to(self._optimizer_device(key, parameter)) if isinstance(value, Tensor) else value
-                    for key, value in own.items()
-                }
+        for updated, own in held.moments_of(state):
+            self._optimizer.state[updated] = {
+                key: value.to(self._optimizer_device(key, updated)) if isinstance(value, Tensor) else value
+                for key, value in own.items()
+            }
 
     def _optimizer_device(self, key: str, parameter: nn.Parameter) -> torch.device:
         """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
@@ -204,12 +200,12 @@ class HeldLayers:
         return torch.device("cpu") if on_host else parameter.device
 
     def _renew_optimizer(self) -> None:
-        """Make an optimizer for the parameters that are held now, with the state that the last one kept for them."""
+        """Make an optimizer for the layers that are held now, with the state that the last one kept for them."""
         before = None if self._optimizer is None else self._optimizer.state
-        parameters = self.parameters(sorted(self.layers))
-        optimizer = self._job.optimizer(parameters) if parameters else None
+        updated = [tensor for layer in sorted(self.layers) for tensor in self._layers[layer].updated]
+        optimizer = self._job.optimizer(updated) if updated else None
         if optimizer is not None and before is not None:
-            optimizer.state.update({p: before[p] for p in parameters if p in before})
+            optimizer.state.update({tensor: before[tensor] for tensor in updated if tensor in before})
         self._optimizer = optimizer  # complete: another thread may be reading the state of a layer
 
 
@@ -346,14 +342,10 @@ def _give_views(parameters: _Parameters, buffers: Sequence[Tensor], *, but: Coll
 
 
 def _by_type(parameters: _Parameters) -> list[tuple[torch.dtype, _Parameters]]:
-    ordered = sorted(parameters, key=lambda copies: str(copies[0].dtype))
-    return [(dtype, list(group)) for dtype, group in groupby(ordered, key=lambda copies: copies[0].dtype)]
+    ordered = sorted(parameters, key=lambda copies: str(_gradient_type(copies)))
+    return [(dtype, list(group)) for dtype, group in groupby(ordered, key=_gradient_type)]
 
 
-def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two tensors have the same memory."""
-    return isinstance(other, Tensor) and isinstance(value, Tensor) and value.data_ptr() == other.data_ptr()
+def _gradient_type(copies: list[nn.Parameter]) -> torch.dtype:
+    """Return the element type in which gradients are summed; it may have more bits than that of the parameter."""
+    return copies[0].grad_dtype or copies[0].dtype

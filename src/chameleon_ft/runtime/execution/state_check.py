@@ -100,5 +100,5 @@ class StateCheck:
         with nullcontext() if self._stream is None else self._stream:
             if self._stream is not None and updated is not None:
                 self._stream.wait_event(updated)
-            pieces = layer_checksums(self._held.replicated_state_of(layer), self._device)
+            pieces = layer_checksums(self._held.compared_state_of(layer), self._device)
         return (xxhash.xxh3_64_intdigest(np.array(pieces, dtype=np.int64).tobytes()) >> _SHIFT) or 1

@@ -13,6 +13,7 @@ from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.models.precision import loss_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
@@ -89,7 +90,7 @@ class ResidentLayers:
     Attributes:
         param_bytes: bytes held for parameters and buffers.
         gradient_bytes: bytes held for gradients.
-        optimizer_bytes: bytes held for the optimizer's state.
+        optimizer_bytes: bytes held for the optimizer's state and the masters of parameters.
         commit_bytes: bytes in use only during a commit, for norm and update.
     """
 
@@ -102,6 +103,8 @@ class ResidentLayers:
         self.param_bytes, self.gradient_bytes, self.optimizer_bytes = (
             held[name].after - held[name].before for name in ("layers", "gradients", "optimizer")
         )
+        masters = self.held.master_bytes
+        self.param_bytes, self.optimizer_bytes = self.param_bytes - masters, self.optimizer_bytes + masters
         self.commit_bytes = held["commit"].peak - held["commit"].before
 
     def _build(self) -> Iterator[None]:
@@ -183,7 +186,7 @@ class Hop:
         if self.is_last:
             if not self.is_first:
                 self.model.load()
-            output = self.model.job.loss(output, self.model.samples[1])
+            output = loss_of(self.model.job, output, self.model.samples[1])
         return output
 
 

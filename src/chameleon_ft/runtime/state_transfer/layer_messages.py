@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
-from chameleon_ft.runtime.execution.layers import LayerState
+from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
 

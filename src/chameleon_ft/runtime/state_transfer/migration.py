@@ -15,7 +15,8 @@ from torch import Tensor
 
 from chameleon_ft.control.wire.messages import Migrate
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, LayerState
+from chameleon_ft.runtime.execution.held_layer import LayerState
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
     IncomingLayers,

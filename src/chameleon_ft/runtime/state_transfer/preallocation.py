@@ -1,8 +1,8 @@
 """Preallocates memory for layers before they arrive.
 
 The first touch of a page that the system gives out costs as much as receiving it. So that a transfer does not wait for
-that, a thread allocates while the rank waits for something else: modules for the parameters, and a block of memory for
-the optimizer's state, whose division is known only when the layer is described.
+that, a thread allocates while the rank waits for something else: blank layers for the parameters, and a block of memory
+for the optimizer's state, whose division is known only when the layer is described.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chameleon_ft.job import Job
 from chameleon_ft.runtime.device import is_host_memory
-from chameleon_ft.runtime.execution.layers import blank_module
+from chameleon_ft.runtime.execution.held_layer import HeldLayer
 
 __all__ = ["Allocation", "LayerAllocator", "Memory"]
 
@@ -55,12 +55,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory for a layer that will arrive: a module whose parameters may hold anything, and a block for the rest.
+    """Memory for a layer that will arrive: a blank one, and a block for the rest.
 
     Without `memory`, the optimizer's state gets its memory as it arrives.
     """
 
-    module: nn.Module
+    layer: HeldLayer
     memory: Memory | None = None
 
 
@@ -125,19 +125,19 @@ class LayerAllocator:
             self._stop.set()
             wait(running)
 
-    def _blank(self, layer: int) -> nn.Module:
-        return blank_module(self._job, layer, seed=self._seed, device=self._device)
+    def _blank(self, layer: int) -> HeldLayer:
+        return HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device)
 
     def _allocate(self, layer: int, num_bytes: int) -> Allocation:
-        module = self._blank(layer)
-        rest = num_bytes - sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
+        blank = self._blank(layer)
+        rest = num_bytes - sum(value.nbytes for value in blank.targets.values() if isinstance(value, Tensor))
         if rest <= 0:
-            return Allocation(module)
+            return Allocation(blank)
         # Each tensor may begin a little after the end of the one before.
-        rest += _TENSORS * _ALIGNMENT * sum(1 for _ in module.parameters())
+        rest += _TENSORS * _ALIGNMENT * sum(1 for _ in blank.module.parameters())
         try:
             memory = Memory(rest)
         except RuntimeError:  # no memory for all of it at once; piece by piece, as it arrives, the layer may fit
-            return Allocation(module)
+            return Allocation(blank)
         memory.touch(unless=self._stop.is_set)
-        return Allocation(module, memory)
+        return Allocation(blank, memory)

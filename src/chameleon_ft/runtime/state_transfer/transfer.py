@@ -184,7 +184,7 @@ class _Exchange:
                 f"layer {move.layer} of worker {move.source}", for_message=True, peer=move.source
             ):
                 state = self._in.finish_next()
-            self._held.take_in(move.layer, state, self._arriving.popleft().module)
+            self._held.take_in(move.layer, state, self._arriving.popleft().layer)
             received = move.num_bytes if self._transfer.stand_ins else tensor_bytes(state)
         if self._out is not None and slot < len(self._outgoing):
             with self._transfer.activity.waiting("transfer", for_message=True):
@@ -196,8 +196,7 @@ class _Exchange:
         if self._in is not None and slot < len(self._incoming):
             allocation = self._transfer.allocator.take(self._incoming[slot].layer)
             self._arriving.append(allocation)
-            parameters = {f"module/{name}": value for name, value in allocation.module.state_dict().items()}
-            self._in.start_next(parameters, allocation.memory)
+            self._in.start_next(allocation.layer.targets, allocation.memory)
         if self._out is not None:
             self._out.start_next()
 

@@ -1,0 +1,86 @@
+"""Casting of layers to the precision of a run.
+
+Under bf16 a layer computes in bfloat16, as after ``layer.to(torch.bfloat16)``, except for modules that `Precision`
+leaves in float32: those get their inputs in float32 and return bfloat16. Gradients are summed in float32. The optimizer
+updates float32 masters, of which the parameters are rounded copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.job import Job, Precision
+
+__all__ = ["cast_layer", "loss_of"]
+
+
+def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> dict[str, nn.Parameter]:
+    """Cast a layer in place; return the masters of its trained parameters by name, of those that have one.
+
+    The masters have the values that the parameters had before. Under fp32 the layer stays as it is, without masters.
+
+    Args:
+        is_first: whether the layer gets the inputs of the dataset, which are cast, too.
+    """
+    if not precision.is_lower:
+        return {}
+    if is_first:
+        module.register_forward_pre_hook(_inputs_in_bfloat16, with_kwargs=True)
+    masters: dict[int, nn.Parameter] = {}
+    _cast(module, "", precision, masters)
+    return {name: masters[id(each)] for name, each in module.named_parameters() if id(each) in masters}
+
+
+def loss_of(job: Job, output: Tensor, targets: Tensor) -> Tensor:
+    """Return the job's loss of the last layer's output, which is computed in float32."""
+    is_cast = job.precision.is_lower and output.is_floating_point()
+    return job.loss(output.float() if is_cast else output, targets)
+
+
+def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int, nn.Parameter]) -> None:
+    """Cast a module and those in it; add the masters of its parameters, by the ids of the parameters."""
+    if precision.keeps(type(module).__name__, *([name] if name else [])):
+        module.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
+        module.register_forward_hook(_output_in_bfloat16)
+        return
+    for parameter in module._parameters.values():
+        if parameter is not None and _is_cast(parameter) and id(parameter) not in masters:
+            if parameter.requires_grad:
+                masters[id(parameter)] = nn.Parameter(parameter.detach().float())
+                parameter.grad_dtype = torch.float32
+            parameter.data = parameter.data.to(torch.bfloat16)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and _is_cast(buffer):
+            module._buffers[key] = buffer.to(torch.bfloat16)
+    for key, child in module.named_children():
+        _cast(child, f"{name}.{key}" if name else key, precision, masters)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _inputs_in_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _in(torch.bfloat16, args), _in(torch.bfloat16, kwargs)
+
+
+def _inputs_in_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _in(torch.float32, args), _in(torch.float32, kwargs)
+
+
+def _output_in_bfloat16(_: nn.Module, __: Any, output: Any) -> Any:
+    return _in(torch.bfloat16, output)
+
+
+def _in(dtype: torch.dtype, value: Any) -> Any:
+    """Cast the tensors in a value that are float32 or bfloat16."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if _is_cast(value) else value
+    if type(value) in (tuple, list):
+        return type(value)(_in(dtype, each) for each in value)
+    if type(value) is dict:
+        return {key: _in(dtype, each) for key, each in value.items()}
+    return value
