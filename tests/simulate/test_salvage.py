@@ -13,7 +13,7 @@ from chameleon_ft.estimate import estimate_parts, estimate_step, lost_share_s
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
-from chameleon_ft.recovery.salvage import complete_step
+from chameleon_ft.recovery.salvaged_step import complete_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.schedule import replay as timeline_of
 from chameleon_ft.schedule.best import best_parts

@@ -181,7 +181,7 @@ class Coordinator:
                 self._handle(event, received={number: received})
         self._received[number] = received
         is_hello = isinstance(message, messages.Hello | messages.HostHello)  # a peer waits for its acknowledgement
-        if is_hello or not (received % _ACKNOWLEDGE_EVERY or self._recorder.files.is_late):
+        if is_hello or (received % _ACKNOWLEDGE_EVERY == 0 and self._recorder.files.wait()):
             reconnect_s = self._config.timeouts.reconnect_s
             peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
 
@@ -229,7 +229,7 @@ class Coordinator:
             self._require_costs(state, event)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                self._journal.write(state, event.at, received=received, records=records)
+                self._journal.write(state, event.at, received=received, records=records, waits=bool(orders))
             self.state, received = state, None
             self._planner.calibration.learn(state.detectors)
             for command in orders:
@@ -238,8 +238,12 @@ class Coordinator:
 
     def _refresh_faults(self, event: events.Event) -> None:
         """Read the injected failures if the event may reveal a loss or be the time to record one."""
-        if isinstance(event, events.Received) and isinstance(event.message, messages.Committed):
-            return
+        if isinstance(event, events.Received):
+            is_report = isinstance(event.message, messages.Quiesced)  # before the last one, nothing follows from them
+            if is_report and len(self.state.quiesced) + 1 < len(self.state.members.live()):
+                return
+            if isinstance(event.message, messages.Committed):
+                return
         if isinstance(event, events.Ticked) and self.state.phase is not Phase.STOPPING:
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
@@ -308,6 +312,8 @@ class Coordinator:
                 self._begin_task(self._consider(state))
             case commands.Task.PREPARE_DECISIONS:
                 self._decisions.prepare(state)
+            case commands.Task.FORESEE_DECISION:
+                self._decisions.foresee(state)
             case commands.Task.FORGET_DECISIONS:
                 self._decisions.forget()
             case commands.MeasureOperations(worker=worker, step=step, times=times):

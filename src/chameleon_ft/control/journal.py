@@ -102,9 +102,18 @@ class Journal:
         self._unwritten: dict[int, int] = {}  # those of messages that have changed nothing since the last line
 
     def write(
-        self, state: State, at: Moment, *, received: Mapping[int, int] | None = None, records: Sequence[RecordLine] = ()
+        self,
+        state: State,
+        at: Moment,
+        *,
+        received: Mapping[int, int] | None = None,
+        records: Sequence[RecordLine] = (),
+        waits: bool = True,
     ) -> None:
         """Write what has changed since the last call.
+
+        Without `waits`, for a change that has no commands, this does not wait for the disk: each survivor of a loss
+        reports, and all wait for the last report.
 
         Changes of the clock and of what detectors have observed are written with the next one of anything else: every
         message of a worker leads to some, and another coordinator observes anew.
@@ -131,7 +140,7 @@ class Journal:
         else:
             text = _line(line)
             self._num_bytes += len(text)
-            self._files.append(self._path, text)
+            self._files.append(self._path, text, waits=waits)
         self._last, self._unwritten = state, {}
 
     def _begun_anew(self, line: Mapping[str, Any]) -> str:

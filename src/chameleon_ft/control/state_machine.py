@@ -19,6 +19,7 @@ from chameleon_ft.control.handlers import (
     endings,
     gathering,
     health,
+    incident_records,
     incidents,
     scale_up,
     switches,
@@ -213,7 +214,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             if isinstance(message, messages.WorkerExited):
                 _exited(draft, worker, message)
             elif isinstance(message, messages.HangEvidence):
-                incidents.hang_examined(draft, worker, message)
+                incident_records.hang_examined(draft, worker, message)
             else:
                 _judge(draft, worker, message)
         case _:

@@ -75,9 +75,10 @@ class _Operation:
 class FileQueue(AbstractContextManager["FileQueue"]):
     """Carries out file operations in their order, in a thread of its own.
 
-    While the disk is quick, each method returns when its operation is done. An operation that takes longer than 0.25 s,
-    or fails, makes the queue late: from then on no method waits, until all operations are done. One that fails because
-    of the file system is tried again until it succeeds. The methods are called from one thread.
+    While the disk is quick, each method returns when its operation is done, unless told not to wait. An operation that
+    takes longer than 0.25 s, or fails, makes the queue late: from then on no method waits, until all operations are
+    done. One that fails because of the file system is tried again until it succeeds. The methods are called from one
+    thread.
 
     Args:
         longest_bytes: of appended lines that wait; any more are dropped, so that the oldest are kept.
@@ -109,14 +110,17 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         """How many operations are not done."""
         return len(self._waiting)
 
-    def append(self, path: Path, line: str) -> None:
-        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left."""
+    def append(self, path: Path, line: str, *, waits: bool = True) -> None:
+        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left.
+
+        Without `waits` this returns at once; a later operation waits for the line, too.
+        """
         encoded = line.encode()
         if self._bytes + len(encoded) > self._longest_bytes:
             self._dropped += 1
             return
         operation = _Operation(path, lambda: self._write(operation), line=encoded)
-        self._put(operation)
+        self._put(operation, waits=waits)
 
     def replace(self, path: Path, text: Callable[[], str], *, mode: int) -> int:
         """Replace the content of a file by `text()`, called in the thread. Returns a number for `cancel`."""
@@ -199,14 +203,15 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         if not self.is_late:
             self._thread.join()
 
-    def _put(self, operation: _Operation) -> int:
+    def _put(self, operation: _Operation, *, waits: bool = True) -> int:
         with self._changed:
             self._next += 1
             self._waiting[self._next] = operation
             self._bytes += len(operation.line)
             self._changed.notify_all()
             number = self._next
-        self.wait()
+        if waits:
+            self.wait()
         return number
 
     def _late(self) -> Late | None:

@@ -12,7 +12,7 @@ from chameleon_ft.recovery.policies import POLICIES, Policy
 from chameleon_ft.recovery.proposals.paper import prefers_rerouting
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.salvage import SalvagedStep, complete_step
+from chameleon_ft.recovery.salvaged_step import SalvagedStep, complete_step
 from chameleon_ft.recovery.scoring import Candidate, Course, best_of, score
 from chameleon_ft.recovery.symmetry import LossClass, classes_to_prepare, decide_for_class, remap_decision
 from chameleon_ft.recovery.warm_up import warm_up

@@ -19,16 +19,16 @@ from functools import cache, partial
 from itertools import groupby
 from typing import Self
 
-from chameleon_ft.errors import ProgramError
-from chameleon_ft.estimate import estimate_rest, workload_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan
 from chameleon_ft.plan.rest import GradientKey, PartialHop, PartialRoute, RestOfStep, StepProgress
-from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, ScheduledRest, best_rest
+from chameleon_ft.schedule import CostModel, OperationKind
 from chameleon_ft.search import shared_hops
 
-__all__ = ["Salvage", "SalvagedStep", "complete_step", "limits_by_memory", "salvage"]
+__all__ = ["Salvage", "salvage"]
 
 _Hops = tuple[Hop, ...]
+_Scored = tuple[tuple[PartialHop, ...], dict[int, float]]
+"""(remaining hops of a micro-batch, worker -> seconds that they take)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,75 +50,6 @@ class Salvage:
     def repeated_share(self) -> float:
         """Share of the step's work that is done twice."""
         return self.repeated_s / self.work_s if self.work_s else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SalvagedStep:
-    """The program of the rest of an interrupted step.
-
-    Attributes:
-        rest: what remains.
-        scheduled: in which order.
-        rest_s: predicted seconds until all gradients are reduced.
-        repeated_share: share of the step's work that is done twice.
-    """
-
-    rest: RestOfStep
-    scheduled: ScheduledRest
-    rest_s: float
-    repeated_share: float
-
-
-def complete_step(
-    plan: Plan,
-    progress: Mapping[int, StepProgress],
-    costs: CostModel,
-    in_flight_limits: Mapping[int, InFlightLimit],
-    *,
-    before: RestOfStep | None = None,
-) -> SalvagedStep | None:
-    """Return the fastest program that completes a step, which is checked; see `salvage` for the arguments.
-
-    None if there is no way to complete it, or none of which an order of the operations was found in which messages
-    arrive as they are taken.
-
-    Args:
-        in_flight_limits: limits of the plan; a worker whose memory is known may exceed its limit as far as that allows.
-    """
-    limits = limits_by_memory(plan, costs, in_flight_limits)
-    steps: list[SalvagedStep] = []
-    for found in salvage(plan, progress, costs, tied=costs.workload.tied_layers, before=before):
-        try:
-            scheduled = best_rest(found.rest, costs, in_flight_limits=limits)
-        except ProgramError:
-            continue
-        rest_s = estimate_rest(found.rest, scheduled, costs).rest_s
-        steps.append(
-            SalvagedStep(rest=found.rest, scheduled=scheduled, rest_s=rest_s, repeated_share=found.repeated_share)
-        )
-    return min(steps, key=lambda step: step.rest_s, default=None)
-
-
-def limits_by_memory(plan: Plan, costs: CostModel, limits: Mapping[int, InFlightLimit]) -> Mapping[int, InFlightLimit]:
-    """Return how many micro-batches each worker can keep; those in `limits` fit in any case.
-
-    A micro-batch is counted with all layers of the worker, without recomputation; one is left out for the messages and
-    the operation that runs.
-    """
-    layers, found = costs.workload.layers, dict(limits)
-    for worker in costs.cluster.workers:
-        ranges = plan.placement.ranges_of(worker.id) if worker.id in found else ()
-        if worker.memory_bytes is None or not ranges:
-            continue
-        own = [layers[layer] for each in ranges for layer in each]
-        hop_bytes = sum(max(each.activation_bytes, each.weight_grad_bytes) + each.output_bytes for each in own)
-        left = worker.memory_bytes - workload_memory(costs.workload).state_of(ranges).total_bytes
-        fits = (left - max(each.working_bytes for each in own)) // max(1, hop_bytes) - 1
-        limit = found[worker.id]
-        if fits > limit.in_flight:
-            deferred = None if limit.deferred is None else max(limit.deferred, fits)
-            found[worker.id] = InFlightLimit(fits, max(limit.kept, fits), deferred)
-    return found
 
 
 def salvage(
@@ -146,14 +77,20 @@ def salvage(
     for route in () if before is None else before.routes:
         if route.micro_batch in hops_of:
             hops_of[route.micro_batch] = tuple(Hop(hop.worker, hop.layers) for hop in route.hops)
-    is_whole = cache(lambda hops: all(hop.worker in progress for hop in hops))
-    broken = [number for number, hops in hops_of.items() if not is_whole(hops)]
+    # By identity, because hops are slow to hash, and most routes share theirs.
+    hops_by_id = {id(hops): hops for hops in (*(route.hops for route in plan.routes), *hops_of.values())}
+    whole_ids = {key for key, hops in hops_by_id.items() if all(hop.worker in progress for hop in hops)}
+    broken = [number for number, hops in hops_of.items() if id(hops) not in whole_ids]
     survivors = plan.placement.without([worker for worker in plan.workers if worker not in progress])
     if broken and survivors.unheld_layers:
         return ()
     work = _Work(plan, held, costs)
-    whole = {number: work.assign(number, [hops]) for number, hops in hops_of.items() if is_whole(hops)}
-    pipelines = [hops for hops in dict.fromkeys(route.hops for route in plan.routes) if is_whole(hops)]
+    whole = {number: work.assign(number, [hops]) for number, hops in hops_of.items() if id(hops) in whole_ids}
+    pipelines = list(
+        dict.fromkeys(
+            hops_by_id[key] for key in dict.fromkeys(id(route.hops) for route in plan.routes) if key in whole_ids
+        )
+    )
     # First those that have begun: on their own routes, less remains of them.
     broken.sort(key=lambda number: (number not in held.begun, number))
     layers_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
@@ -205,11 +142,12 @@ class _Held:
                 self._backward_from[number] = min(self._backward_from[number], layers.start)
         self._forward_to.update(dict.fromkeys(self._counted, num_layers))
         self.begun = frozenset(self._forward_to)
-        # The micro-batches of which each worker holds more than contributions.
-        self._touched = {
-            worker: {number for held in (own.saved, own.deferred, own.activations, own.gradients) for number, _ in held}
-            for worker, own in progress.items()
-        }
+        # By micro-batch, the workers that hold more of it than contributions.
+        self._touched: dict[int, set[int]] = defaultdict(set)
+        for worker, own in progress.items():
+            for held in (own.saved, own.deferred, own.activations, own.gradients):
+                for number, _ in held:
+                    self._touched[number].add(worker)
 
     def is_counted(self, micro_batch: int) -> bool:
         return micro_batch in self._counted
@@ -224,7 +162,8 @@ class _Held:
 
     def has_touched(self, micro_batch: int, hops: Iterable[Hop]) -> bool:
         """Whether a worker of these hops can use what it holds of a micro-batch."""
-        return any(micro_batch in self._touched[hop.worker] for hop in hops)
+        workers = self._touched.get(micro_batch)
+        return workers is not None and any(hop.worker in workers for hop in hops)
 
     def has_run(self, micro_batch: int, kind: OperationKind, hop: PartialHop) -> bool:
         """Whether an operation is known to have run on some worker, live or lost."""
@@ -292,7 +231,10 @@ class _Work:
         self._load_s: dict[int, float] = defaultdict(float)
         self._compute_s = cache(partial(_compute_s, plan, costs))
         self._hop_s = cache(self._new_hop_s)
-        self._anew: dict[tuple[_Hops, int, bool], tuple[tuple[PartialHop, ...], dict[int, float]]] = {}
+        self._remaining_s: dict[tuple[object, ...], float] = {}
+        # By identity of the hops, which are slow to hash; so equal ones have to be identical, and are kept.
+        self._anew: dict[tuple[int, int, bool], _Scored] = {}
+        self._detours: dict[_Hops, _Hops] = {}
 
     def copy(self) -> Self:
         """Return one with the same work so far."""
@@ -303,7 +245,9 @@ class _Work:
     def assign(self, micro_batch: int, options: Sequence[_Hops]) -> PartialRoute:
         """Choose the route of a micro-batch."""
         scored = [self._scored(micro_batch, hops) for hops in options]
-        hops, seconds = min(scored, key=lambda each: (self._busiest_s(each[1]), sum(each[1].values())))
+        if len(scored) > 1:
+            scored.sort(key=lambda each: (self._busiest_s(each[1]), sum(each[1].values())))
+        hops, seconds = scored[0]
         for worker, own_s in seconds.items():
             self._load_s[worker] += own_s
         return PartialRoute(micro_batch=micro_batch, hops=hops, is_counted=self._held.is_counted(micro_batch))
@@ -321,7 +265,7 @@ class _Work:
             for part, holders in _parts(layers, survivors, cut=cut):
                 for number, hop in shared_hops(numbers, part, holders, load_s, self._hop_s, cut=cut):
                     peers[number, layers].append(hop)
-        return {
+        found = {
             number: tuple(
                 new
                 for hop in hops
@@ -329,6 +273,7 @@ class _Work:
             )
             for number, hops in broken.items()
         }
+        return {number: self._detours.setdefault(hops, hops) for number, hops in found.items()}
 
     def _new_hop_s(self, worker: int, start: int, stop: int) -> float:
         halves = (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
@@ -337,6 +282,8 @@ class _Work:
 
     def repeated_s(self, route: PartialRoute) -> float:
         """Return the seconds of operations of a partial route that are known to have run before."""
+        if route.micro_batch not in self._held.begun:
+            return 0.0
         repeats = partial(self._held.has_run, route.micro_batch)
         return math.fsum(
             self._compute_s(hop.worker, kind, hop.layers)
@@ -345,23 +292,30 @@ class _Work:
             if repeats(kind, hop)
         )
 
-    def _scored(self, micro_batch: int, hops: _Hops) -> tuple[tuple[PartialHop, ...], dict[int, float]]:
+    def _scored(self, micro_batch: int, hops: _Hops) -> _Scored:
         """Return what remains of a micro-batch on these hops, and the seconds of each worker."""
         if self._held.has_touched(micro_batch, hops):
             return self._measured(micro_batch, hops)
         # Then it is no different from others of which the same is missing.
-        key = hops, self._held.missing(micro_batch), self._held.is_counted(micro_batch)
+        key = id(hops), self._held.missing(micro_batch), self._held.is_counted(micro_batch)
         if key not in self._anew:
             self._anew[key] = self._measured(micro_batch, hops)
         return self._anew[key]
 
-    def _measured(self, micro_batch: int, hops: _Hops) -> tuple[tuple[PartialHop, ...], dict[int, float]]:
+    def _measured(self, micro_batch: int, hops: _Hops) -> _Scored:
         remaining = self._held.remaining(micro_batch, hops)
         seconds: dict[int, float] = defaultdict(float)
         for hop in remaining:
-            for kind in kinds_of(hop, self._plan):
-                seconds[hop.worker] += self._compute_s(hop.worker, kind, hop.layers)
+            if hop.forward or hop.backward or hop.weight_grad:
+                seconds[hop.worker] += self._seconds_of(hop)
         return remaining, seconds
+
+    def _seconds_of(self, hop: PartialHop) -> float:
+        key = hop.worker, hop.layers.start, hop.layers.stop, hop.forward, hop.backward, hop.weight_grad
+        if key not in self._remaining_s:
+            kinds = kinds_of(hop, self._plan)
+            self._remaining_s[key] = math.fsum(self._compute_s(hop.worker, kind, hop.layers) for kind in kinds)
+        return self._remaining_s[key]
 
     def _busiest_s(self, seconds: Mapping[int, float]) -> float:
         return max(self._load_s[worker] + own_s for worker, own_s in seconds.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,
+    Schedule,
     default_limits,
     limits_array,
     schedule,
@@ -31,7 +31,7 @@ from chameleon_ft.schedule.records import CHANNEL, PROGRAM_RECORD, SLOT, Floats,
 from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline
 
-__all__ = ["ScheduledRest", "best_rest"]
+__all__ = ["ScheduledRest", "best_rest", "rest_schedules"]
 
 # By how many micro-batches the limits exceed the default ones, and whether forwards go first. Each gained most over the
 # ones before it, on losses at random times with fused and split backward.
@@ -82,35 +82,42 @@ def best_rest(rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[i
         PlanError: the workload has fewer layers than the plan.
         ConfigError: a lost worker has operations left to run.
     """
+    refused: ProgramError | None = None
+    for scheduled in rest_schedules(rest, costs, in_flight_limits=in_flight_limits):
+        try:
+            check_rest(scheduled.program, scheduled.resends, rest)
+        except ProgramError as error:
+            refused = refused or error
+        else:
+            return scheduled
+    assert refused is not None
+    raise refused
+
+
+def rest_schedules(
+    rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[int, InFlightLimit]
+) -> Iterator[ScheduledRest]:
+    """Yield list schedules of the rest of a step, the fastest first, for `best_rest`; they are not checked."""
     operations = rest_operations(rest)
     live = tuple(worker.id for worker in costs.cluster.workers)
     workers = tuple(sorted(set(rest.plan.workers).intersection(live)))
     if not operations.remains.any():
         none = np.empty(0)
-        return ScheduledRest(program=Program(dict.fromkeys(workers, ())), resends={}, starts_s=none, ends_s=none)
+        yield ScheduledRest(program=Program(dict.fromkeys(workers, ())), resends={}, starts_s=none, ends_s=none)
+        return
     network = _network(rest, operations, workers, costs)
     most = limits_array(workers, in_flight_limits)
     default = limits_array(workers, default_limits(rest.plan))
     enough_s = _work_s(network).max() * (1 + ROUNDING)
-    best: ScheduledRest | None = None
-    best_s = math.inf
-    refused: ProgramError | None = None
+    slower: list[Schedule] = []
     for rules in _rules(default, most):
         found = schedule(network, rules)
-        if found.step_s < best_s:
-            scheduled = _scheduled(network, operations, found.codes)
-            try:
-                check_rest(scheduled.program, scheduled.resends, rest)
-            except ProgramError as error:
-                refused = error
-                continue
-            best, best_s = scheduled, found.step_s
-        if best_s <= enough_s:
-            break
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best
+        if found.step_s <= enough_s:
+            yield _scheduled(network, operations, found.codes)
+        else:
+            slower.append(found)
+    for found in sorted(slower, key=lambda each: each.step_s):
+        yield _scheduled(network, operations, found.codes)
 
 
 def _rules(default: Integers, most: Integers) -> Iterator[Rules]:

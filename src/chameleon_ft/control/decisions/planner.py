@@ -8,6 +8,7 @@ from dataclasses import replace
 from chameleon_ft import recovery
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
+from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
 from chameleon_ft.control.decisions.recovery_plan import (
     ClusterState,
     RecoveryPlan,
@@ -175,6 +176,11 @@ class Planner:
         left = CostModel(costs.workload, costs.cluster.without(lost))
         return recovery.complete_step(cluster.plan, progress, left, cluster.in_flight_limits, before=cluster.rest)
 
+    def is_reviewed(self, context: recovery.DecisionContext, newcomers: Collection[int]) -> bool:
+        """Return whether a search for a better plan follows a decision in place."""
+        # Under the policy that decides in place, a search would find the same plan.
+        return bool(newcomers or (context.lost and self.policy != IN_PLACE))
+
     def recover_in_place(
         self,
         cluster: ClusterState,
@@ -182,12 +188,14 @@ class Planner:
         rate: FailureModel,
         salvaged: recovery.SalvagedStep | None,
         *,
+        foreseen: Foreseen | None,
         decide_s: Callable[[], float],
     ) -> RecoveryPlan | None:
         """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
-        # Under "reroute", a review would find the same plan.
-        is_reviewed = bool(cluster.newcomers or (context.lost and self.policy != "reroute"))
-        plan = decide_in_place(cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, decide_s=decide_s)
+        is_reviewed = self.is_reviewed(context, cluster.newcomers)
+        plan = decide_in_place(
+            cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, foreseen=foreseen, decide_s=decide_s
+        )
         if plan is None:
             return None
         plan = replace(plan, is_hasty=is_reviewed)
@@ -250,7 +258,7 @@ class Planner:
         program = (
             recovery_plan.program or best_program(plan, costs, in_flight_limits=recovery_plan.in_flight_limits).program
         )
-        if not recovery_plan.prepared:
+        if not recovery_plan.is_checked:
             check_program(program, plan)
         reduced = plan.placement
         if recovery_plan.migration is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 from chameleon_ft import recovery
+from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen, without_search
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.health import Disagreement
@@ -110,7 +111,8 @@ class RecoveryPlan(ActivePlan):
     roll_forward: Vote | None  # the vote with which lagging workers apply step ``first_step - 1``
     program: Program | None = None  # the plan's program, if already known
     decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
-    prepared: bool = False  # whether the decision was made, and `program` checked, before the workers quiesced
+    prepared: bool = False  # whether the decision was made, and `program` checked, before a worker was lost
+    is_checked: bool = False  # whether `program` was checked before the workers quiesced
     inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
     salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
@@ -120,7 +122,8 @@ class RecoveryPlan(ActivePlan):
     def kept(cls, plan: ActivePlan, program: Program | None) -> Self:
         """Return a plan that continues from the workers' state; its program has been checked if it is known."""
         own = {each.name: getattr(plan, each.name) for each in fields(ActivePlan)}
-        return cls(**own, load="keep", roll_forward=None, program=program, prepared=program is not None)
+        checked = program is not None
+        return cls(**own, load="keep", roll_forward=None, program=program, prepared=checked, is_checked=checked)
 
     def active(self) -> ActivePlan:
         """Return the part kept in the state of the run."""
@@ -178,7 +181,8 @@ def decide(
         is_as_planned = prepared is None or context.held == context.placement
         transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
         anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
-    return replace(anew, program=course.program, decision=decision, prepared=prepared is not None)
+    checked = prepared is not None
+    return replace(anew, program=course.program, decision=decision, prepared=checked, is_checked=checked)
 
 
 def decide_in_place(
@@ -188,6 +192,7 @@ def decide_in_place(
     *,
     rate: FailureModel,
     is_reviewed: bool,
+    foreseen: Foreseen | None = None,
     decide_s: Callable[[], float] | None = None,
 ) -> RecoveryPlan | None:
     """Choose how to continue at once, without moving layers; None if that is not feasible.
@@ -196,17 +201,19 @@ def decide_in_place(
         cluster, context, rate, decide_s: as for `decide`.
         salvaged: the rest of the interrupted step, if it is completed.
         is_reviewed: whether a search for a better plan follows, so that there is none now.
+        foreseen: a decision that was made before the survivors had reported; used if it fits what they hold.
     """
     if not context.lost:
         plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     else:
-        quick = replace(context, effort=0) if is_reviewed else context
-        decision = recovery.decide(quick, "reroute", rate, decide_s=decide_s)
+        known = foreseen and foreseen.rescored(context, rate, is_reviewed=is_reviewed, decide_s=decide_s)
+        quick = without_search(context) if is_reviewed else context
+        decision = known or recovery.decide(quick, IN_PLACE, rate, decide_s=decide_s)
         course = decision.course
         if course is None or course.transfer is None or course.transfer.messages:
             return None
-        plan = _keep(cluster, context, course.plan, "reroute", course.in_flight_limits, transition=None)
-        plan = replace(plan, program=course.program, decision=decision)
+        plan = _keep(cluster, context, course.plan, IN_PLACE, course.in_flight_limits, transition=None)
+        plan = replace(plan, program=course.program, decision=decision, is_checked=known is not None)
     if salvaged is None:
         return plan
     action = f"{plan.action}, of which {salvaged.repeated_share:.1%} is repeated"

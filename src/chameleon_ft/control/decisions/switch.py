@@ -111,6 +111,7 @@ def _plan(course: Course, policy: str, action: str) -> RecoveryPlan:
         action=action,
         program=course.program,
         prepared=True,
+        is_checked=True,
     )
 
 

@@ -9,16 +9,14 @@ from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import bad_steps, gathering, slowness, switches
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.handlers.incident_records import count_death, record_incident
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
-from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
-from chameleon_ft.observe.evidence import Evidence
-from chameleon_ft.quantities import counted
 
 __all__ = [
     "checkpoint_unreadable",
@@ -26,7 +24,6 @@ __all__ = [
     "decision_failed",
     "detect",
     "end",
-    "hang_examined",
     "launched",
     "lose",
     "peer_failed",
@@ -89,7 +86,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     if worker.connection is not None:
         draft.do(commands.Drop(worker.connection))
     state = draft.state
-    _count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
+    count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
     if state.phase is Phase.GATHERING:
         if (reason := gathering.lost(draft, number, worker.crash or cause)) is not None:
             end(draft, "failed", reason)
@@ -119,39 +116,6 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     _continue_without(draft, number)
 
 
-def hang_examined(draft: Draft, worker: Worker, message: messages.HangEvidence) -> None:
-    """Save and record the evidence of the hang of a worker, which may be in its failure's record or come after it."""
-    evidence, state = Evidence.parse(message.activity), draft.state
-    last, place = evidence.last, evidence.place
-    draft.change_worker(worker, hung_in="" if last is None else str(last), hung_at=place or "")
-    file = f"worker-{worker.id}-{worker.incarnation}.txt"
-    draft.do(commands.SaveEvidence(file, f"{message.process}\n\n{message.activity}"))
-    is_late = not any(loss.worker == worker.id for loss in state.incident.losses)
-    draft.record(
-        "hang",
-        worker=worker.id,
-        incarnation=worker.incarnation,
-        host=state.hosts().get(worker.id, ""),
-        process=message.process,
-        doing=None if last is None else str(last),
-        since=None if last is None else last.time,
-        place=place,
-        file=file,
-        **({"message": f"worker {worker.id} hung at {place}; see incidents/{file}"} if is_late and place else {}),
-    )
-
-
-def _count_death(draft: Draft, worker: int, *, steps: int) -> None:
-    before = draft.state.respawns
-    after = before.died(worker, steps=steps)
-    draft.set(respawns=after)
-    if after.is_blocked(worker) and not before.is_blocked(worker):
-        deaths = after.deaths[worker]
-        times = "once" if deaths == 1 else counted(deaths, "time")
-        message = f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns"
-        draft.record("blocklisted", worker=worker, deaths=deaths, message=message)
-
-
 def _continue_without(draft: Draft, worker: int) -> None:
     """Continue without a worker that is fenced and recorded."""
     state = draft.state
@@ -159,7 +123,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
         # A decision in progress is void: it includes a lost worker.
         quiesced = {each: report for each, report in state.quiesced.items() if each != worker}
         draft.set(phase=Phase.STOPPING, quiesced=quiesced)
-        _decide_if_quiesced(draft)
+        _await_reports(draft)
     elif state.is_needed(worker):
         if worker not in state.finished or state.next is not None:  # the next generation needs it, too
             stop(draft)
@@ -168,7 +132,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
         switches.participant_lost(draft, worker)
         action = "it was a spare: nothing changes"
         active = ActivePlan(plan=state.active.plan, first_step=state.committed, policy="none", action=action)
-        _record_incident(draft, active)
+        record_incident(draft, active)
 
 
 # --- the stop --------------------------------------------------------------------------------------------------------
@@ -215,7 +179,7 @@ def stop(draft: Draft) -> None:
     )
     draft.tell_live(messages.Stop(generation=draft.state.generation))
     detect(draft, signals.StopRequested(draft.at.monotonic_s))
-    _decide_if_quiesced(draft)
+    _await_reports(draft)
 
 
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
@@ -226,6 +190,13 @@ def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
+
+
+def _await_reports(draft: Draft) -> None:
+    """Ask for a decision if all survivors have quiesced; otherwise begin with what does not depend on their reports."""
+    _decide_if_quiesced(draft)
+    if draft.state.phase is Phase.STOPPING:
+        draft.do(commands.Task.FORESEE_DECISION)
 
 
 def _decide_if_quiesced(draft: Draft) -> None:
@@ -267,37 +238,38 @@ def _find_placement(draft: Draft, placed: int) -> None:
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
-    """Record the decision and launch its plan."""
+    """Launch the plan of a decision, then record why it was chosen."""
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
     # If a plan is only tried again, a better one is still to be looked for.
     is_hasty = plan.is_hasty or (plan.policy == "again" and state.scale_up.hurried_at_s is not None)
     draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_hasty=is_hasty))
-    state = draft.state
     if plan.decision is not None:
-        draft.set(incident=replace(state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
-        fields = plan.to_json()
-        draft.record(
-            "decision",
-            generation=state.generation,
-            trigger="loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review",
-            search_s=draft.at.unix_s - state.incident.stopped_at,
-            **fields,
-        )
-        chosen = plan.decision.chosen
-        outcomes, outcome = state.outcomes.decided(
-            generation=state.generation,
-            policy=plan.policy,
-            predicted_step_s=None if chosen is None else chosen.step_s,
-            predicted_stall_s=None if chosen is None else chosen.stall_s,
-            repeated_steps=max(0, state.committed - plan.first_step),
-            is_salvaged=plan.rest is not None,
-            now=draft.at.unix_s,
-        )
-        draft.set(outcomes=outcomes)
-        draft.record_outcome(outcome)
+        draft.set(incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
     _launch(draft, plan)
+    if plan.decision is None:
+        return
+    # All workers wait for their orders, and none for a record.
+    fields, chosen = plan.to_json(), plan.decision.chosen
+    draft.record(
+        "decision",
+        generation=state.generation,
+        trigger="loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review",
+        search_s=draft.at.unix_s - state.incident.stopped_at,
+        **fields,
+    )
+    outcomes, outcome = state.outcomes.decided(
+        generation=state.generation,
+        policy=plan.policy,
+        predicted_step_s=None if chosen is None else chosen.step_s,
+        predicted_stall_s=None if chosen is None else chosen.stall_s,
+        repeated_steps=max(0, state.committed - plan.first_step),
+        is_salvaged=plan.rest is not None,
+        now=draft.at.unix_s,
+    )
+    draft.set(outcomes=outcomes)
+    draft.record_outcome(outcome)
 
 
 def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
@@ -382,7 +354,7 @@ def started(draft: Draft) -> None:
         step = max(incident.losses[0].step, state.active.first_step)
         outcomes = outcomes.hit(step, generation=state.generation)
     draft.set(phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
-    _record_incident(draft, state.active)
+    record_incident(draft, state.active)
     if is_final and (newcomers or incident.is_switch):
         record = incident.join_record(
             state.active,
@@ -407,29 +379,6 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     draft.record_outcome(outcome)
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
-        _record_incident(draft, None if status == "failed" else state.active, stop=reason)
+        record_incident(draft, None if status == "failed" else state.active, stop=reason)
     draft.tell_all(messages.Exit(reason=reason, status=status))
     draft.do(commands.Finish(status, reason))
-
-
-def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
-    """Record the losses of an incident that is over, and learn from the durations of its phases."""
-    state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
-    was_a_stall = incident.stopped_at > 0 and not incident.is_switch  # no worker stops for a spare
-    stopped_at = incident.stopped_at or now
-    incident = replace(incident, stopped_at=stopped_at, decided_at=incident.decided_at or stopped_at)
-    records = incident.records(
-        active, generation=state.generation, resumed_at=now, cause_of=state.describe_cause, stop=stop
-    )
-    draft.do(*(commands.Record(record) for record in records))
-    history = state.history
-    if active is not None and was_a_stall:
-        for record in records:
-            history = history.resumed(record)
-        if incident.chosen_at:
-            history = history.decided(
-                looked_up=incident.looked_up,
-                decide_s=incident.decided_at - incident.stopped_at,
-                hand_out_s=incident.decided_at - incident.chosen_at,
-            )
-    draft.set(incident=Incident(), history=history)
