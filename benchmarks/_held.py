@@ -20,6 +20,7 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Placement
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.device import is_host_memory
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
@@ -85,11 +86,15 @@ class Alone:
     placement: Placement
     worker: int
     operations: tuple[Operation, ...]
+    device: torch.device = _CPU
 
     def train(self) -> None:
         """Build the layers and train some steps, with as many samples prefetched as in a long run."""
         held = HeldLayers(
-            self.job, [n for part in self.placement.ranges_of(self.worker) for n in part], seed=_SEED, device=_CPU
+            self.job,
+            [n for part in self.placement.ranges_of(self.worker) for n in part],
+            seed=_SEED,
+            device=self.device,
         )
         members = self.placement.workers
         activity = Activity()
@@ -106,14 +111,14 @@ class Alone:
             activity=activity,
             faults=faults,
         )
-        micro_batches = micro_batches_of(self.job, self.batch, seed=_SEED, device=_CPU)
+        micro_batches = micro_batches_of(self.job, self.batch, seed=_SEED, device=self.device)
         communicators = _NoPeers(len(members))
         executor = Executor(
             job=self.job,
             held=held,
             boundaries=self.boundaries,
             micro_batches=micro_batches,
-            device=_CPU,
+            device=self.device,
             communicators=communicators,
             activity=activity,
             faults=faults,
@@ -155,8 +160,10 @@ def peak_of_allocator(alone: Alone) -> int:
     """Return the peak of bytes that torch's allocator has given out, from each of its allocations and frees.
 
     This is the most independent count: it does not depend on tensors, graphs or this project, includes buffers inside
-    kernels, and counts a block until it is freed.
+    kernels, and counts a block until it is freed. On an accelerator it is the allocator's own figure.
     """
+    if not is_host_memory(alone.device):
+        return _peak_on(alone)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gc.collect()
     with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, use_kineto=False) as profiler:
@@ -167,6 +174,16 @@ def peak_of_allocator(alone: Alone) -> int:
         for event in sorted(results.events(), key=lambda event: event.start_ns())
         if event.name() == "[memory]"
     )
+
+
+def _peak_on(alone: Alone) -> int:
+    gc.collect()
+    torch.accelerator.synchronize(alone.device)
+    torch.accelerator.reset_peak_memory_stats(alone.device)
+    before = torch.accelerator.memory_allocated(alone.device)
+    alone.train()
+    torch.accelerator.synchronize(alone.device)
+    return torch.accelerator.max_memory_allocated(alone.device) - before
 
 
 def peak_of_storages(alone: Alone) -> int:

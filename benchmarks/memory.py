@@ -36,6 +36,7 @@ _MEAN_ERROR: Final = 0.02
 _UNDERESTIMATE: Final = 0.01
 _LINK: Final = Link(1e-4, 1e9)
 _WORKERS: Final = 16
+_CPU: Final = torch.device("cpu")
 # Share of its layers that each worker recomputes, the lowest first.
 _RECOMPUTED: Final = {"": 0.0, ", lower half recomputed": 0.5, ", recomputed": 1.0}
 
@@ -49,6 +50,7 @@ class Model:
     config: RunConfig
     boundaries: tuple[BoundarySpec, ...]
     layers: tuple[LayerCost, ...]
+    device: torch.device = _CPU
 
     def costs(self, plan: Plan) -> CostModel:
         workload = Workload(self.layers, plan.micro_batches, self.config.batch.micro_batch_size)
@@ -99,7 +101,7 @@ def main() -> int:
     for model in (_llama(given.config, folder), _own_model()):
         for name, plan in _plans(model):
             progress(f"{model.name}: {name}")
-            found += _count(model, name, plan, storages=given.storages)
+            found += count(model, name, plan, storages=given.storages)
     return _report(found).emit(folder, as_json=given.json)
 
 
@@ -115,25 +117,26 @@ def _arguments() -> argparse.Namespace:
 def _llama(path: Path, folder: Path) -> Model:
     config = base_config(path, stamped=False).model_copy(update={"output_dir": folder})
     prepare_data_of(config)
-    return _model("Llama", config)
+    return measured_model("Llama", config)
 
 
 def _own_model() -> Model:
     batch = Batch(micro_batches=8, micro_batch_size=16)
     job = str(ROOT / "examples" / "own_model.py")
-    return _model("pictures", RunConfig(job=job, workers=4, parallel=Parallel(dp=2, pp=2), batch=batch))
+    return measured_model("pictures", RunConfig(job=job, workers=4, parallel=Parallel(dp=2, pp=2), batch=batch))
 
 
-def _model(name: str, config: RunConfig) -> Model:
+def measured_model(name: str, config: RunConfig, device: torch.device = _CPU) -> Model:
+    """Return the job of `config` with the bytes of its layers on `device`."""
     job = load_job(config.job, config)
     progress(f"{name}: bytes of {job.num_layers} layers")
-    model = ModelOnDevice(job, config, torch.device("cpu"))
+    model = ModelOnDevice(job, config, device)
     layers = []
     for layer, cost in enumerate(job.relative_costs):
         sized = sized_layer(ResidentLayers(model, LayerRange(layer, layer + 1)))
         # Times determine only the order of operations, so those of the shape serve.
         layers.append(replace(sized, forward_s=cost, input_grad_s=cost, weight_grad_s=cost))
-    return Model(name, job, config, model.boundaries, tuple(layers))
+    return Model(name, job, config, model.boundaries, tuple(layers), device)
 
 
 def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
@@ -194,7 +197,8 @@ def _in_pieces(model: Model, micro_batches: int) -> Plan:
     return Plan(placement, tuple(ways[m % len(ways)](m) for m in range(micro_batches)))
 
 
-def _count(model: Model, name: str, plan: Plan, *, storages: bool) -> Iterator[Counted]:
+def count(model: Model, name: str, plan: Plan, *, storages: bool = False) -> Iterator[Counted]:
+    """Yield the predicted and the counted peak of each worker of a plan, equal ones once."""
     costs = model.costs(plan)
     program = best_program(plan, costs).program
     check_program(program, plan)
@@ -209,6 +213,7 @@ def _count(model: Model, name: str, plan: Plan, *, storages: bool) -> Iterator[C
             placement=plan.placement,
             worker=worker,
             operations=program.of(worker),
+            device=model.device,
         )
         alike.setdefault(alone.likeness(), []).append(alone)
     for same in alike.values():

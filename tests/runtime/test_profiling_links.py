@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.config import BackendName, Batch, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.runtime.communicators.store import serve_store
 from chameleon_ft.runtime.profiling.exchange import Exchange, Member, fit_link, run_members
@@ -81,12 +81,14 @@ def test_an_impossible_exchange_is_refused(wrong: dict[str, object]) -> None:
         Exchange(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("devices", "backend"), [(1, "gloo"), (2, "nccl")])
-def test_nccl_needs_an_accelerator_for_each_process(
-    devices: int, backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize(("devices", "measured_over"), [(1, "gloo"), (2, None)])
+def test_two_processes_share_a_single_accelerator_over_gloo(
+    devices: int, measured_over: str | None, backend: BackendName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-    assert local_backend(RunConfig(backend="nccl", device="cuda")).backend == backend
+    found = local_backend(RunConfig(backend=backend, device="cuda"))
+    assert (found.backend, found.share_devices) == (measured_over or backend, measured_over is not None)
 
 
 @pytest.mark.multiprocess

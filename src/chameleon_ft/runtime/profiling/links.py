@@ -13,7 +13,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import BACKENDS, BackendName, DeviceName, RunConfig
+from chameleon_ft.config import DEVICES, BackendName, DeviceName, RunConfig
 from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.runtime.communicators.store import serve_store
@@ -37,9 +37,9 @@ def message_sizes(boundary_bytes: Collection[int]) -> tuple[int, ...]:
 
 
 def local_backend(config: RunConfig) -> RunConfig:
-    """Return `config` with a backend for two processes of this host, some of which need an accelerator for each."""
-    if not BACKENDS[config.backend].shares_devices and torch.accelerator.device_count() < 2:
-        return config.model_copy(update={"backend": "gloo"})
+    """Return `config` for two processes of this host: over gloo if they have to share its accelerator."""
+    if DEVICES[config.device].is_accelerator and torch.accelerator.device_count() < 2:
+        return config.model_copy(update={"backend": "gloo", "share_devices": True})
     return config
 
 
@@ -51,7 +51,7 @@ def measure_local_links(config: RunConfig, *, message_bytes: tuple[int, ...], re
     """
     config = local_backend(config)
     most = min(max(2, config.parallel.dp), _MOST_REDUCING)
-    if not BACKENDS[config.backend].shares_devices:
+    if DEVICES[config.device].is_accelerator and not config.share_devices:
         most = min(most, torch.accelerator.device_count())
     exchange = Exchange(
         message_bytes=message_bytes,

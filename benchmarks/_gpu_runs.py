@@ -1,0 +1,204 @@
+"""The parts of `benchmarks.gpu` that train: four ranks that share the device, over gloo."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import _chameleon
+from benchmarks._common import ROOT, Bar, child, worker_environment, write_config
+from benchmarks._gpu_parts import Result, Subject, config_of
+from benchmarks._live_run import Tail
+from benchmarks._neighbours import progress
+from chameleon_ft.config import Batch, Checkpoint, Failure, Parallel, PolicyName, Recovery, Timelines, TrainConfig
+from chameleon_ft.control.requests import drain
+from chameleon_ft.estimate import estimate_step
+from chameleon_ft.observe import RunDirectory, read_generation_plans
+from chameleon_ft.profiles import costs_of_run, read_profile
+from chameleon_ft.schedule import CostModel
+
+__all__ = ["migration", "salvage", "steps"]
+
+_WORKERS: Final = 4
+_DEVIATION: Final = 1e-5
+_STEP_ERROR: Final = 0.1
+_LOST_IN_STEP: Final = 5
+_POLL_S: Final = 0.02
+
+
+def steps(subject: Subject) -> Result:
+    """Compare the steps of a run without failures with three predictions."""
+    config = _config(subject, policy="reroute", timelines=Timelines(every=1))
+    folder = subject.folder / "steps"
+    profile = _measured(subject, config, folder)
+    progress("four ranks without failures")
+    run = _chameleon.train(config, run=folder / "run", timeout_s=subject.timeout_s)
+    report = json.loads(_command("report", str(run.path), "--json", timeout_s=subject.timeout_s))["generations"][0]
+    measured_s = statistics.median(step["measured_s"] for step in report["steps"][1:])
+    (planned,) = read_generation_plans(run.plans).values()
+    alone = _alone(config, profile)
+    predicted = estimate_step(planned.plan, planned.program, alone)
+    figures = {
+        "by the run's own operations": report["predicted_step_s"],
+        "by the profile, each rank with a device of its own": predicted.step_s,
+        "by the profile, all operations one after the other": sum(predicted.busy_s.values()),
+    }
+    return Result(
+        columns=("step of four ranks", "ms", "over measured"),
+        rows=(
+            ("measured, median", f"{1e3 * measured_s:.1f}", "1.000"),
+            *((name, f"{1e3 * each:.1f}", f"{each / measured_s:.3f}") for name, each in figures.items()),
+        ),
+        bars=(
+            Bar(
+                name="|error| of the step by the run's own operations",
+                value=abs(report["predicted_step_s"] / measured_s - 1),
+                limit=_STEP_ERROR,
+            ),
+        ),
+        remarks=(
+            "ranks that share a device take longer than one alone and less than all in turn, as far as one does not "
+            "fill it; so only the first prediction has a bar",
+        ),
+        data={"measured_s": measured_s, "predicted_s": figures, "report": report},
+    )
+
+
+def salvage(subject: Subject) -> Result:
+    """Kill a rank in a backward: the step is completed, and all losses are those of the plain loop."""
+    progress("four ranks, one of which is killed")
+    failure = Failure(worker=_WORKERS - 1, step=_LOST_IN_STEP, phase="backward")
+    config = _config(subject, policy="reroute")
+    run = _chameleon.train(config, run=subject.folder / "salvage", failures=[failure], timeout_s=subject.timeout_s)
+    (lost,) = run.failures()
+    verified = _verified(run, subject)
+    return Result(
+        columns=("killed", "stall, s", "repeated, s", "largest deviation of a loss"),
+        rows=(
+            (
+                f"worker {lost.worker} in step {lost.step}",
+                f"{lost.stall_s:.3f}",
+                "-" if lost.repeated_s is None else f"{lost.repeated_s:.3f}",
+                f"{verified['max_relative_loss_deviation']:.1e}",
+            ),
+        ),
+        bars=(
+            Bar(name="interrupted steps that were salvaged", value=float(lost.is_salvaged), limit=1.0, at_least=True),
+            _bar_of(verified),
+        ),
+        data={"verified": verified, "stall_s": lost.stall_s, "is_salvaged": lost.is_salvaged},
+    )
+
+
+def migration(subject: Subject) -> Result:
+    """Drain the only holder of some layers: they move while all ranks train, and no loss changes."""
+    progress("four ranks, one of which is drained while its layers move")
+    config = _config(subject, policy="chameleon", parallel=Parallel(dp=1, pp=_WORKERS))
+    path = subject.folder / "migration"
+    command = [sys.executable, "-m", "chameleon_ft", "train", str(write_config(config, path.with_suffix(".toml")))]
+    run = RunDirectory(path)
+    with child([*command, "--output-dir", str(path)], log=path.with_suffix(".log")) as process:
+        _await_steps(run, _LOST_IN_STEP, process, timeout_s=subject.timeout_s)
+        drain(run, workers=[_WORKERS - 1])
+        code = process.wait(subject.timeout_s)
+    if code:
+        raise SystemExit(f"{path}: ended with exit code {code}; see {path.with_suffix('.log')}")
+    joins = [event for event in run.events() if event["event"] == "join" and event["drained"]]
+    moved_bytes = sum(event["moved_bytes"] for event in joins)
+    stopped_s = max((event["stop_s"] for event in joins), default=0.0)
+    verified = _verified(run, subject)
+    return Result(
+        columns=("drained", "bytes moved", "moved for, s", "stall at the switch, s", "largest deviation of a loss"),
+        rows=tuple(
+            (
+                f"worker {event['drained'][0]} before step {event['resume_step']}",
+                f"{event['moved_bytes']:,}",
+                f"{event['migrate_s']:.3f}",
+                f"{event['stall_s']:.3f}",
+                f"{verified['max_relative_loss_deviation']:.1e}",
+            )
+            for event in joins
+        ),
+        bars=(
+            Bar(name="bytes that moved while training", value=float(moved_bytes), limit=1.0, at_least=True),
+            Bar(name="seconds for which workers stopped", value=stopped_s, limit=0.0),
+            _bar_of(verified),
+        ),
+        data={"verified": verified, "joins": joins},
+    )
+
+
+def _config(subject: Subject, *, policy: PolicyName, **changes: Any) -> TrainConfig:
+    """Return a run of four ranks in float32, so that losses can be compared to their last digits."""
+    fields: dict[str, Any] = {
+        "workers": _WORKERS,
+        "parallel": Parallel(dp=2, pp=2),
+        "batch": Batch(micro_batches=8, micro_batch_size=2),
+        "steps": subject.size.steps,
+        "checkpoint": Checkpoint(every=0),
+        "recovery": Recovery(policy=policy),
+        **changes,
+    }
+    return config_of(subject, subject.size.run_model, **fields).model_copy(update={"threads": 1})
+
+
+def _measured(subject: Subject, config: TrainConfig, folder: Path) -> Path:
+    """Measure the profile of a run as a user does, in a process of its own, which leaves the device afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "profile.json"
+    file = write_config(config, folder / "profile.toml")
+    progress("profile of the model that four ranks train")
+    repeats = str(subject.size.repeats)
+    _command("profile", str(file), "--out", str(out), "--repeats", repeats, timeout_s=subject.timeout_s)
+    return out
+
+
+def _alone(config: TrainConfig, profile: Path) -> CostModel:
+    return costs_of_run(config, read_profile(profile), dict.fromkeys(range(_WORKERS), ""))
+
+
+def _await_steps(run: RunDirectory, number: int, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:
+    """Wait until a run has committed so many steps."""
+    tail, committed, deadline = Tail(run.metrics_file), 0, time.monotonic() + timeout_s
+    while committed < number:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{run.path}: has not trained {number} steps; see {run.path.with_suffix('.log')}")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+        committed += sum(1 for _ in tail.new())
+
+
+def _verified(run: RunDirectory, subject: Subject) -> dict[str, Any]:
+    progress(f"the plain loop of {run.path.name}")
+    # Its exit code, like its output, says whether the losses agree.
+    text = _command("verify", str(run.path), "--json", timeout_s=subject.timeout_s, codes=(0, 1))
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _bar_of(verified: dict[str, Any]) -> Bar:
+    value = verified["max_relative_loss_deviation"]
+    return Bar(name="largest relative deviation of a loss from the plain loop", value=value, limit=_DEVIATION)
+
+
+def _command(*arguments: str, timeout_s: float, codes: Collection[int] = (0,)) -> str:
+    """Run a command of chameleon and return what it prints; exits if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "chameleon_ft", *arguments],
+        cwd=ROOT,
+        env=worker_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode not in codes:
+        raise SystemExit(f"chameleon {' '.join(arguments)}: exit code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
