@@ -339,8 +339,6 @@ SURFACE = {
         "read_recorded_steps",
         "replace_file",
         "seal_layer",
-        "slice_directory",
-        "slices_of",
         "sound_checkpoint",
         "summarize",
     ],

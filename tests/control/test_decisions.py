@@ -19,8 +19,11 @@ SIX: dict[str, Any] = {
     "parallel": Parallel(dp=3, pp=2),
     "recovery": Recovery(policy="reroute", salvage=False),
 }
-# The expected stall before the first one: to send the orders, and to regroup.
-AFTER_S = 0.01 + 0.1
+
+
+def after_s(live: int) -> float:
+    """The expected end of the first stall: to send the orders, and to regroup."""
+    return 0.01 + 0.02 + 0.003 * live
 
 
 class Clock:
@@ -64,7 +67,7 @@ def test_a_search_is_predicted_as_long_as_it_took(tmp_path: Path, monkeypatch: p
         stage.reap(1)
         clock.now += 0.25
         stage.quiesce(2, 3)
-        clock.now += AFTER_S
+        clock.now += after_s(5)
         stage.start()
         for step in range(3, 13):
             stage.commit(step)
@@ -72,7 +75,7 @@ def test_a_search_is_predicted_as_long_as_it_took(tmp_path: Path, monkeypatch: p
         assert decision["stall"]["decide_s"] == pytest.approx(1.5 + 0.01)
         assert decision["search_s"] == pytest.approx(1.5)
         (outcome,) = stage.events("outcome")
-        assert outcome["measured_stall_s"] == pytest.approx(0.75 + 0.25 + 1.5 + AFTER_S)
+        assert outcome["measured_stall_s"] == pytest.approx(0.75 + 0.25 + 1.5 + after_s(5))
         assert outcome["predicted_stall_s"] == pytest.approx(outcome["measured_stall_s"])
         history = stage.coordinator.state.history
         assert history.phases(looked_up=False).decide_s == pytest.approx(1.5)
@@ -101,7 +104,7 @@ def test_of_several_losses_in_one_outage_as_much_is_predicted_as_comes(
             stage.reap(4)
             clock.now += 0.125
             stage.quiesce(3, 3)
-        clock.now += AFTER_S
+        clock.now += after_s(4)
         stage.start()
         for step in range(3, 13):
             stage.commit(step)

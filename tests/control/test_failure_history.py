@@ -55,6 +55,12 @@ def test_the_phases_of_the_next_stall_are_the_medians_of_those_that_were() -> No
     assert (phases.detect_s, phases.stop_s, phases.regroup_s) == (0.5, 0.2, 1.0)
 
 
+def test_before_the_first_stall_more_workers_are_expected_to_regroup_more_slowly() -> None:
+    history = FailureHistory.before(Recovery())
+    expected = [history.live(workers, 1.0).phases(looked_up=False).regroup_s for workers in (0, 8, 32, 1000)]
+    assert expected == pytest.approx([0.02, 0.044, 0.116, 0.2])
+
+
 def test_a_search_teaches_nothing_about_the_time_of_a_look_up() -> None:
     history = FailureHistory.before(Recovery())
     unseen = history.phases(looked_up=True)

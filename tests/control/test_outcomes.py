@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.observe import OutcomeRecord
+from tests.control.histories import a_plan
 
 
 class Followed:
@@ -161,11 +163,20 @@ def test_layers_that_move_make_an_interrupted_step_longer() -> None:
     )
     hit = outcomes.hit(5, generation=2)
 
+    def predicted(plan: ActivePlan) -> float | None:
+        _, cost = hit.migrating(plan, 9.0).cost(5, 11.0)
+        assert cost is not None
+        return cost.predicted_steps
+
+    plan = replace(a_plan([0, 1], first_step=5).active(), predicted_step_s=3.4)
     _, plain = hit.cost(5, 11.0)
-    _, moving = hit.migrating(3.4).cost(5, 11.0)
     assert plain is not None
-    assert moving is not None
     assert plain.predicted_steps == pytest.approx(0.25)
-    assert moving.predicted_steps == pytest.approx(0.45)
-    assert hit.migrating(None) == hit.migrating(2.0) == hit
-    assert outcomes.migrating(3.4) == outcomes, "no step is interrupted"
+    assert predicted(plan) == pytest.approx(0.45)
+    for unpredicted in (None, 2.0):
+        assert hit.migrating(replace(plan, predicted_step_s=unpredicted), 9.0) == hit
+    assert outcomes.migrating(plan, 9.0) == outcomes, "no step is interrupted"
+    # The vote would be at 8 + 2 + 0.5 + 0.4. The layers arrive before it, after it, and after the vote waits no longer.
+    assert predicted(replace(plan, migration_s=1.8, hold_s=0.6)) == pytest.approx(0.45)
+    assert predicted(replace(plan, migration_s=2.2, hold_s=0.6)) == pytest.approx(0.45 + 0.15)
+    assert predicted(replace(plan, migration_s=9.0, hold_s=0.6)) == pytest.approx(0.45 + 0.3)

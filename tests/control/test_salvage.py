@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, Recovery
+from chameleon_ft.control.decisions.calibration import Calibration
 from chameleon_ft.control.wire.messages import Migrate, PeerFailed, Quiesced
 from chameleon_ft.control.wire.parts import Progress
 from chameleon_ft.plan import LayerRange
@@ -85,6 +86,20 @@ async def test_the_record_says_what_is_repeated_and_what_the_failure_cost(stage:
     assert decision["trigger"] == "loss"
     assert decision["chosen"] == "reroute"
     assert decision["salvaged"]["repeated_share"] == 0.0
+
+
+@scene()
+async def test_the_time_of_a_step_that_no_operation_explains_comes_after_the_rest_too(stage: Stage) -> None:
+    stage.train(steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "unexplained", lambda *_: 1e6)
+        stage.depart(stage.ranks[1])
+        report(stage, 2, 3, HELD)
+    (decision,) = stage.events("decision")
+    rest_s = decision["salvaged"]["rest_s"]
+    usual_s = stage.coordinator.state.detectors.watchdog.step_s
+    assert rest_s > 0
+    assert decision["stall"]["repeat_s"] >= rest_s - usual_s / 1e6, "and the time before the loss"
 
 
 @scene()

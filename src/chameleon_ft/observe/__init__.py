@@ -19,8 +19,6 @@ from chameleon_ft.observe.checkpoints import (
     mark_damaged,
     prune_checkpoints,
     seal_layer,
-    slice_directory,
-    slices_of,
     sound_checkpoint,
 )
 from chameleon_ft.observe.file_queue import FileQueue
@@ -94,8 +92,6 @@ __all__ = [
     "read_recorded_steps",
     "replace_file",
     "seal_layer",
-    "slice_directory",
-    "slices_of",
     "sound_checkpoint",
     "summarize",
 ]

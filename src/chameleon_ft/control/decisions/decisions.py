@@ -100,9 +100,6 @@ class Decisions:
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decide = partial(decide_on_switch, migrates=self._planner.migrates)
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
-        if state.placed is not None:
-            live = [worker.id for worker in context.senders.workers]
-            plans = self._planner.plans_with_owners(plans, state.placed, state.members.hosts(), live)
         search_s = time.perf_counter() - start
         scale_up = state.scale_up
         trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"
@@ -168,17 +165,19 @@ class Decisions:
     ) -> RecoveryPlan | None:
         """Return a plan that completes the interrupted step and moves nothing; None if that is not possible.
 
-        The step counts as repeated work by the time that it takes longer than usual.
+        The step counts as repeated work by the time that it takes longer than usual. What no operation of a usual step
+        explains, such as its vote and its update, comes after the rest, too.
         """
         salvaged = self._planner.salvage(cluster, state.members.hosts())
         history, outcomes, usual_s = state.history, state.outcomes, state.detectors.watchdog.step_s
         since = outcomes.since if salvaged is None else outcomes.committed_at
         phases, repeat_s = state.incident.stall_so_far(since, history.phases(looked_up=False))
         repeated_s = repeat_s
-        if salvaged is not None:
-            repeat_s = max(0.0, repeat_s + salvaged.rest_s - usual_s)
-            repeated_s = salvaged.repeated_share * usual_s
         context = self._context(state, phases=phases, repeat_s=repeat_s, cluster=cluster)
+        if salvaged is not None:
+            explained_s = usual_s / context.step_factor
+            context = replace(context, repeat_s=max(0.0, repeat_s + salvaged.rest_s - explained_s))
+            repeated_s = salvaged.repeated_share * usual_s
         plan = self._planner.recover_in_place(
             cluster, context, history.rate, salvaged, foreseen=self._foreseen, decide_s=decide_s
         )

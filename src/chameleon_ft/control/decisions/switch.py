@@ -90,6 +90,7 @@ def _plans_of(
         _plan(course, "migration", f"{describe_transfer(course.transfer, stops=False)}{which}"),
         migration=course.transfer,
         hold_s=step_s - next_s if moves_s < step_s - next_s else 0.0,
+        migration_s=moves_s,
         predicted_step_s=step_s,
     )
     if wave.reached is None:

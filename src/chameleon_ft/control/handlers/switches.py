@@ -54,11 +54,12 @@ def _proceed(draft: Draft) -> None:
         plan=plan.plan,
         migration=plan.migration,
         hold_s=plan.hold_s,
+        migration_s=plan.migration_s,
         predicted_step_s=plan.predicted_step_s,
     )
     draft.set(in_force=state.placed, active=active, following=tuple(following))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
-    draft.set(outcomes=state.outcomes.migrating(plan.predicted_step_s))
+    draft.set(outcomes=state.outcomes.migrating(plan, draft.at.unix_s))
     _end_outcome(draft)
     _migrating(draft)
     resume(draft)

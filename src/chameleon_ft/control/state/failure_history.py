@@ -16,8 +16,10 @@ from chameleon_ft.recovery import FailureModel
 
 __all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
 
-_UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.1)
-"""Phases assumed until a stall has been measured; typical of a few workers on one machine."""
+_UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.02)
+"""Phases assumed until a stall has been measured; typical of a machine with two processors."""
+_UNSEEN_REGROUP_S: Final = 0.003  # that each worker adds to the time in which communicators are formed
+_UNSEEN_REGROUP_MAX_S: Final = 0.2
 _UNSEEN_HAND_OUT_S: Final = 0.01
 
 # Losses at most this far apart belong to one incident. They may not be detected at the same moment, but they are
@@ -149,8 +151,13 @@ class FailureHistory:
             detect_s=_median(detected, default=_UNSEEN.detect_s),
             stop_s=_median((stall.stop_s for stall in stalls), default=_UNSEEN.stop_s),
             decide_s=_median(decided, default=_UNSEEN.decide_s),
-            regroup_s=_median((stall.regroup_s for stall in stalls), default=_UNSEEN.regroup_s),
+            regroup_s=_median((stall.regroup_s for stall in stalls), default=self._unseen_regroup_s),
         )
+
+    @property
+    def _unseen_regroup_s(self) -> float:
+        """The time to regroup that is assumed until one has been measured."""
+        return min(_UNSEEN_REGROUP_MAX_S, _UNSEEN.regroup_s + _UNSEEN_REGROUP_S * self.workers)
 
 
 def _median(values: Iterable[float], *, default: float) -> float:

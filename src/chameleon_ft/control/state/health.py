@@ -49,8 +49,7 @@ class Health:
     """The agreement of the holders of each layer.
 
     A holder that got its copy of a layer from another one since they last agreed proves nothing: it would have received
-    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then. There
-    are none if owners of slices update it, because they send it to the other holders after every step.
+    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then.
 
     Attributes:
         agreed: updates after which all holders agreed, or after which the state was loaded.
@@ -74,15 +73,12 @@ class Health:
         for name in ("witnesses", "reports"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
-    def loaded(self, step: int, placement: Placement | None) -> Self:
-        """Note that all workers begin with the state after `step` updates, which they have read.
-
-        `placement` is as `ActivePlan.witnesses`.
-        """
+    def loaded(self, step: int, placement: Placement) -> Self:
+        """Note that all workers begin with the state after `step` updates, which they have read."""
         return replace(self, agreed=step, witnesses=_holders(placement), disagreement=None)
 
-    def found_equal(self, step: int, placement: Placement | None) -> Self:
-        """Note that the holders of all layers agreed after `step` updates; `placement` is as for `loaded`."""
+    def found_equal(self, step: int, placement: Placement) -> Self:
+        """Note that the holders of all layers agreed after `step` updates."""
         return replace(self, agreed=step, witnesses=_holders(placement), doubted=frozenset())
 
     def held_by(self, placement: Placement) -> Self:
@@ -128,7 +124,5 @@ class Health:
         return self if witnesses == self.witnesses else replace(self, witnesses=witnesses)
 
 
-def _holders(placement: Placement | None) -> dict[int, tuple[int, ...]]:
-    if placement is None:
-        return {}
+def _holders(placement: Placement) -> dict[int, tuple[int, ...]]:
     return {layer: placement.holders(layer) for layer in range(placement.num_layers)}

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.observe import FailureCostRecord, OutcomeRecord
 
 __all__ = ["InterruptedStep", "Outcomes", "PendingOutcome"]
@@ -155,14 +156,19 @@ class Outcomes:
         after = replace(self, since=now, committed_at=now, recent_s=recent_s, pending=pending)
         return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
 
-    def migrating(self, predicted_step_s: float | None) -> Self:
-        """Note that layers begin to move, with this prediction for a step: it makes an interrupted step longer, too."""
+    def migrating(self, plan: ActivePlan, now: float) -> Self:
+        """Note that layers begin to move, which makes an interrupted step longer, too.
+
+        Its operations take longer, and its vote may wait for the layers.
+        """
         hit, pending = self.interrupted, self.pending
         before_s = None if pending is None else pending.predicted_step_s
-        if hit is None or hit.predicted_s is None or before_s is None or predicted_step_s is None:
+        if hit is None or hit.predicted_s is None or before_s is None or plan.predicted_step_s is None:
             return self
-        longer_s = max(0.0, predicted_step_s - before_s)
-        return replace(self, interrupted=replace(hit, predicted_s=hit.predicted_s + longer_s))
+        predicted_s = hit.predicted_s + max(0.0, plan.predicted_step_s - before_s)
+        vote_at = hit.since + hit.usual_s + predicted_s
+        held_s = min(plan.hold_s, max(0.0, now + plan.migration_s - vote_at))
+        return replace(self, interrupted=replace(hit, predicted_s=predicted_s + held_s))
 
     def ended(self) -> tuple[Self, OutcomeRecord | None]:
         """Stop following the decision in force; also return its outcome if it has not been reported."""
