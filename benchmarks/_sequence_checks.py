@@ -18,12 +18,11 @@ from chameleon_ft.observe import (
     complete_checkpoints,
     read_generation_plans,
 )
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
-__all__ = ["LOSS_TOLERANCE", "Findings", "look_at"]
+__all__ = ["Findings", "look_at"]
 
-LOSS_TOLERANCE: Final = 1e-5  # relative, of every step's loss
-_GRAD_NORM_TOLERANCE: Final = 1e-4
+_GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
 
 
@@ -73,7 +72,7 @@ class Findings:
 def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
     """Read all records of a run that has ended, repeat it in a plain loop, and compare."""
     records = _Records(run)
-    verification = Verification.of(repeat_run(run), tolerance=LOSS_TOLERANCE)
+    verification = Verification.of(repeat_run(run), tolerance=TOLERANCES[run.config().precision])
     problems = [
         *_end(records, exit_code),
         *_losses(records, verification),
@@ -149,15 +148,17 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
 
 def _losses(records: _Records, verification: Verification) -> Iterator[str]:
     """Every step equals the plain loop's, also if it was trained a second time."""
-    if verification.first_step_outside is not None or verification.max_relative_grad_norm_deviation > (
-        _GRAD_NORM_TOLERANCE
+    grad_norm_tolerance = _GRAD_NORM_FACTOR * verification.tolerance
+    if (
+        verification.first_step_outside is not None
+        or verification.max_relative_grad_norm_deviation > grad_norm_tolerance
     ):
         yield f"it is not the plain loop: {verification}"
     by_step: dict[int, list[float]] = {}
     for record in records.steps:
         by_step.setdefault(record.step, []).append(record.loss)
     for step, losses in by_step.items():
-        if max(losses) - min(losses) > LOSS_TOLERANCE * abs(losses[-1]):
+        if max(losses) - min(losses) > TOLERANCES[records.config.precision] * abs(losses[-1]):
             yield f"step {step} was trained again with another loss: {losses}"
 
 

@@ -30,6 +30,7 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
     ("launcher", "terminate"),
     ("all", "terminate"),
 )
+_IN_BF16: Final = 0.2  # of the runs
 _LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
@@ -71,6 +72,7 @@ class DrawnRun:
         checkpoint_every: steps between two checkpoints; 0 for none.
         failures: at most one per worker, unless lost workers come back.
         respawn: whether they do.
+        precision: of the layers; bf16 in few runs, whose draw is otherwise that of a run in fp32.
         drains: workers that are to leave, each with the step after which they are told.
         strikes: signals to its processes, in the order of their steps.
     """
@@ -87,6 +89,7 @@ class DrawnRun:
     steps: int
     checkpoint_every: int
     failures: tuple[Failure, ...]
+    precision: Literal["fp32", "bf16"] = "fp32"
     respawn: bool = False
     drains: tuple[tuple[int, int], ...] = ()
     strikes: tuple[Strike, ...] = ()
@@ -105,6 +108,7 @@ class DrawnRun:
             f"{self.blocks} blocks",
             f"{self.steps} steps",
             f"checkpoint every {self.checkpoint_every}" if self.checkpoint_every else "no checkpoint",
+            *([self.precision] if self.precision != "fp32" else []),
             *(["dropout"] if self.dropout else []),
             *(["respawn"] if self.respawn else []),
         ]
@@ -147,6 +151,7 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
         steps=rng.randint(*(_STEPS_WITH_JOINS if joins else _STEPS)),
         checkpoint_every=checkpoint_every,
         failures=(),
+        precision="bf16" if random.Random(f"precision {seed}").random() < _IN_BF16 else "fp32",
         respawn=joins and rng.random() < 0.5,
     )
     most = min(_MOST_LOSSES, run.workers - 1, run.workers if checkpoint_every else dp - 1)

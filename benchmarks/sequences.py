@@ -21,13 +21,14 @@ import torch
 
 from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
-from benchmarks._sequence_checks import LOSS_TOLERANCE, Findings, look_at
+from benchmarks._sequence_checks import Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
 from benchmarks._sequence_strikes import train_under_strikes
 from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
 from chameleon_ft.control.requests import drain
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, StepRecord, View
+from chameleon_ft.verify import TOLERANCES
 from tests.harness import small_config, train_here
 
 __all__ = ["config_of", "run_drawn"]
@@ -58,6 +59,7 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
         workers=drawn.workers,
         steps=drawn.steps,
         seed=drawn.seed,
+        precision=drawn.precision,
         parallel=Parallel(dp=drawn.dp, pp=drawn.pp, split_backward=drawn.split_backward),
         batch=Batch(micro_batches=drawn.micro_batches, micro_batch_size=drawn.micro_batch_size),
         model=LlamaConfig(
@@ -108,7 +110,10 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
     drawn = [failure for run, _ in runs for failure in run.failures]
     fired = [fault for _, findings in runs for fault in findings.fired]
     passed = sum(not findings.problems for _, findings in runs)
-    worst_loss = max(findings.worst_loss for _, findings in runs)
+    worst_losses = {
+        precision: max((findings.worst_loss for run, findings in runs if run.precision == precision), default=0.0)
+        for precision in TOLERANCES
+    }
     return Report(
         benchmark="sequences",
         columns=("", "drawn", "happened"),
@@ -117,6 +122,7 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("phase", [failure.phase for failure in drawn], [fault["phase"] for fault in fired]),
             *_counts("kind", [failure.kind for failure in drawn], [fault["kind"] for fault in fired]),
             *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
+            *_counts("precision", [run.precision for run, _ in runs], []),
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
             *_counts("strike", [f"{s.kind} {s.target}" for run, _ in runs for s in run.strikes], []),
@@ -129,7 +135,10 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
         ),
         bars=(
             Bar(name="runs that pass every check", value=passed, limit=len(runs), at_least=True),
-            Bar(name="largest relative deviation of a loss", value=worst_loss, limit=LOSS_TOLERANCE),
+            *(
+                Bar(name=f"largest relative deviation of a loss in {name}", value=worst, limit=TOLERANCES[name])
+                for name, worst in worst_losses.items()
+            ),
         ),
         results={
             "worst_grad_norm": max(findings.worst_grad_norm for _, findings in runs),

@@ -339,6 +339,8 @@ SURFACE = {
         "read_recorded_steps",
         "replace_file",
         "seal_layer",
+        "slice_directory",
+        "slices_of",
         "sound_checkpoint",
         "summarize",
     ],

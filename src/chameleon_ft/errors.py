@@ -86,6 +86,18 @@ class NoHolderError(PlanError):
         return type(self), (self.layers,)
 
 
+class NoOwnerError(NoHolderError):
+    """Layers of whose optimizer state no live worker owns some slice, though their parameters may be there."""
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        super().__init__(layers)
+        noun = "layer" if len(self.layers) == 1 else "layers"
+        self.args = (
+            f"no live worker has all of the optimizer's state of {noun} {in_ranges(self.layers)}; "
+            "go back to a checkpoint, or raise parallel.optimizer_redundancy",
+        )
+
+
 class ProgramError(ChameleonError):
     """A program has operations missing, out of order, or that wait for each other for ever."""
 

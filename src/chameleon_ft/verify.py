@@ -8,6 +8,7 @@ that they changed nothing.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer, seed_forward, tie
 from chameleon_ft.models.precision import cast_layer, loss_of
-from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory
+from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory, slice_directory, slices_of
 
 __all__ = ["TOLERANCES", "StepComparison", "Verification", "repeat_run"]
 
@@ -164,14 +165,15 @@ class _PlainLoop:
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
             state = _read(layer_directory(checkpoints, step, number))
+            for place in slices_of(checkpoints, step):
+                if place[0] == number:
+                    state |= _read(slice_directory(checkpoints, step, *place))
             module = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
             layer.load_state_dict(module)
             for name, parameter in layer.named_parameters():
                 if (master := self._masters.get(parameter)) is not None:
                     master.data.copy_(module[name])
-                prefix = f"optimizer/{name}/"
-                own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                if own:
+                if own := _optimizer_state(state, name, parameter):
                     self._optimizer.state[self._updated(parameter)] = {
                         key: value.to(self._device) if isinstance(value, torch.Tensor) and key != on_host else value
                         for key, value in own.items()
@@ -236,6 +238,21 @@ def _read(layer: Path) -> dict[str, Any]:
     except (OSError, CheckpointException) as error:
         raise ConfigError(f"{layer}: the state that the run was forked from cannot be read: {error}") from None
     return state
+
+
+def _optimizer_state(state: dict[str, Any], name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the optimizer's state of a parameter, which may be in slices: NAME[first:last] is one."""
+    pieces: dict[str, dict[int, Any]] = {}
+    for entry, value in state.items():
+        if match := re.fullmatch(rf"optimizer/{re.escape(name)}(?:\[(\d+):\d+\])?/([^/]*)", entry):
+            pieces.setdefault(match[2], {})[int(match[1] or 0)] = value
+    found = {}
+    for key, by_start in pieces.items():
+        first, *others = (by_start[start] for start in sorted(by_start))
+        if others and isinstance(first, torch.Tensor) and first.ndim > 0:
+            first = torch.cat([each.reshape(-1) for each in (first, *others)]).view(parameter.shape)
+        found[key] = first
+    return found
 
 
 def _committed(records: Iterable[StepRecord], *, first: int) -> list[StepRecord]:

@@ -144,6 +144,7 @@ class Workload:
         micro_batch_size: samples in one micro-batch.
         operation_overhead_s: fixed seconds added to every operation, on any worker.
         tied: parameters that several layers share; no two entries have the same layers.
+        owners: holders of a layer that keep the same part of its optimizer state; None: each holder keeps all of it.
 
     Raises:
         ConfigError: no layers, a count below one, a negative overhead, or tied layers that do not exist.
@@ -154,12 +155,13 @@ class Workload:
     micro_batch_size: int
     operation_overhead_s: float = 0.0
     tied: tuple[TiedParameters, ...] = ()
+    owners: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("a workload needs at least one layer; got none")
-        for field in ("micro_batches", "micro_batch_size"):
-            if getattr(self, field) < 1:
+        for field in ("micro_batches", "micro_batch_size", "owners"):
+            if (value := getattr(self, field)) is not None and value < 1:
                 raise ConfigError(f"{field} must be at least 1; got {getattr(self, field)}")
         _check_amount(self.operation_overhead_s, "operation_overhead_s", "seconds")
         for each in self.tied:
@@ -170,6 +172,21 @@ class Workload:
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
         """The sets of layers that share parameters."""
         return tuple(each.layers for each in self.tied)
+
+    @property
+    def replicated_bytes(self) -> tuple[int, ...]:
+        """Bytes of the optimizer state that every holder of a layer keeps, although others own slices.
+
+        That is the state of tied parameters, and masters: float32 copies of parameters with fewer bits.
+        """
+        found = []
+        for number, layer in enumerate(self.layers):
+            tied = sum(each.gradient_bytes for each in self.tied if number in each.layers)
+            masters = layer.gradient_bytes if layer.gradient_bytes > layer.param_bytes else 0
+            moments = max(0, layer.optimizer_bytes - masters)
+            of_tied = moments * tied // layer.gradient_bytes if layer.gradient_bytes else 0
+            found.append(min(layer.optimizer_bytes, masters + of_tied))
+        return tuple(found)
 
     @property
     def samples(self) -> int:

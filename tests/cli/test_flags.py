@@ -33,8 +33,8 @@ def words(text: str) -> str:
         (("plan", "--planner", "best"), "Expected one of ('layout', 'chameleon', 'paper', 'oobleck')"),
         (
             ("inject", "run", "--worker", "1", "--phase", "now"),
-            "Expected one of ('forward', 'backward', 'sync', 'vote', 'optimizer', 'recovery', 'rest', 'preparation', "
-            "'transfer', 'confirm', 'switch', 'checkpoint')",
+            "Expected one of ('forward', 'backward', 'sync', 'vote', 'optimizer', 'gather', 'recovery', 'rest', "
+            "'preparation', 'transfer', 'confirm', 'switch', 'checkpoint')",
         ),
     ],
 )

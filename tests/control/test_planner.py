@@ -53,7 +53,7 @@ def planner(
 
 
 def begin(by: Planner) -> RecoveryPlan:
-    decision = by.start(range(6), checkpoint=None)
+    decision = by.start(range(6), HOSTS, checkpoint=None)
     planned, _ = by.orders(decision, HOSTS, generation=1)
     by.begin(planned, HOSTS)
     return decision

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate import MessageBuffers, program_memory
-from chameleon_ft.plan import Plan, RecomputedLayers
+from chameleon_ft.estimate import MessageBuffers, program_memory, workload_memory
+from chameleon_ft.plan import LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, list_schedule
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned, recomputing, some_recompute
 
 sizes = st.integers(0, 1000)
@@ -327,3 +327,26 @@ def test_buffers_need_room_for_the_message_that_is_next() -> None:
         MessageBuffers(receives_ahead=0)
     with pytest.raises(ConfigError, match="sends_kept"):
         MessageBuffers(receives_ahead=2, sends_kept=2)
+
+
+@pytest.mark.parametrize(("redundancy", "share"), [(1, 3), (2, 3), (3, 3), (None, 3)])
+def test_holders_share_the_state_of_the_optimizer(redundancy: int | None, share: int) -> None:
+    layers = tuple(
+        LayerCost(f"layer {n}", 1.0, 1.0, 1.0, param_bytes=100, gradient_bytes=100, optimizer_bytes=240)
+        for n in range(3)
+    )
+    workload = Workload(layers, 6, 1, tied=(TiedParameters((0, 2), 50),), owners=redundancy)
+    # Three workers hold layers 0 and 1, one of them layer 2 as well.
+    placement = Placement(3, {0: (LayerRange(0, 3),), 1: (LayerRange(0, 2),), 2: (LayerRange(0, 2),)})
+    found = workload_memory(workload).state_bytes(placement)
+    owned = 240 if redundancy is None else 240 * min(redundancy, share) // share
+    of_tied = 240 if redundancy is None else 120 + 120 * min(redundancy, share) // share
+    assert found[1] == 2 * 200 + of_tied + owned
+    assert found[0] == 3 * 200 + of_tied + owned + 240, "the only holder of a layer owns all of it"
+
+
+def test_every_holder_keeps_masters() -> None:
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=50, gradient_bytes=100, optimizer_bytes=300)
+    workload = Workload((layer,), 6, 1, owners=1)
+    placement = Placement(1, {0: (LayerRange(0, 1),), 1: (LayerRange(0, 1),)})
+    assert workload_memory(workload).state_bytes(placement) == {0: 350, 1: 350}, "150 + 100 + half of 200"

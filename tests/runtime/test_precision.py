@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -19,13 +20,15 @@ from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.observe import FaultLog
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.execution.commit import Committer, Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
+from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import tensor_bytes
 from chameleon_ft.schedule import best_program
@@ -147,10 +150,17 @@ BATCH = Batch(micro_batches=MICRO_BATCHES, micro_batch_size=2)
 
 
 class Trained:
-    """A worker that holds all layers and trains by a program of `hops` hops."""
+    """A worker that holds all layers, or some, and trains by a program of `hops` hops."""
 
     def __init__(
-        self, job: Job, *, hops: int = 1, split: bool = False, recompute: RecomputedLayers | None = None
+        self,
+        job: Job,
+        *,
+        hops: int = 1,
+        split: bool = False,
+        recompute: RecomputedLayers | None = None,
+        layers: LayerRange | None = None,
+        communicators: Communicators | None = None,
     ) -> None:
         edges = [job.num_layers * hop // hops for hop in range(hops + 1)]
         whole = LayerRange(0, job.num_layers)
@@ -163,7 +173,8 @@ class Trained:
         )
         costs = equal_costs(layers=job.num_layers, micro_batches=MICRO_BATCHES, workers=1)
         self.operations = best_program(plan, costs).program.of(0)
-        self.held = HeldLayers(job, whole, seed=SEED, device=CPU)
+        self.communicators = communicators or Line(0, Switchboard())
+        self.held = HeldLayers(job, layers or whole, seed=SEED, device=CPU)
         faults = FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
         shared = [(0, job.num_layers - 1)] if job.tied else []
         segments = (*gradient_segments(plan.placement), *tied_segments(plan.placement, shared))
@@ -183,19 +194,18 @@ class Trained:
             boundaries=boundary_specs(job, BATCH.micro_batch_size),
             micro_batches=micro_batches_of(job, BATCH, seed=SEED, device=CPU),
             device=CPU,
-            communicators=Line(0, Switchboard()),
+            communicators=self.communicators,
             activity=Activity(),
             faults=faults,
         )
 
     def run_step(self, step: int) -> float:
         state = self.committer.begin()
-        communicators = Line(0, Switchboard())
-        reductions = Reductions(self.committer.buffers, self.operations, communicators)
+        reductions = Reductions(self.committer.buffers, self.operations, self.communicators)
         stats = self.executor.run(state, self.operations, after=lambda count: None)
         contributions = state.contributions()
         vote = self.committer.commit(
-            stats, reductions, communicators, (0,), contributions=contributions, finish=False
+            stats, reductions, self.communicators, (0,), contributions=contributions, finish=False
         ).vote
         return vote.loss_sum / vote.terms
 
@@ -261,6 +271,40 @@ def test_messages_and_activations_are_in_bfloat16() -> None:
     ]
     stated = dataclasses.replace(full, boundaries=_stated)
     assert boundary_specs(dataclasses.replace(stated, precision=BF16), 2) == boundary_specs(job, 2)
+
+
+class Counting(Line):
+    """A line that counts the bytes of the tensors that it sends."""
+
+    sent_bytes = 0
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
+        self.sent_bytes += tensor.nbytes
+        return super().send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
+
+
+def sent_bytes(job: Job) -> list[int]:
+    """Run the forwards and backwards of a step on two stages; return the bytes that each sends to the other."""
+    plan = data_pipeline_plan(layer_costs=(1.0,) * 4, dp=1, pp=2, micro_batches=MICRO_BATCHES, split_backward=False)
+    program = best_program(plan, equal_costs(layers=4, micro_batches=MICRO_BATCHES, workers=2)).program
+    board = Switchboard()
+    lines = [Counting(worker, board) for worker in (0, 1)]
+
+    def take_part(worker: int) -> None:
+        run = Trained(job, layers=plan.placement.ranges_of(worker)[0], communicators=lines[worker])
+        run.committer.buffers.zero()
+        run.executor.run(StepState(0), program.of(worker), after=lambda count: None)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(take_part, worker) for worker in (0, 1)]:
+            done.result(timeout=60)
+    return [line.sent_bytes for line in lines]
+
+
+def test_messages_carry_half_the_bytes() -> None:
+    in_bf16 = sent_bytes(bf16_job())
+    assert in_bf16 == [MICRO_BATCHES * BATCH.micro_batch_size * TIME * WIDTH * 2] * 2
+    assert sent_bytes(dataclasses.replace(bf16_job(), precision=Precision())) == [2 * each for each in in_bf16]
 
 
 def _stated(size: int) -> Sequence[BoundarySpec]:

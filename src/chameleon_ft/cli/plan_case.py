@@ -63,6 +63,8 @@ class PlanArguments:
     """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
     split_backward: Switch = False
     """Run the two halves of the backward separately, whatever CONFIG says."""
+    optimizer_redundancy: OptionalInt = None
+    """Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all."""
     workers_per_host: WorkersPerHost = 8
     workers: OptionalInt = None
     """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
@@ -235,7 +237,9 @@ def _build(
     for worker in speeds:
         if worker not in hosts:
             raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
-    costs = CostModel(profile.workload(micro_batches), profile.cluster(hosts, speeds=speeds))
+    owners = given.optimizer_redundancy or (None if parallel is None else parallel.owners)
+    workload = replace(profile.workload(micro_batches), owners=owners)
+    costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
     return PlanCase(profile=profile, costs=costs, parallel=parallel)
 
 

@@ -117,6 +117,7 @@ class RunConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()
         yield from self._device_problems()
+        yield from self._sharding_problems()
         yield from self._emulation_problems()
         yield from self._failure_problems()
 
@@ -145,6 +146,13 @@ class RunConfig(Section):
         if self.share_devices and not (kind.is_accelerator and backend.shares_devices):
             needed = "an accelerator" if backend.shares_devices else "the backend gloo"
             yield "share_devices", f"needs {needed}; leave it out"
+
+    def _sharding_problems(self) -> Iterator[tuple[str, str]]:
+        if self.parallel.optimizer_redundancy != "all" and not self.receives_block:
+            yield (
+                "parallel.optimizer_redundancy",
+                "the holders of a layer share its optimizer state only over gloo so far",
+            )
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"

@@ -40,6 +40,7 @@ FailurePhase = Literal[
     "sync",
     "vote",
     "optimizer",
+    "gather",
     "recovery",
     "rest",
     "preparation",
@@ -101,6 +102,24 @@ class Parallel(Section):
         default=False,
         description="Run the input-gradient and the weight-gradient half of a backward separately (zero bubble).",
     )
+    optimizer_redundancy: Literal["all"] | int = Field(
+        default="all",
+        description="Holders of a layer that keep the same part of its optimizer state, and update that part of its "
+        "parameters; all: every holder keeps all of it. 1 saves the most memory, but every loss returns to a "
+        "checkpoint.",
+    )
+
+    @field_validator("optimizer_redundancy", mode="before")
+    @classmethod
+    def _require_copies_or_all(cls, redundancy: object) -> object:
+        if redundancy == "all" or (type(redundancy) is int and redundancy >= 1):
+            return redundancy
+        raise PydanticCustomError("copies_or_all", 'should be "all" or the number of holders, 1 or more')
+
+    @property
+    def owners(self) -> int | None:
+        """The owners of a slice of the optimizer's state; None if every holder keeps all of it."""
+        return None if self.optimizer_redundancy == "all" else self.optimizer_redundancy
 
 
 class Batch(Section):

@@ -128,6 +128,7 @@ class CompleteCheckpoint(Command):
 
     step: int
     agreed: int
+    slices: frozenset[tuple[int, int, int]] = frozenset()  # as in `CheckpointParts`
 
 
 @dataclass(frozen=True, slots=True)

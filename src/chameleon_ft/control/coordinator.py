@@ -294,8 +294,9 @@ class Coordinator:
                 self._files.log_kill(worker)
             case commands.SaveEvidence(file=file, text=text):
                 self._files.save_evidence(file, text)
-            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed):
-                self._files.complete(checkpoint, agreed=agreed if self._config.health.check_every else None)
+            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices):
+                kept = agreed if self._config.health.check_every else None
+                self._files.complete(checkpoint, agreed=kept, slices=slices)
             case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
                 self._files.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
             case commands.DistrustCheckpoints(after=agreed):
@@ -395,7 +396,7 @@ class Coordinator:
                 reason = f"there is no checkpoint that can be read{damages}"
                 return events.DecisionFailed(at=self._now(), question=question, reason=reason)
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
-            plan = self._planner.start(state.members.live(), checkpoint=checkpoint)
+            plan = self._planner.start(state.members.live(), state.members.hosts(), checkpoint=checkpoint)
             return events.Decided(at=self._now(), question=question, plan=plan)
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)

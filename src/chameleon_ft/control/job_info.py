@@ -102,7 +102,13 @@ class JobInfo:
         )
         workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
         return CostModel(
-            Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size, tied=self.tied),
+            Workload(
+                layers,
+                config.batch.micro_batches,
+                config.batch.micro_batch_size,
+                tied=self.tied,
+                owners=config.parallel.owners,
+            ),
             Cluster(workers, LOOPBACK, LOOPBACK),
         )
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -113,12 +113,12 @@ class RunFiles:
         checkpoints = self._run.checkpoints
         return self._queue.ask(checkpoints, partial(Examined.of, checkpoints, step))
 
-    def complete(self, step: int, *, agreed: int | None) -> None:
+    def complete(self, step: int, *, agreed: int | None, slices: Collection[tuple[int, int, int]] = ()) -> None:
         """Mark a checkpoint as complete, then remove those that are not needed any more; see `prune_checkpoints`."""
         checkpoints = self._run.checkpoints
 
         def mark() -> None:
-            mark_complete(checkpoints, step, model=self._model, num_layers=self._num_layers)
+            mark_complete(checkpoints, step, model=self._model, num_layers=self._num_layers, slices=slices)
             self._complete = sorted({*self._complete, step})
             # It may take long.
             threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()

@@ -384,7 +384,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
     if vote.checked and (placed := draft.state.placed) is not None:
-        draft.set(health=draft.state.health.found_equal(message.step, placed.plan.placement))
+        draft.set(health=draft.state.health.found_equal(message.step, placed.witnesses))
     checkpoints.committed(draft, message)
 
 

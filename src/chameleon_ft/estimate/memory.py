@@ -2,7 +2,9 @@
 
 A worker holds:
 
-- throughout a step, for its layers: parameters, gradients, optimizer state, and cached samples;
+- throughout a step, for its layers: parameters, gradients, optimizer state, and cached samples; of the optimizer
+  state of a layer with n holders r/n, if holders share it with r owners of each part (`Workload.owners`), except that
+  of tied parameters and masters;
 - from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output shares its
   tensor with the sent message, which is held until its gradient arrives; or, if the next hop is on the same worker,
   with that hop's input, until that hop's I;
@@ -42,6 +44,7 @@ import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement
+from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.schedule.records import Integers, Records
@@ -144,7 +147,7 @@ def program_memory(
             "use the workload of the model that is planned"
         )
     of = workload_memory(workload)
-    memory = {worker: WorkerMemory(of.state_of(held), None) for worker, held in placement.ranges.items()}
+    memory = {worker: WorkerMemory(of.state_of(held, placement), None) for worker, held in placement.ranges.items()}
     places, amounts = of.worst(program.records, program.starts, buffers)
     for worker, place, own in zip(program.workers, places.tolist(), amounts.tolist(), strict=True):
         if place >= 0 and worker in memory:
@@ -170,23 +173,49 @@ class WorkloadMemory:
         self._activations, self._weight_grads, self._working, self._selective = np.array(own, np.int64)
         # Bytes of each layer's input: none for the first. The output of the last layer is a loss.
         self._inputs = np.array([0, *(layer.output_bytes for layer in layers[:-1]), 0], np.int64)
-        self._state_bytes = cache(lambda ranges: self.state_of(ranges).total_bytes)
+        self._owners = workload.owners
+        self._replicated = workload.replicated_bytes
+        self._state_bytes = cache(lambda ranges, holders: self._state_of(ranges, holders).total_bytes)
         self._figures = cache(self._new_figures)
 
-    def state_of(self, ranges: Iterable[Iterable[int]]) -> MemoryUse:
-        """Return the bytes that a worker with these layers holds throughout a step."""
-        held = [self._layers[layer] for layers in ranges for layer in layers]
+    def state_of(self, ranges: Iterable[Iterable[int]], placement: Placement | None = None) -> MemoryUse:
+        """Return the bytes that a worker with these layers holds throughout a step.
+
+        Args:
+            placement: whose holders share the optimizer's state; without it, the worker keeps all of it.
+        """
+        own = tuple(tuple(layers) for layers in ranges)
+        return self._state_of(own, self._holders(own, placement))
+
+    def _holders(self, ranges: Iterable[Iterable[int]], placement: Placement | None) -> tuple[int, ...]:
+        """Return the numbers of holders of layers, one after the other, if they share the optimizer's state."""
+        if self._owners is None or placement is None:
+            return ()
+        return tuple(len(placement.holders(layer)) for layers in ranges for layer in layers)
+
+    def _state_of(self, ranges: Iterable[Iterable[int]], holders: tuple[int, ...]) -> MemoryUse:
+        numbers = [layer for layers in ranges for layer in layers]
+        held = [self._layers[layer] for layer in numbers]
+        shared = sum(
+            layer.optimizer_bytes
+            if not holders
+            else self._replicated[number]
+            + owned_share(layer.optimizer_bytes - self._replicated[number], holders[index], self._owners)
+            for index, (number, layer) in enumerate(zip(numbers, held, strict=True))
+        )
         return MemoryUse(
             param_bytes=sum(layer.param_bytes for layer in held),
             gradient_bytes=sum(layer.gradient_bytes for layer in held),
-            optimizer_bytes=sum(layer.optimizer_bytes for layer in held),
+            optimizer_bytes=shared,
             # A worker keeps inputs and targets together if it needs either.
             sample_bytes=max((layer.sample_bytes for layer in held), default=0),
         )
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Return the bytes that each worker holds throughout a step."""
-        return {worker: self._state_bytes(held) for worker, held in placement.ranges.items()}
+        return {
+            worker: self._state_bytes(held, self._holders(held, placement)) for worker, held in placement.ranges.items()
+        }
 
     def moving_bytes(self, records: Records, starts: Sequence[int] | Integers) -> list[int]:
         """Return each worker's peak bytes beside its state, with default buffers; arguments as in `worst`."""

@@ -19,6 +19,8 @@ from chameleon_ft.observe.checkpoints import (
     mark_damaged,
     prune_checkpoints,
     seal_layer,
+    slice_directory,
+    slices_of,
     sound_checkpoint,
 )
 from chameleon_ft.observe.file_queue import FileQueue
@@ -92,6 +94,8 @@ __all__ = [
     "read_recorded_steps",
     "replace_file",
     "seal_layer",
+    "slice_directory",
+    "slices_of",
     "sound_checkpoint",
     "summarize",
 ]

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,8 @@ __all__ = [
     "mark_damaged",
     "prune_checkpoints",
     "seal_layer",
+    "slice_directory",
+    "slices_of",
     "sound_checkpoint",
     "step_directory",
 ]
@@ -56,15 +58,36 @@ def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
     return step_directory(checkpoints, step) / f"layer-{layer:04d}"
 
 
-def mark_complete(checkpoints: Path, step: int, *, model: str, num_layers: int) -> None:
-    """Mark a checkpoint whose layers are all on disk; `model` is the fingerprint of its model.
+def slice_directory(checkpoints: Path, step: int, layer: int, start: int, stop: int) -> Path:
+    """Return the folder of the optimizer's state of a slice of a layer, between two units; see `plan.shards`."""
+    return step_directory(checkpoints, step) / f"layer-{layer:04d}.{start:05d}-{stop:05d}"
+
+
+def slices_of(checkpoints: Path, step: int) -> list[tuple[int, int, int]]:
+    """Return (layer, first unit, unit after the last) of the slices of a checkpoint; none if it is not marked.
+
+    Raises DamagedCheckpointError, or OSError.
+    """
+    try:
+        return [(layer, start, stop) for layer, start, stop in _mark_of(checkpoints, step).get("slices", ())]
+    except FileNotFoundError:
+        return []
+
+
+def mark_complete(
+    checkpoints: Path, step: int, *, model: str, num_layers: int, slices: Collection[tuple[int, int, int]] = ()
+) -> None:
+    """Mark a checkpoint whose layers and slices are all on disk; `model` is the fingerprint of its model.
 
     Only marked checkpoints are read. All of it has reached the disk when this returns.
     """
     directory = step_directory(checkpoints, step)
     for folder in (*directory.glob("layer-*"), directory):
         _sync(folder)
-    _seal(directory / _COMPLETE, {"step": step, "model": model, "layers": num_layers})
+    content: dict[str, Any] = {"step": step, "model": model, "layers": num_layers}
+    if slices:
+        content["slices"] = [list(each) for each in sorted(slices)]
+    _seal(directory / _COMPLETE, content)
     (directory / _DAMAGED).unlink(missing_ok=True)  # of an earlier checkpoint of this step
     for folder in (directory, checkpoints):
         _sync(folder)
@@ -122,8 +145,9 @@ def damage_of(checkpoints: Path, step: int) -> str | None:
     """
     try:
         mark = _mark_of(checkpoints, step)
-        for layer in range(mark.get("layers", 0)):
-            directory = layer_directory(checkpoints, step, layer)
+        parts = [layer_directory(checkpoints, step, layer) for layer in range(mark.get("layers", 0))]
+        parts += [slice_directory(checkpoints, step, *place) for place in mark.get("slices", ())]
+        for directory in parts:
             for name, (num_bytes, _) in _checksums_of(directory)["files"].items():
                 if (found := (directory / name).stat().st_size) != num_bytes:
                     return f"{directory / name} has {found:,} bytes instead of {num_bytes:,}"

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,11 +29,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
-from chameleon_ft.observe import checked_files, complete_checkpoints, has_checksums, layer_directory, seal_layer
+from chameleon_ft.observe import (
+    checked_files,
+    complete_checkpoints,
+    has_checksums,
+    layer_directory,
+    seal_layer,
+    slice_directory,
+    slices_of,
+)
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 
 __all__ = ["CheckpointWriter", "read_layer"]
+
+_Slice = tuple[int, int, int]
 
 _POLL_S = 0.005
 _CPU = torch.device("cpu")
@@ -57,15 +68,27 @@ class CheckpointWriter:
         self._saved = saved
         self._before_write = before_write
         self.answered = 0
-        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], float]] = queue.Queue()
+        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], Mapping[_Slice, LayerState], float]]
+        self._jobs = queue.Queue()
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
-    def submit(self, generation: int, step: int, layers: Mapping[int, LayerState], *, copy_s: float) -> None:
+    def submit(
+        self,
+        generation: int,
+        step: int,
+        layers: Mapping[int, LayerState],
+        *,
+        copy_s: float,
+        slices: Mapping[_Slice, LayerState] = MappingProxyType({}),
+    ) -> None:
         """Write these layers, as they are in `generation`, as part of the checkpoint that resumes at `step`.
 
-        The layers must not change afterwards. `copy_s` is the time in seconds that their copy took, for the report.
+        They must not change afterwards. `copy_s` is the time in seconds that their copy took, for the report.
+
+        Args:
+            slices: of the optimizer's state, by (layer, first unit, unit after the last).
         """
-        self._jobs.put((generation, step, layers, copy_s))
+        self._jobs.put((generation, step, layers, slices, copy_s))
 
     @property
     def is_busy(self) -> bool:
@@ -82,7 +105,7 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while True:
-            generation, step, layers, copy_s = self._jobs.get()
+            generation, step, layers, slices, copy_s = self._jobs.get()
             started, error = time.perf_counter(), None
             try:
                 self._before_write(step)
@@ -90,6 +113,8 @@ class CheckpointWriter:
                 if step not in complete_checkpoints(self._checkpoints):
                     for layer, state in layers.items():
                         _write_layer(layer_directory(self._checkpoints, step, layer), state)
+                    for place, state in slices.items():
+                        _write_layer(slice_directory(self._checkpoints, step, *place), state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
             self._saved(
@@ -97,6 +122,7 @@ class CheckpointWriter:
                     generation=generation,
                     step=step,
                     layers=tuple(layers),
+                    slices=tuple(slices),
                     copy_s=copy_s,
                     write_s=time.perf_counter() - started,
                     error=error,
@@ -133,11 +159,24 @@ def _replace_directory(path: Path, draft: Path) -> None:
 def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
     """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it if its checkpoint has checksums.
 
+    The slices of its optimizer's state are part of it.
+
     Raises:
         DamagedCheckpointError: the layer is not as it was written; the message names the file, and the tensors.
         CheckpointError: it cannot be read here.
     """
-    path = layer_directory(checkpoints, step, layer)
+    state = _read(checkpoints, step, layer, layer_directory(checkpoints, step, layer))
+    try:
+        slices = slices_of(checkpoints, step)
+    except OSError as error:
+        raise CheckpointError(f"layer {layer}: {error}") from None
+    for place in slices:
+        if place[0] == layer:
+            state |= _read(checkpoints, step, layer, slice_directory(checkpoints, step, *place))
+    return state
+
+
+def _read(checkpoints: Path, step: int, layer: int, path: Path) -> dict[str, Any]:
     try:
         try:
             checksums, damaged = checked_files(path)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from chameleon_ft.control.wire.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
+from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.runtime.communicators import Communicators, Membership, Rendezvous
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.executor import channels_of
@@ -31,6 +32,8 @@ class Generation:
         order: what the rank has to do in it; see `begin_at` for its first step.
         segments: of the gradients of the whole model.
         operations: the rank's program.
+        sharding, former_sharding: the owners of slices of the optimizer's state, once it trains and when it begins;
+            None if every holder of a layer has all of it.
         is_open: whether its communicators are connected.
     """
 
@@ -39,11 +42,15 @@ class Generation:
     communicators: Communicators
     segments: tuple[Segment, ...] = field(init=False)
     operations: tuple[Operation, ...] = field(init=False)
+    sharding: Sharding | None = field(init=False)
+    former_sharding: Sharding | None = field(init=False)
     is_open: bool = False
 
     def __post_init__(self) -> None:
         self.segments = self.order.unpack_segments()
         self.operations = self.order.unpack_operations()
+        self.sharding = self.order.unpack_shards()
+        self.former_sharding = self.order.unpack_former_shards()
 
     @property
     def number(self) -> int:
@@ -60,6 +67,22 @@ class Generation:
         """The layers of which this rank is a holder, those that are arriving included."""
         own = (s for s in self.segments if self.worker in s.holders and not s.tied)
         return {layer for segment in own for layer in segment.layers}
+
+    @property
+    def slice_moves(self) -> tuple[SliceMove, ...]:
+        """The slices of optimizer state that move before the generation trains."""
+        if self.sharding is None or self.former_sharding is None:
+            return ()
+        return self.sharding.moves_from(self.former_sharding)
+
+    def written_slices(self) -> list[tuple[int, int, int]]:
+        """Return (layer, first unit, unit after the last) of the slices that this rank writes into a checkpoint."""
+        return [
+            (layer, each.start, each.stop)
+            for layer, own in enumerate(() if self.sharding is None else self.sharding.layers)
+            for each, writer in zip(own.slices, own.senders(), strict=True)
+            if writer == self.worker
+        ]
 
     def written_layers(self) -> list[int]:
         """Return the layers that this rank writes into a checkpoint: each layer is written by one of its holders."""

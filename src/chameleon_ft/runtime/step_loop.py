@@ -104,9 +104,12 @@ class StepLoop:
         """Copy this worker's share of the layers it holds, and have them written in the background."""
         start = time.perf_counter()
         with self.activity.waiting("copying layers"):
-            layers = {layer: self.executor.held.snapshot(layer) for layer in self.generation.written_layers()}
+            held = self.executor.held
+            layers = {layer: held.snapshot(layer) for layer in self.generation.written_layers()}
+            slices = {place: held.snapshot_of_slice(*place) for place in self.generation.written_slices()}
         copy_s = time.perf_counter() - start
-        self.writer.submit(self.generation.number, self.committer.committed, layers, copy_s=copy_s)
+        step = self.committer.committed
+        self.writer.submit(self.generation.number, step, layers, copy_s=copy_s, slices=slices)
 
     def _step(self, reductions: Reductions) -> Vote:
         """Train a step, or skip it; return its vote."""
@@ -265,16 +268,20 @@ class StepLoop:
             is_skipped=is_skipped,
             repetition=repetition,
         )
+        try:
+            self.committer.gather_parameters()
+        except CommunicationError:
+            self._report_committed(applied, stats, start_s=start_s)  # it is, and perhaps on no other worker
+            raise
+        stats.end_s = time.perf_counter()
         self._committed(applied, stats, request=request, start_s=start_s)
         return applied.vote
 
-    def _committed(self, applied: AppliedStep, stats: StepStats, *, request: int, start_s: float) -> None:
-        """Report a step that is over, and begin a checkpoint if one is due."""
-        order, step = self.generation.order, self.committer.committed - 1
+    def _report_committed(self, applied: AppliedStep, stats: StepStats, *, start_s: float) -> None:
         self.client.send(
             Committed(
-                generation=order.generation,
-                step=step,
+                generation=self.generation.number,
+                step=self.committer.committed - 1,
                 vote=applied.vote,
                 grad_norm=applied.grad_norm,
                 lr=applied.lr,
@@ -282,7 +289,11 @@ class StepLoop:
                 times=stats.operation_times(),
             )
         )
-        if step == order.first_step:
+
+    def _committed(self, applied: AppliedStep, stats: StepStats, *, request: int, start_s: float) -> None:
+        """Report a step that is over, and begin a checkpoint if one is due."""
+        self._report_committed(applied, stats, start_s=start_s)
+        if self.committer.committed - 1 == self.generation.order.first_step:
             self.first_committed()
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request

@@ -29,6 +29,7 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.errors import CheckpointError, ControlError, DamagedCheckpointError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.observe import RunDirectory, TimelineLog
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.activity import SlowIOReporter
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
@@ -36,6 +37,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, Pace, micro_batches_of
+from chameleon_ft.runtime.execution.gather import ParameterGather
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.execution.step_stats import StepRecorder
@@ -157,6 +159,7 @@ class Trainer:
                 placed=self._placed,
                 layers=() if self._held is None else tuple(sorted(self._held.layers)),
                 progress=None if committer is None else committer.progress(),
+                gathered=committer is None or committer.gathered,
             )
         )
 
@@ -195,6 +198,7 @@ class Trainer:
             if not generation.is_open:
                 with self._activity.waiting("regroup", for_message=True):
                     generation.open(self.client.rendezvous(order.generation))
+            self._gather_again(generation)
             if order.transition is not None:
                 self._carry_out_transition(generation)
             if self._committer is None:
@@ -269,7 +273,7 @@ class Trainer:
             self._allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
         begins_anew = not (generation.layers if transition is None else transition.keep)
         if order.load != "keep":
-            self._load(order, generation.layers)
+            self._load(generation)
         elif begins_anew:
             self._held = self._committer = None  # what it may hold is outdated
         else:
@@ -279,11 +283,14 @@ class Trainer:
             return
         # Hold until the switch only the layers that the transition keeps, and no gradients.
         if self._held is None:
-            self._held = self._new_layers(())
+            self._held = self._new_layers((), generation)
         self._held.keep_only(transition.keep)
+        gathered = self._committer is None or self._committer.gathered
         self._committer = self._new_committer(self._held, order)
+        self._committer.gathered = gathered
         self._held.drop_gradients()
-        self._transfer.begin(transition, self._held)
+        if not order.gather:
+            self._transfer.begin(transition, self._held)
 
     def _report_unreadable(self, order: StartGeneration, error: CheckpointError) -> None:
         assert isinstance(order.load, int)
@@ -293,15 +300,16 @@ class Trainer:
             CheckpointUnreadable(generation=generation, step=step, error=str(error), is_damaged=is_damaged)
         )
 
-    def _load(self, order: StartGeneration, needed: set[int]) -> None:
+    def _load(self, generation: Generation) -> None:
         """Load fresh weights or a checkpoint. Raises CheckpointError."""
+        order, needed = generation.order, generation.layers
         self._held = self._committer = None  # before the new state takes memory
         with self._slow_io.waiting("loading layers", order.generation):
             if order.load == "initial":
-                self._held = self._new_layers(needed)
+                self._held = self._new_layers(needed, generation)
                 return
             assert isinstance(order.load, int)
-            self._held = self._new_layers(())
+            self._held = self._new_layers((), generation)
             for layer in sorted(needed):
                 self._held.take_in(layer, read_layer(self.run.checkpoints, order.load, layer))
 
@@ -317,13 +325,33 @@ class Trainer:
             )
         committer.apply(order.roll_forward)
 
+    def _gather_again(self, generation: Generation) -> None:
+        """Exchange updated parameters before anything else uses them, if a failure may have cut that short."""
+        order, sharding = generation.order, generation.former_sharding
+        if not order.gather or sharding is None:
+            return
+        assert self._held is not None
+        assert self._committer is not None
+        self._committer.gather = self._new_gather(sharding, generation)
+        self._committer.gather_parameters(again=True)
+        if order.transition is not None:
+            self._transfer.begin(order.transition, self._held)
+
+    def _new_gather(self, sharding: Sharding, generation: Generation) -> ParameterGather:
+        assert self._held is not None
+        shards = {layer: sharding.layers[layer] for layer in self._held.layers}
+        return ParameterGather(self.worker, self._held, shards, generation.communicators)
+
     def _carry_out_transition(self, generation: Generation) -> None:
         """Send and receive layers while no rank trains, and switch to the new placement."""
         order, transition = generation.order, generation.order.transition
         assert self._held is not None
         assert transition is not None
         start = time.perf_counter()
-        moved_bytes = self._transfer.carry_out(transition, self._held, generation.communicators, step=order.first_step)
+        moves = generation.slice_moves
+        moved_bytes = self._transfer.carry_out(
+            transition, self._held, generation.communicators, step=order.first_step, slices=moves
+        )
         transfer_s = time.perf_counter() - start
         self.faults.at("switch", order.first_step)
         self.client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
@@ -338,19 +366,25 @@ class Trainer:
             return
         held, needed = self._held, generation.layers
         if held is None and not needed:
-            held = self._held = self._new_layers(())
+            held = self._held = self._new_layers((), generation)
         if held is None or not held.layers >= needed:
             raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
         held.keep_only(needed)
+        if generation.sharding is not None:
+            held.own(generation.sharding.owned_by(worker), self._transfer.take_slices())
         if self._committer is None or order.load != "keep" or order.transition is not None:
             self._committer = self._new_committer(held, order)
         self._committer.reduced = False
         self._committer.buffers.regroup(held, generation.segments)
+        self._committer.gather = None
 
     def _corrupt(self) -> None:
         """Flip a random bit of the state that other holders have, too, as a fault of the memory would."""
         if self._held is not None:
-            states = {layer: self._held.replicated_state_of(layer) for layer in sorted(self._held.layers)}
+            states = {
+                layer: {**self._held.replicated_state_of(layer), **self._held.owned_state_of(layer)}
+                for layer in sorted(self._held.layers)
+            }
             print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
 
     def _spoil(self) -> None:
@@ -360,8 +394,11 @@ class Trainer:
         ):
             gradients[0][0] = math.nan
 
-    def _new_layers(self, layers: set[int] | tuple[()]) -> HeldLayers:
-        return HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
+    def _new_layers(self, layers: set[int] | tuple[()], generation: Generation) -> HeldLayers:
+        held = HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
+        if (sharding := generation.former_sharding) is not None:
+            held.own(sharding.owned_by(self.worker))
+        return held
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""
@@ -409,6 +446,8 @@ class Trainer:
             stand_in_scale=self.stand_in_scale,
             is_ending=partial(self._is_ending, generation.number, committer),
         )
+        if generation.sharding is not None:
+            committer.gather = self._new_gather(generation.sharding, generation)
         self._preparations.training(generation.number, self._held, committer.buffers, migration)
         executor = Executor(
             job=self.job,
@@ -429,7 +468,9 @@ class Trainer:
             committer=committer,
             executor=executor,
             migration=migration,
-            check=StateCheck(self.worker, self._held, generation.segments, device=self.device),
+            check=StateCheck(
+                self.worker, self._held, generation.segments, device=self.device, sharding=generation.sharding
+            ),
             recorder=self._recorder,
             writer=self._writer,
             activity=self._activity,

@@ -100,6 +100,9 @@ class Decisions:
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decide = partial(decide_on_switch, migrates=self._planner.migrates)
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
+        if state.placed is not None:
+            live = [worker.id for worker in context.senders.workers]
+            plans = self._planner.plans_with_owners(plans, state.placed, state.members.hosts(), live)
         search_s = time.perf_counter() - start
         scale_up = state.scale_up
         trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"

@@ -9,6 +9,12 @@ from chameleon_ft import recovery
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
+from chameleon_ft.control.decisions.owners import (
+    lacks_copies,
+    restoring_copies,
+    with_owners,
+    with_owners_after,
+)
 from chameleon_ft.control.decisions.recovery_plan import (
     ClusterState,
     RecoveryPlan,
@@ -20,10 +26,11 @@ from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Migrate, StartGeneration
-from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations
+from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations, pack_shards
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
@@ -54,7 +61,7 @@ class Planner:
         self.calibration = Calibration(knows_layers=profile is not None)
         self.policy = config.recovery.policy
 
-    def start(self, workers: Sequence[int], *, checkpoint: int | None) -> RecoveryPlan:
+    def start(self, workers: Sequence[int], hosts: Mapping[int, str], *, checkpoint: int | None) -> RecoveryPlan:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
         plan, parallel = self._plan, self._config.parallel
         if plan is None:
@@ -66,7 +73,7 @@ class Planner:
                 workers=workers,
                 split_backward=parallel.split_backward,
             )
-        return RecoveryPlan(
+        start = RecoveryPlan(
             plan=plan,
             in_flight_limits=uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes)),
             first_step=0 if checkpoint is None else checkpoint,
@@ -75,6 +82,7 @@ class Planner:
             policy="start",
             action="start",
         )
+        return self._with_owners(start, None, hosts)
 
     def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
         """Record the duration of a transfer."""
@@ -145,6 +153,7 @@ class Planner:
     ) -> RecoveryPlan:
         """Decide how to continue after a loss or a join; see `recovery_plan.decide` for arguments and errors."""
         plan = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts)
         if plan.decision is not None:
             context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
@@ -153,9 +162,11 @@ class Planner:
     def migrates(self) -> bool:
         """Whether layers move while the run trains, if the policy is not one that stops to move them.
 
-        Not with nccl, whose collectives would wait for each other. See `Backend.receives_block`.
+        Not with nccl, whose collectives would wait for each other (see `Backend.receives_block`), and not with slices
+        of optimizer state, which change their owners while no worker trains.
         """
-        return self._config.receives_block and recovery.POLICIES[self.policy].salvages
+        is_possible = self._config.receives_block and self._config.parallel.owners is None
+        return is_possible and recovery.POLICIES[self.policy].salvages
 
     @property
     def salvages(self) -> bool:
@@ -199,6 +210,7 @@ class Planner:
         if plan is None:
             return None
         plan = replace(plan, is_hasty=is_reviewed)
+        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts)
         if plan.decision is None:
             return plan
         context = replace(context, phases=plan.decision.phases)
@@ -292,8 +304,11 @@ class Planner:
                     participants=transition.participants,
                     keep=transition.keep[worker],
                     moves=transition.moves_of(worker, costs.workload.layers),
+                    shards=transition.sharding and pack_shards(transition.sharding),
                 ),
                 rest=recovery_plan.salvaged and _rest_of(recovery_plan.salvaged, worker),
+                shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
+                gather=recovery_plan.gather,
             )
             for worker in recovery_plan.participants
         }
@@ -312,6 +327,25 @@ class Planner:
     def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""
         self.calibration.begin(planned.plan, planned.program, self._reference(hosts))
+
+    def plans_with_owners(
+        self, plans: Sequence[RecoveryPlan], active: ActivePlan, hosts: Mapping[int, str], live: Collection[int]
+    ) -> tuple[RecoveryPlan, ...]:
+        """Return plans to switch to, with the owners of slices.
+
+        If there is no plan but slices have lost owners, the one in force, in which they get others.
+        """
+        redundancy = self._config.parallel.owners
+        if redundancy is None:
+            return tuple(plans)
+        if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
+            plans = (restoring_copies(active, redundancy),)
+        layers = self._costs(hosts).workload.layers
+        return tuple(with_owners_after(plan, active, hosts, redundancy, live=live, layers=layers) for plan in plans)
+
+    def _with_owners(self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str]) -> RecoveryPlan:
+        redundancy = self._config.parallel.owners
+        return plan if redundancy is None else with_owners(plan, left, hosts, redundancy)
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
         """Describe what is trained, on what, by which workers, and from which step."""

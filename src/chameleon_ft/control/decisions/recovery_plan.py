@@ -15,11 +15,12 @@ from chameleon_ft.control.state.health import Disagreement
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
-from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.errors import ControlError, NoHolderError, NoOwnerError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep, StepProgress
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.quantities import counted, in_ranges, listed
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
@@ -46,6 +47,7 @@ class ClusterState:
         False  # whether workers wait for a checkpoint, for one could not be read, or their state is wrong
     )
     disagreement: Disagreement | None = None  # why their state is wrong
+    sharding: Sharding | None = None  # the owners of slices under `plan`
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -64,7 +66,19 @@ class ClusterState:
             rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
             is_unloaded=state.checkpoints.is_reread,
             disagreement=state.health.disagreement,
+            sharding=state.in_force.sharding,
         )
+
+    @property
+    def owners_left(self) -> Sharding | None:
+        """The live owners of slices; None if each holder has all of the optimizer's state."""
+        return None if self.sharding is None else self.sharding.left_to(self.held)
+
+    @property
+    def ownerless_layers(self) -> tuple[int, ...]:
+        """The layers of which no live worker owns some slice, whoever holds the parameters."""
+        left = self.owners_left
+        return () if left is None else left.lost_layers
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
@@ -116,6 +130,7 @@ class RecoveryPlan(ActivePlan):
     inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
     salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
+    gather: bool = False  # whether owners of slices send updated parameters again, because some have not arrived
     is_hasty: bool = False  # whether it was chosen without a search, so that a better plan may be found later
 
     @classmethod
@@ -164,6 +179,8 @@ def decide(
     """
     if cluster.is_unloaded:
         return _reload(cluster, context)
+    if cluster.ownerless_layers:
+        return _without_owners(cluster, context)
     if not context.lost and not cluster.newcomers and prepared is None:
         return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     decision = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
@@ -203,6 +220,8 @@ def decide_in_place(
         is_reviewed: whether a search for a better plan follows, so that there is none now.
         foreseen: a decision that was made before the survivors had reported; used if it fits what they hold.
     """
+    if cluster.ownerless_layers:
+        return None
     if not context.lost:
         plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     else:
@@ -246,6 +265,8 @@ def _keep(
         policy=policy,
         action=applied + action,
         transition=transition,
+        gather=cluster.sharding is not None
+        and (vote is not None or not all(cluster.quiesced[worker].gathered for worker in cluster.survivors)),
     )
 
 
@@ -284,6 +305,14 @@ def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> Recover
         plan = _largest_layout(cluster, context)
         limits = default_limits(plan)
     return _from_checkpoint(cluster, context, plan, "checkpoint", limits)
+
+
+def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+    """Return new pipelines from a checkpoint, for slices of the optimizer's state are lost with all their owners."""
+    if not cluster.checkpoints:
+        raise NoOwnerError(cluster.ownerless_layers)
+    plan = _largest_layout(cluster, context)
+    return _from_checkpoint(cluster, context, plan, "checkpoint", default_limits(plan))
 
 
 def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) -> Plan:
@@ -334,6 +363,8 @@ def _from_checkpoint(
     reached = [cluster.quiesced[worker].committed for worker in cluster.survivors]
     repeated = counted(max((cluster.committed, *reached)) - step, "step")
     why = f"no worker holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
+    if cluster.ownerless_layers and not lost_layers:
+        why = f"the optimizer's state of layers {in_ranges(cluster.ownerless_layers)} is lost: "
     why = why if cluster.disagreement is None else f"{cluster.disagreement}: {why}"
     return RecoveryPlan(
         plan=plan,

@@ -10,6 +10,7 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.transfer import Transfer, transfer_to
 from chameleon_ft.workload import LayerCost
 
@@ -23,6 +24,7 @@ class PlannedTransition:
     transfer: Transfer
     participants: tuple[int, ...]  # workers that take part, ascending
     keep: Mapping[int, tuple[int, ...]]  # worker -> the layers that it must not give up before the switch, ascending
+    sharding: Sharding | None = None  # the owners of slices of the optimizer's state before it
 
     def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
         """Return (round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
@@ -46,6 +48,7 @@ def plan_transition(
     held: Mapping[int, Collection[int]],
     layers: Sequence[LayerCost],
     transfer: Transfer | None = None,
+    moves_slices: bool = False,
 ) -> PlannedTransition | None:
     """Return the transition to `new`; None if it equals the placement in force, without lost workers.
 
@@ -54,6 +57,7 @@ def plan_transition(
         held: every live worker -> the layers whose state it holds, at the step to resume from.
         layers: costs of all layers.
         transfer: from `held` to `new`, if it is known.
+        moves_slices: whether one is needed in any case, because owners of slices change.
 
     Raises:
         NoHolderError: layers are held by no live worker.
@@ -63,7 +67,7 @@ def plan_transition(
     own = {worker: _layers_of(in_force, worker) for worker in held}
     if lacking := [worker for worker in held if not own[worker] <= set(held[worker])]:
         raise ControlError(f"workers {lacking} do not hold their layers of the placement in force: {held}")
-    if new == in_force:
+    if new == in_force and not moves_slices:
         return None
     if transfer is None:
         transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)

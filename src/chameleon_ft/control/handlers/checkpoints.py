@@ -78,12 +78,13 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
     if part.step in draft.state.checkpoints.failed:
         return
-    events, complete = events.saved(part, num_layers=state.settings.num_layers)
+    has_slices = state.active is not None and state.active.sharding is not None
+    events, complete = events.saved(part, num_layers=state.settings.num_layers, has_slices=has_slices)
     draft.set(checkpoints=events)
     if complete is not None:
         schedule = state.schedule.ended(part.step, copy_s=complete.copy_s, is_complete=True)
         draft.set(schedule=schedule)
-        draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed))
+        draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed, slices=complete.slices))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
 
 

@@ -51,7 +51,7 @@ class Draft:
         before = {} if self.state.active is None or loads else _layers_run(self.state.active.plan)
         new = [worker for worker, layers in _layers_run(plan.plan).items() if not layers <= before.get(worker, set())]
         placement, health = plan.plan.placement, replace(self.state.health, disagreement=None)
-        health = health.loaded(plan.first_step, placement) if loads else health.held_by(placement)
+        health = health.loaded(plan.first_step, plan.witnesses) if loads else health.held_by(placement)
         self.set(active=plan, members=self.state.members.with_new_layers(new), health=health, **changes)
 
     def do(self, *commands: Command) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chameleon_ft.control.decisions.transition import PlannedTransition
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.transfer import Transfer
 
@@ -32,9 +33,15 @@ class ActivePlan:
     migration_s: float = 0.0  # with `migration`: predicted seconds until all layers have arrived
     predicted_step_s: float | None = None  # seconds of a step; None if the decision is recorded by itself
     predicted_stall_s: float | None = None  # seconds without progress before the first step; likewise
+    sharding: Sharding | None = None  # the owners of slices of the optimizer's state; None: each holder has all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
+
+    @property
+    def witnesses(self) -> Placement | None:
+        """The placement, if holders update their layers independently; None if owners of slices send them updates."""
+        return self.plan.placement if self.sharding is None else None
 
     @property
     def participants(self) -> tuple[int, ...]:

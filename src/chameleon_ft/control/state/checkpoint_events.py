@@ -8,6 +8,7 @@ from typing import Self
 
 from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.shards import UNITS
 
 __all__ = ["CheckpointEvents", "CheckpointParts", "describe_unreadable"]
 
@@ -17,8 +18,17 @@ class CheckpointParts:
     """The layers of a checkpoint that are on disk."""
 
     layers: frozenset[int] = frozenset()
+    slices: frozenset[tuple[int, int, int]] = frozenset()  # (layer, first unit, unit after the last)
     copy_s: float = 0.0  # seconds that training paused: the longest that a rank took to copy its layers
     write_s: float = 0.0  # seconds that the slowest rank took to write its copy in the background
+
+    def covers_all(self, num_layers: int) -> bool:
+        """Return whether the slices leave nothing out of any layer; they may overlap after a change of owners."""
+        ends = dict.fromkeys(range(num_layers), 0)
+        for layer, start, stop in sorted(self.slices):
+            if start <= ends[layer]:
+                ends[layer] = max(ends[layer], stop)
+        return all(end == UNITS for end in ends.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +46,18 @@ class CheckpointEvents:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
         object.__setattr__(self, "unreadable", FrozenMap(self.unreadable))
 
-    def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
+    def saved(
+        self, part: CheckpointSaved, *, num_layers: int, has_slices: bool = False
+    ) -> tuple[Self, CheckpointParts | None]:
         """Add a written part; also return the checkpoint if this part completes it."""
         old = self.parts.get(part.step, CheckpointParts())
         new = CheckpointParts(
-            old.layers.union(part.layers), max(old.copy_s, part.copy_s), max(old.write_s, part.write_s)
+            old.layers.union(part.layers),
+            old.slices.union(part.slices),
+            max(old.copy_s, part.copy_s),
+            max(old.write_s, part.write_s),
         )
-        if len(new.layers) < num_layers:
+        if len(new.layers) < num_layers or (has_slices and not new.covers_all(num_layers)):
             return replace(self, parts={**self.parts, part.step: new}), None
         parts = {step: each for step, each in self.parts.items() if step != part.step}
         unreadable = {step: why for step, why in self.unreadable.items() if step != part.step}

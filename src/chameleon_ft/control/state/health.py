@@ -49,7 +49,8 @@ class Health:
     """The agreement of the holders of each layer.
 
     A holder that got its copy of a layer from another one since they last agreed proves nothing: it would have received
-    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then.
+    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then. There
+    are none if owners of slices update it, because they send it to the other holders after every step.
 
     Attributes:
         agreed: updates after which all holders agreed, or after which the state was loaded.
@@ -73,12 +74,15 @@ class Health:
         for name in ("witnesses", "reports"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
-    def loaded(self, step: int, placement: Placement) -> Self:
-        """Note that all workers begin with the state after `step` updates, which they have read."""
+    def loaded(self, step: int, placement: Placement | None) -> Self:
+        """Note that all workers begin with the state after `step` updates, which they have read.
+
+        `placement` is as `ActivePlan.witnesses`.
+        """
         return replace(self, agreed=step, witnesses=_holders(placement), disagreement=None)
 
-    def found_equal(self, step: int, placement: Placement) -> Self:
-        """Note that the holders of all layers agreed after `step` updates."""
+    def found_equal(self, step: int, placement: Placement | None) -> Self:
+        """Note that the holders of all layers agreed after `step` updates; `placement` is as for `loaded`."""
         return replace(self, agreed=step, witnesses=_holders(placement), doubted=frozenset())
 
     def held_by(self, placement: Placement) -> Self:
@@ -124,5 +128,7 @@ class Health:
         return self if witnesses == self.witnesses else replace(self, witnesses=witnesses)
 
 
-def _holders(placement: Placement) -> dict[int, tuple[int, ...]]:
+def _holders(placement: Placement | None) -> dict[int, tuple[int, ...]]:
+    if placement is None:
+        return {}
     return {layer: placement.holders(layer) for layer in range(placement.num_layers)}

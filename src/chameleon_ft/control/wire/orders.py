@@ -10,12 +10,15 @@ from chameleon_ft.control.wire.parts import (
     BoundaryMessage,
     Message,
     Rest,
+    Shards,
     Transition,
     Vote,
     unpack_operations,
+    unpack_shards,
 )
 from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
@@ -96,11 +99,21 @@ class StartGeneration(Message):
     transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
     skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
+    shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all
+    gather: bool = False  # with "keep": whether owners first send the parameters that they have updated, once more
 
     @property
     def participants(self) -> tuple[int, ...]:
         """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
         return self.members if self.transition is None else self.transition.participants
+
+    def unpack_shards(self) -> Sharding | None:
+        """Return the owners of slices while the generation trains."""
+        return None if self.shards is None else unpack_shards(self.shards)
+
+    def unpack_former_shards(self) -> Sharding | None:
+        """Return the owners of slices when the generation begins, if it does with the state of its workers."""
+        return self.unpack_shards() if (moved := self.transition) is None else moved.unpack_shards()
 
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import GradientKey, StepProgress
+from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
 from chameleon_ft.schedule import Operation
 from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
@@ -23,11 +24,14 @@ __all__ = [
     "OperationTimes",
     "Progress",
     "Rest",
+    "Shards",
     "Transition",
     "Vote",
     "folder_of",
     "pack_operations",
+    "pack_shards",
     "unpack_operations",
+    "unpack_shards",
 ]
 
 
@@ -43,6 +47,22 @@ class Message(MessagePart):
     type: str
 
 
+Shards = tuple[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
+"""(holders, slices as (first unit, unit after the last, owners)) of every layer; see `plan.shards`."""
+
+
+def pack_shards(sharding: Sharding) -> Shards:
+    """Write the owners of slices in numbers."""
+    return tuple(
+        (own.holders, tuple((each.start, each.stop, each.owners) for each in own.slices)) for own in sharding.layers
+    )
+
+
+def unpack_shards(shards: Shards) -> Sharding:
+    """Read the output of `pack_shards`."""
+    return Sharding(tuple(LayerShards(holders, tuple(Slice(*each) for each in slices)) for holders, slices in shards))
+
+
 class Transition(MessagePart):
     """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
 
@@ -50,6 +70,11 @@ class Transition(MessagePart):
     keep: tuple[int, ...]  # layers that this worker does not give up before the switch; if none, it begins anew
     moves: tuple[tuple[int, int, int, int, int], ...]
     """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
+    shards: Shards | None = None  # the owners of slices before it; see `StartGeneration.shards`
+
+    def unpack_shards(self) -> Sharding | None:
+        """Return the owners of slices before the transition."""
+        return None if self.shards is None else unpack_shards(self.shards)
 
 
 def pack_operations(records: Records) -> str:

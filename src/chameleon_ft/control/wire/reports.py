@@ -99,6 +99,7 @@ class Quiesced(Message):
     placed: int  # the generation whose placement it has switched to; 0 before the first
     layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
     progress: Progress | None = None  # what it holds of step `committed`; None if it has not begun it
+    gathered: bool = True  # whether it has received the parameters that other owners updated in the last step
 
 
 class Switched(Message):
@@ -204,6 +205,7 @@ class CheckpointSaved(Message):
     generation: int  # of the state; state from before a return to a checkpoint is void
     step: int
     layers: tuple[int, ...]
+    slices: tuple[tuple[int, int, int], ...] = ()  # (layer, first unit, unit after the last) of optimizer state
     copy_s: float = 0.0  # seconds for which the rank's training stood still during the copy
     write_s: float = 0.0  # seconds in which the copy was written to disk, beside training
     error: str | None = None

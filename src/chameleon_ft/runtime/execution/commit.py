@@ -27,6 +27,7 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.device import side_stream
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Contributions, RecentSteps, Repetition
+from chameleon_ft.runtime.execution.gather import ParameterGather
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_state import StepState
@@ -223,6 +224,8 @@ class Committer:
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
         recent: the last steps that it has applied.
         step_s: seconds of the last step that it has run as a whole; None before the first.
+        gather: the exchange after an update, if slices of the optimizer's state have owners.
+        gathered: whether the parameters of slices that others own are those after the last update.
     """
 
     worker: int
@@ -238,6 +241,8 @@ class Committer:
     reduced: bool = False
     last_vote: Vote | None = None
     step_s: float | None = None
+    gather: ParameterGather | None = None
+    gathered: bool = True
 
     def begin(self) -> StepState:
         """Begin step `committed`: there is nothing of it yet."""
@@ -336,7 +341,26 @@ class Committer:
         self.faults.at("optimizer", self.committed)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
         self.buffers.scale(clip / vote.terms)
+        self.gathered = self.gather is None
         return self._applied(vote, grad_norm, self.held.update(self.committed))
+
+    def gather_parameters(self, *, again: bool = False) -> None:
+        """Exchange the parameters that owners have updated. Raises CommunicationError.
+
+        The step is applied, whatever happens here: after a failure, the next generation exchanges them again.
+
+        Args:
+            again: whether other workers may not have finished the last exchange, though this one may have.
+        """
+        if self.gather is None or (self.gathered and not again):
+            return
+        self.activity.begin(f"the exchange of parameters after step {self.committed - 1}")
+        self.faults.at("gather", self.committed - 1)
+        with self.activity.waiting("parameters", for_message=True):
+            self.gather.run(keeps=not self.gathered)
+        if not self.gathered:
+            self.held.derive()
+        self.gathered = True
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:
         self.committed += 1

@@ -12,7 +12,7 @@ holders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,13 +23,10 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import blank_layer, build_layer
 from chameleon_ft.models.precision import cast_layer
 
-__all__ = ["HeldLayer", "LayerState", "Moments"]
+__all__ = ["HeldLayer", "LayerState"]
 
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``."""
-
-Moments = Mapping[Any, Mapping[str, Any]]
-"""The optimizer's state, by updated tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +57,10 @@ class HeldLayer:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     @property
-    def updated(self) -> list[nn.Parameter]:
-        """The tensor that the optimizer updates for each of `parameters`: its master, or itself."""
+    def updated(self) -> dict[str, nn.Parameter]:
+        """The tensor that the optimizer updates for each of `parameters`: its master, or itself; by name."""
         named = self.module.named_parameters()
-        return [self.masters.get(name, parameter) for name, parameter in named if parameter.requires_grad]
+        return {name: self.masters.get(name, parameter) for name, parameter in named if parameter.requires_grad}
 
     @property
     def targets(self) -> LayerState:
@@ -75,13 +72,10 @@ class HeldLayer:
         """The parameters that are rounded from their masters, by name."""
         return {name: self.module.get_parameter(name) for name in self.masters}
 
-    def state(self, moments: Moments) -> LayerState:
-        """The layer's state: its own tensors, which training changes. A forward changes only the buffers."""
-        state = {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.targets.items()}
-        for name, parameter in self.module.named_parameters():
-            for key, value in moments.get(self.masters.get(name, parameter), {}).items():
-                state[f"optimizer/{name}/{key}"] = value
-        return state
+    @property
+    def state(self) -> LayerState:
+        """The state without the optimizer's: its own tensors, of which a forward changes only the buffers."""
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in self.targets.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over the updated tensors and buffers of a state; tensors that are its own are not copied."""
@@ -92,23 +86,21 @@ class HeldLayer:
         if any(not _is_same(value, own.get(name)) for name, value in self._module_state()):
             self.module.load_state_dict(own)  # which rounds
 
-    def moments_of(self, state: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """Yield each updated tensor with its part of the optimizer's state, of those that have any."""
-        for name, parameter in self.module.named_parameters():
-            if found := under(f"optimizer/{name}/", state):
-                yield self.masters.get(name, parameter), found
-
     def pass_gradients_on(self) -> None:
         """Give the masters the gradients of their parameters."""
         for name, master in self.masters.items():
             master.grad = self.module.get_parameter(name).grad
 
+    def drop_passed_gradients(self) -> None:
+        """Release the gradients of masters, which have been updated."""
+        for master in self.masters.values():
+            master.grad = None
+
     def derive(self) -> None:
-        """Round the parameters from their masters, which were updated and need their gradients no longer."""
+        """Round the parameters from their masters."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.module.get_parameter(name).copy_(master)
-                master.grad = None
 
     def _module_state(self) -> Iterable[tuple[str, Any]]:
         return self.module.state_dict().items()

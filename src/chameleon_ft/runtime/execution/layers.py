@@ -17,6 +17,7 @@ from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
+from chameleon_ft.runtime.execution.optimizer import LayerOptimizer, Range
 from chameleon_ft.sync import Segment
 
 __all__ = ["GradientBuffers", "HeldLayers"]
@@ -55,7 +56,7 @@ class HeldLayers:
         self._device = device
         self._layers = {layer: HeldLayer.initial(job, layer, seed=seed, device=device) for layer in sorted(layers)}
         self.arriving: frozenset[int] = frozenset()
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer = LayerOptimizer(job)
         self._renew_optimizer()
 
     @property
@@ -130,28 +131,56 @@ class HeldLayers:
 
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
-        lr = self.learning_rate(step)
-        if self._optimizer is not None:
-            if self._job.learning_rate is not None:
-                for group in self._optimizer.param_groups:
-                    group["lr"] = lr
-            held = [own for layer, own in self._layers.items() if layer not in self.arriving]
-            for own in held:
-                own.pass_gradients_on()
-            self._optimizer.step()
-            for own in held:
-                own.derive()
+        held = [own for layer, own in self._layers.items() if layer not in self.arriving]
+        for own in held:
+            own.pass_gradients_on()
+        lr = self._optimizer.update(step)
+        for own in held:
+            own.drop_passed_gradients()
+        if self._optimizer.owned is None:
+            self.derive()
         return lr
+
+    def derive(self) -> None:
+        """Round parameters from their masters, which are all updated."""
+        for layer in self.layers:
+            self._layers[layer].derive()
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        if self._job.learning_rate is not None:
-            return self._job.learning_rate(step)
-        return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+        return self._optimizer.learning_rate(step)
+
+    def own(
+        self, owned: Mapping[int, Sequence[Range]] | None, received: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Update only these ranges of units from now on (layer -> ranges), or everything if that is None.
+
+        Args:
+            received: layer -> the state of slices that other owners gave, by `state_of_slice`.
+        """
+        if received or owned != self._optimizer.owned:
+            self._optimizer.owned = owned
+            self._renew_optimizer(received)
+
+    def views_of_slice(self, layer: int, units: Range) -> list[Tensor]:
+        """The elements of updated tensors in a range of units of a layer, in place, whoever owns them."""
+        return self._optimizer.vector_of(layer, self._layers[layer].updated).views(units)
+
+    def state_of_slice(self, layer: int, units: Range) -> LayerState:
+        """The optimizer's state of a range of units of a layer, which this rank owns."""
+        return self._optimizer.state_of_slice(layer, self._layers[layer].updated, units)
+
+    def owned_state_of(self, layer: int) -> LayerState:
+        """All slices of optimizer state of a layer that this rank owns."""
+        owned = self._optimizer.owned or {}
+        return {k: v for units in owned.get(layer, ()) for k, v in self.state_of_slice(layer, units).items()}
 
     def state_of(self, layer: int) -> LayerState:
-        """The tensors that move with a layer: its own, so training changes them."""
-        return self._layers[layer].state({} if (optimizer := self._optimizer) is None else optimizer.state)
+        """The tensors that move with a layer: its own, so training changes them.
+
+        Slices of optimizer state have owners of their own, and are not part of it.
+        """
+        return {**self._layers[layer].state, **self._optimizer.state_of(layer)}
 
     def constant_state_of(self, layer: int) -> LayerState:
         """As `state_of`, but constant until the next update: with copies of the buffers."""
@@ -175,38 +204,20 @@ class HeldLayers:
 
     def snapshot(self, layer: int) -> LayerState:
         """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
-        return {
-            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for key, value in self.state_of(layer).items()
-        }
+        return _copied(self.state_of(layer))
+
+    def snapshot_of_slice(self, layer: int, start: int, stop: int) -> LayerState:
+        """Copy the optimizer's state of some units of a layer to host memory."""
+        return _copied(self.state_of_slice(layer, (start, stop)))
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
-        """Take over the state that `state_of` or `snapshot` gave for this layer."""
-        held = self._layers[layer]
-        held.restore(state)
-        if self._optimizer is None:
-            return
-        for updated, own in held.moments_of(state):
-            self._optimizer.state[updated] = {
-                key: value.to(self._optimizer_device(key, updated)) if isinstance(value, Tensor) else value
-                for key, value in own.items()
-            }
+        """Take over the state that `state_of` or `snapshot` gave for this layer, maybe with slices."""
+        self._layers[layer].restore(state)
+        self._optimizer.restore(layer, state)
 
-    def _optimizer_device(self, key: str, parameter: nn.Parameter) -> torch.device:
-        """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
-        assert self._optimizer is not None
-        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        return torch.device("cpu") if on_host else parameter.device
-
-    def _renew_optimizer(self) -> None:
-        """Make an optimizer for the layers that are held now, with the state that the last one kept for them."""
-        before = None if self._optimizer is None else self._optimizer.state
-        updated = [tensor for layer in sorted(self.layers) for tensor in self._layers[layer].updated]
-        optimizer = self._job.optimizer(updated) if updated else None
-        if optimizer is not None and before is not None:
-            optimizer.state.update({tensor: before[tensor] for tensor in updated if tensor in before})
-        self._optimizer = optimizer  # complete: another thread may be reading the state of a layer
+    def _renew_optimizer(self, received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        """Update what is held now, with the state that was kept for it or is received."""
+        self._optimizer.renew({layer: self._layers[layer].updated for layer in sorted(self.layers)}, received)
 
 
 class GradientBuffers:
@@ -349,3 +360,9 @@ def _by_type(parameters: _Parameters) -> list[tuple[torch.dtype, _Parameters]]:
 def _gradient_type(copies: list[nn.Parameter]) -> torch.dtype:
     """Return the element type in which gradients are summed; it may have more bits than that of the parameter."""
     return copies[0].grad_dtype or copies[0].dtype
+
+
+def _copied(state: LayerState) -> LayerState:
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in state.items()
+    }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from chameleon_ft.control.wire.parts import Transition
+from chameleon_ft.plan.shards import SliceMove
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
+from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
@@ -25,6 +27,8 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
 from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator
 
 __all__ = ["StateTransfer", "channels_of_transition"]
+
+_SLICE_TAG: Final = (1 << 29) + 2  # far from those of micro-batches and of layers
 
 
 class _Move(NamedTuple):
@@ -58,6 +62,7 @@ class StateTransfer:
         self.activity = activity
         self.stand_ins = stand_ins
         self.outgoing: dict[int, OutgoingLayer] = {}
+        self._slices: dict[int, LayerState] = {}  # received, by layer
         self._faults = faults
         self._checksums = ThreadPoolExecutor(1, thread_name_prefix="checksums")
 
@@ -78,13 +83,27 @@ class StateTransfer:
             layer.checksums.cancel()
         self.outgoing.clear()
 
-    def carry_out(self, transition: Transition, held: HeldLayers, communicators: Communicators, *, step: int) -> int:
-        """Send and receive layers, and return once all participants have confirmed. Call `begin` first.
+    def take_slices(self) -> dict[int, LayerState]:
+        """Return the slices of optimizer state that have been received since the last call, by layer."""
+        slices, self._slices = self._slices, {}
+        return slices
 
-        Received layers are added to `held`; no layer is dropped.
+    def carry_out(
+        self,
+        transition: Transition,
+        held: HeldLayers,
+        communicators: Communicators,
+        *,
+        step: int,
+        slices: Sequence[SliceMove] = (),
+    ) -> int:
+        """Send and receive layers and slices, and return once all participants have confirmed. Call `begin` first.
+
+        Received layers are added to `held`, and slices are kept for `take_slices`; nothing is dropped.
 
         Args:
             step: the step that comes next.
+            slices: of the optimizer's state, as they move between all participants.
 
         Returns:
             Bytes that all workers together have received.
@@ -93,7 +112,9 @@ class StateTransfer:
             CommunicationError: the generation has ended, or a layer has arrived damaged. No worker has switched because
                 of this one; the coordinator finds out whether any has.
         """
+        self._slices = {}
         received = self._move([_Move(*move) for move in transition.moves], held, communicators, step)
+        received += self._move_slices(slices, held, communicators)
         self.end()
         ballot = torch.tensor([float(received), 1.0], dtype=torch.float64)
         participants = transition.participants
@@ -130,6 +151,42 @@ class StateTransfer:
                 number += 1
         if not rounds:
             self._faults.at("transfer", step)
+        return received
+
+    def _move_slices(self, moves: Sequence[SliceMove], held: HeldLayers, communicators: Communicators) -> int:
+        """Send slices to all other workers, then receive from each; return the bytes received."""
+        self.activity.begin("transfer of slices")
+        outgoing: dict[int, list[SliceMove]] = defaultdict(list)
+        incoming: dict[int, list[SliceMove]] = defaultdict(list)
+        for move in moves:
+            if move.source == self.worker:
+                outgoing[move.destination].append(move)
+            elif move.destination == self.worker:
+                incoming[move.source].append(move)
+        sending = []
+        for peer, own in outgoing.items():
+            states = [held.state_of_slice(move.layer, (move.start, move.stop)) for move in own]
+            slices = [
+                OutgoingLayer(state, tensor_bytes(state), self._checksums.submit(layer_checksums, state, self.device))
+                for state in states
+            ]
+            sending.append(OutgoingLayers(slices, communicators, peer=peer, tag=_SLICE_TAG, device=self.device))
+            for _ in own:
+                sending[-1].start_next()
+        received = 0
+        for peer, own in incoming.items():
+            arriving = IncomingLayers(communicators, peer=peer, tag=_SLICE_TAG, device=self.device)
+            with self.activity.waiting(f"slices of worker {peer}", for_message=True, peer=peer):
+                arriving.describe()
+                for move in own:
+                    arriving.start_next({})
+                    state = arriving.finish_next()
+                    self._slices.setdefault(move.layer, {}).update(state)
+                    received += tensor_bytes(state)
+        with self.activity.waiting("transfer of slices", for_message=True):
+            for each, own in zip(sending, outgoing.values(), strict=True):
+                for _ in own:
+                    each.finish_next()
         return received
 
 

@@ -1,0 +1,149 @@
+"""The owners of slices of the optimizer's state: how they share it, and what moves when holders come or go."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan.shards import UNITS, LayerShards, Sharding, Slice, SliceMove, owned_share, shard_optimizer
+
+SLACK = 64  # units, of rounding: a thousandth of a layer
+
+
+def placement_of(holders: list[set[int]]) -> Placement:
+    """Return a placement of layers with these holders."""
+    ranges: dict[int, list[LayerRange]] = {}
+    for layer, workers in enumerate(holders):
+        for worker in workers:
+            ranges.setdefault(worker, []).append(LayerRange(layer, layer + 1))
+    return Placement(len(holders), {worker: tuple(own) for worker, own in ranges.items()})
+
+
+def on_hosts(workers: int, per_host: int) -> dict[int, str]:
+    return {worker: f"host {worker // per_host}" for worker in range(workers)}
+
+
+def loads(own: LayerShards) -> dict[int, int]:
+    return {holder: sum(stop - start for start, stop in own.owned_by(holder)) for holder in own.holders}
+
+
+Units = npt.NDArray[np.bool_]
+
+
+def owned_units(own: LayerShards, worker: int) -> Units:
+    """Return whether a worker owns each unit of a layer."""
+    found = np.zeros(UNITS, bool)
+    for start, stop in own.owned_by(worker):
+        found[start:stop] = True
+    return found
+
+
+def carried_out(moves: tuple[SliceMove, ...], before: Sharding) -> dict[tuple[int, int], Units]:
+    """Return (worker, layer) -> the units that it has after the moves, whose sources had them before."""
+    found: dict[tuple[int, int], Units] = defaultdict(lambda: np.zeros(UNITS, bool))
+    for layer, own in enumerate(before.layers):
+        for worker in own.holders:
+            found[worker, layer] = owned_units(own, worker)
+    for move in moves:
+        assert owned_units(before.layers[move.layer], move.source)[move.start : move.stop].all()
+        found[move.destination, move.layer][move.start : move.stop] = True
+    return found
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8))
+def test_a_new_layout_shares_equally_and_across_hosts(count: int, redundancy: int, per_host: int) -> None:
+    workers = set(range(count))
+    (own,) = shard_optimizer(placement_of([workers]), on_hosts(count, per_host), redundancy).layers
+    copies = min(redundancy, count)
+    assert {len(set(each.owners)) for each in own.slices} == {copies}
+    assert all(abs(load - copies * UNITS / count) <= SLACK for load in loads(own).values())
+    most_on_a_host = min(per_host, count)
+    if most_on_a_host <= count // copies:  # otherwise it cannot be
+        hosts = on_hosts(count, per_host)
+        assert all(len({hosts[owner] for owner in each.owners}) == copies for each in own.slices)
+
+
+@given(st.data())
+def test_owners_keep_what_they_can_when_holders_change(data: st.DataObject) -> None:
+    total, redundancy = data.draw(st.integers(2, 12)), data.draw(st.integers(1, 3))
+    some = st.sets(st.integers(0, total - 1), min_size=1)
+    hosts = on_hosts(total, data.draw(st.integers(1, 4)))
+    holders = data.draw(st.lists(some, min_size=1, max_size=3))
+    sharding = shard_optimizer(placement_of(holders), hosts, redundancy)
+    for _ in range(3):
+        wanted = [data.draw(some) for _ in holders]
+        after = shard_optimizer(placement_of(wanted), hosts, redundancy, sharding)
+        for own, workers in zip(after.layers, wanted, strict=True):
+            assert set(own.holders) == workers
+            assert {len(set(each.owners)) for each in own.slices} == {min(redundancy, len(workers))}
+        found = carried_out(after.moves_from(sharding), sharding)
+        for layer, own in enumerate(after.layers):
+            for worker in own.holders:
+                assert not (owned_units(own, worker) & ~found[worker, layer]).any()
+        sharding = after
+
+
+@given(st.integers(3, 16), st.integers(2, 3))
+def test_after_a_loss_only_the_lost_share_moves(count: int, redundancy: int) -> None:
+    hosts, workers = on_hosts(count, 1), set(range(count))
+    before = shard_optimizer(placement_of([workers]), hosts, redundancy)
+    left = before.left_to({worker: [0] for worker in workers - {1}})
+    assert left.lost_layers == ()
+    assert left.copies == min(redundancy, count) - 1
+    after = shard_optimizer(placement_of([workers - {1}]), hosts, redundancy, left)
+    moved = sum(move.stop - move.start for move in after.moves_from(left))
+    copies = min(redundancy, count - 1)
+    lacking = sum(max(0, copies - len(each.owners)) * len(each) for each in left.layers[0].slices)
+    assert moved <= lacking + count * SLACK
+    assert max(loads(after.layers[0]).values()) <= copies * UNITS / (count - 1) * 1.4
+    assert shard_optimizer(placement_of([workers - {1}]), hosts, redundancy, after) == after
+
+
+def test_a_newcomer_takes_its_share_and_no_more_moves() -> None:
+    before = shard_optimizer(placement_of([{0, 1, 2}]), on_hosts(4, 1), 2)
+    after = shard_optimizer(placement_of([{0, 1, 2, 3}]), on_hosts(4, 1), 2, before)
+    moves = after.moves_from(before)
+    assert {move.destination for move in moves} == {3}
+    assert sum(move.stop - move.start for move in moves) == pytest.approx(UNITS / 2, abs=SLACK)
+    assert Counter(move.source for move in moves).keys() == {0, 1, 2}
+
+
+def test_without_redundancy_a_loss_leaves_slices_without_owners() -> None:
+    before = shard_optimizer(placement_of([{0, 1, 2}, {3}]), on_hosts(4, 1), 1)
+    left = before.left_to({0: [0], 2: [0], 3: [1]})
+    assert left.lost_layers == (0,)
+    with pytest.raises(PlanError, match="no worker has all of the optimizer's state of layers \\(0,\\)"):
+        left.moves_from(left)
+
+
+def test_the_senders_of_a_layer_send_about_equally() -> None:
+    (own,) = shard_optimizer(placement_of([set(range(8))]), on_hosts(8, 2), 2).layers
+    assert sorted(Counter(own.senders()).values()) == [1] * 8
+    assert all(sender in each.owners for sender, each in zip(own.senders(), own.slices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("slices", "problem"),
+    [
+        ((Slice(0, 5, (0,)),), "without gaps"),
+        ((Slice(5, UNITS, (0,)),), "without gaps"),
+        ((Slice(0, UNITS, (2,)),), "do not hold"),
+    ],
+)
+def test_slices_cover_a_layer_and_belong_to_its_holders(slices: tuple[Slice, ...], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        LayerShards((0, 1), slices)
+    with pytest.raises(PlanError, match="needs 0 <= start < stop"):
+        Slice(5, 5, ())
+
+
+def test_the_share_of_a_holder() -> None:
+    assert owned_share(800, 8, 2) == 200
+    assert owned_share(800, 8, None) == owned_share(800, 2, 3) == 800

@@ -1,0 +1,244 @@
+"""Slices of the optimizer's state in ranks: updates, the exchange after them, transfers, and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job
+from chameleon_ft.optim import adamw
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan.shards import Sharding, shard_optimizer
+from chameleon_ft.runtime.execution.gather import ParameterGather
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.optimizer import ParameterVector
+from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
+from chameleon_ft.runtime.fault_injection import flip_random_bit
+from chameleon_ft.sync import Segment
+from tests.runtime.switchboard import Line, Switchboard
+from tests.runtime.toy import SEED, toy_job
+
+CPU = torch.device("cpu")
+LAYERS = 5
+WHOLE = LayerRange(0, LAYERS)
+
+
+class Block(nn.Module):
+    """Parameters of many sizes, some of them frozen, in two element types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 100)
+        self.scale = nn.Parameter(torch.randn(()))
+        self.fine = nn.Parameter(torch.randn(130, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.down = nn.Linear(100, 24)
+
+
+def block_job() -> Job:
+    """A job with AdamW, which decays matrices and no vectors."""
+    return replace(toy_job(LAYERS), layers=[Block] * LAYERS, optimizer=lambda own: adamw(own, lr=0.1))
+
+
+def sharding(workers: int, redundancy: int, before: Sharding | None = None) -> Sharding:
+    placement = Placement(LAYERS, dict.fromkeys(range(workers), (WHOLE,)))
+    return shard_optimizer(placement, dict.fromkeys(range(workers), "a host"), redundancy, before)
+
+
+def held_layers(job: Job, owned: Sharding | None = None, worker: int = 0) -> HeldLayers:
+    held = HeldLayers(job, range(LAYERS), seed=SEED, device=CPU)
+    if owned is not None:
+        held.own(owned.owned_by(worker))
+    return held
+
+
+def set_gradients(held: HeldLayers, step: int) -> None:
+    random = torch.Generator().manual_seed(step)
+    for parameter in held.parameters(WHOLE):
+        assert parameter.grad is not None
+        parameter.grad.copy_(torch.randn(parameter.shape, generator=random))
+
+
+def weights(held: HeldLayers) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in held.parameters(WHOLE)]
+
+
+def gather(held: Sequence[HeldLayers], owned: Sharding) -> None:
+    """Have workers exchange updated parameters, each in a thread."""
+    board = Switchboard()
+    shards = dict(enumerate(owned.layers))
+    parts = [ParameterGather(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        for done in [threads.submit(part.run) for part in parts]:
+            done.result(timeout=30)
+
+
+def trained(
+    job: Job, owned: Sharding, workers: int, steps: range, held: list[HeldLayers] | None = None
+) -> list[HeldLayers]:
+    held = held or [held_layers(job, owned, worker) for worker in range(workers)]
+    for each in held:
+        GradientBuffers(each, [Segment(WHOLE, tuple(range(workers)))])
+    for step in steps:
+        for each in held:
+            set_gradients(each, step)
+            each.update(step)
+        gather(held, owned)
+    return held
+
+
+def plain(job: Job, steps: int) -> HeldLayers:
+    held = held_layers(job)
+    GradientBuffers(held, [Segment(WHOLE, (0,))])
+    for step in range(steps):
+        set_gradients(held, step)
+        held.update(step)
+    return held
+
+
+JOBS: list[Callable[[], Job]] = [block_job, lambda: toy_job(LAYERS), lambda: toy_job(LAYERS, tied=True)]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["block", "toy", "tied"])
+@pytest.mark.parametrize(("workers", "redundancy"), [(2, 1), (3, 1), (4, 2), (5, 3), (2, 5)])
+def test_parameters_are_bit_equal_to_those_without_slices(
+    job: Callable[[], Job], workers: int, redundancy: int
+) -> None:
+    made = job()
+    expected = weights(plain(made, 4))
+    for held in trained(made, sharding(workers, redundancy), workers, range(4)):
+        for one, other in zip(weights(held), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_each_owner_keeps_its_share_of_the_state() -> None:
+    job = block_job()
+    whole = state_numbers(plain(job, 1), None)
+    for workers, redundancy in ((3, 1), (4, 2)):
+        owned = sharding(workers, redundancy)
+        held = trained(job, owned, workers, range(1))
+        shares = [state_numbers(each, owned.owned_by(worker)) for worker, each in enumerate(held)]
+        assert sum(shares) == redundancy * whole
+        # To cut at whole cache lines costs a little balance in layers as small as these.
+        assert max(shares) <= 1.1 * whole * redundancy / workers
+
+
+def state_numbers(held: HeldLayers, owned: Mapping[int, Sequence[tuple[int, int]]] | None) -> int:
+    """Count the numbers that the optimizer keeps for elements of parameters."""
+    states = [held.state_of(layer) for layer in range(LAYERS)] + [
+        held.state_of_slice(layer, units) for layer, ranges in (owned or {}).items() for units in ranges
+    ]
+    tensors = (
+        value for state in states for key, value in state.items() if key.startswith("optimizer/") and value.ndim > 0
+    )
+    return sum(each.numel() for each in tensors)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["block", "toy", "tied"])
+def test_owners_change_between_updates(job: Callable[[], Job]) -> None:
+    made, workers = job(), 4
+    owned = sharding(workers, 2)
+    held = trained(made, owned, workers, range(3))
+    survivors = {worker: range(LAYERS) for worker in (0, 1, 3)}
+    left = owned.left_to(survivors)
+    placement = Placement(LAYERS, dict.fromkeys(survivors, (WHOLE,)))
+    after = shard_optimizer(placement, dict.fromkeys(range(workers), "a host"), 2, left)
+    received: dict[int, dict[int, dict[str, object]]] = {worker: {} for worker in survivors}
+    for move in after.moves_from(left):
+        state = held[move.source].state_of_slice(move.layer, (move.start, move.stop))
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        received[move.destination].setdefault(move.layer, {}).update(copied)
+    for worker in survivors:
+        held[worker].own(after.owned_by(worker), received[worker])
+    expected = plain(made, 3)
+    set_gradients(expected, 3)
+    expected.update(3)
+    for worker in survivors:
+        set_gradients(held[worker], 3)
+        held[worker].update(3)
+        owns = after.owned_by(worker)
+        for layer in range(LAYERS):
+            for units in owns.get(layer, ()):
+                pairs = zip(
+                    held[worker].views_of_slice(layer, units), expected.views_of_slice(layer, units), strict=True
+                )
+                assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=5), st.sets(st.integers(1, (1 << 16) - 1), max_size=6))
+def test_slices_neither_overlap_nor_leave_gaps(sizes: list[int], cuts: set[int]) -> None:
+    parameters = {f"p{number}": nn.Parameter(torch.zeros(size)) for number, size in enumerate(sizes)}
+    vector = ParameterVector(parameters)
+    ends = [0, *sorted(cuts), 1 << 16]
+    for start, stop in pairwise(ends):
+        for view in vector.views((start, stop)):
+            view += 1
+        # Each piece begins where vectorized code begins.
+        assert all(first % 64 == 0 for _, first, _ in vector.pieces((start, stop)))
+    assert all(bool((parameter == 1).all()) for parameter in parameters.values())
+
+
+def test_state_is_restored_in_other_slices() -> None:
+    job, owned = block_job(), sharding(3, 1)
+    held = trained(job, owned, 3, range(2))
+    states: dict[int, dict[str, object]] = {layer: dict(held[0].snapshot(layer)) for layer in range(LAYERS)}
+    for layer, own in enumerate(owned.layers):
+        for each, sender in zip(own.slices, own.senders(), strict=True):
+            states[layer] |= held[sender].snapshot_of_slice(layer, each.start, each.stop)
+    for other in (None, sharding(4, 2), sharding(5, 1)):
+        found = held_layers(job, other, 1)
+        for layer, state in states.items():
+            found.restore(layer, copy.deepcopy(state))  # whose tensors may be kept
+        GradientBuffers(found, [Segment(WHOLE, (0, 1))])
+        set_gradients(found, 2)
+        found.update(2)
+        expected = plain(job, 3)
+        for layer in range(LAYERS):
+            for units in [(0, 1 << 16)] if other is None else other.layers[layer].owned_by(1):
+                pairs = zip(found.views_of_slice(layer, units), expected.views_of_slice(layer, units), strict=True)
+                assert all(torch.equal(one, each) for one, each in pairs)
+
+
+def test_a_flipped_bit_in_a_slice_shows() -> None:
+    owned = sharding(3, 2)
+    held = trained(block_job(), owned, 3, range(2))
+    segments = [Segment(WHOLE, (0, 1, 2))]
+    with ExitStack() as stack:
+        checks = [
+            stack.enter_context(StateCheck(worker, each, segments, device=CPU, sharding=owned))
+            for worker, each in enumerate(held)
+        ]
+
+        def compared() -> bool:
+            for check in checks:
+                check.begin()
+            sums = [sum(each) for each in zip(*(check.ballot() for check in checks), strict=True)]
+            return all(check.compare(sums) for check in checks)
+
+        assert compared()
+        flipped = flip_random_bit({2: held[1].owned_state_of(2)})
+        assert "of layer 2" in flipped
+        with pytest.raises(StateDiffersError) as error:
+            compared()
+        ((layer, checksums),) = error.value.checksums.items()
+        assert (layer, len(checksums)) == (2, 2)
+        assert 1 in checksums
+
+
+def test_a_state_that_is_not_of_elements_cannot_be_divided() -> None:
+    job, owned = block_job(), sharding(2, 1)
+    held = held_layers(job, owned)
+    state = {**held.snapshot(0), "optimizer/up.weight/rows": torch.zeros(100)}
+    with pytest.raises(ConfigError, match=r"keeps 'rows' of shape \(100,\) .* set parallel.optimizer_redundancy"):
+        held.restore(0, state)
