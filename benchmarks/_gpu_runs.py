@@ -17,7 +17,17 @@ from benchmarks._common import ROOT, Bar, child, worker_environment, write_confi
 from benchmarks._gpu_parts import Result, Subject, config_of
 from benchmarks._live_run import Tail
 from benchmarks._neighbours import progress
-from chameleon_ft.config import Batch, Checkpoint, Failure, Parallel, PolicyName, Recovery, Timelines, TrainConfig
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    Failure,
+    Optimizer,
+    Parallel,
+    PolicyName,
+    Recovery,
+    Timelines,
+    TrainConfig,
+)
 from chameleon_ft.control.requests import drain
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.observe import RunDirectory, read_generation_plans
@@ -144,6 +154,8 @@ def _config(subject: Subject, *, policy: PolicyName, **changes: Any) -> TrainCon
         "steps": subject.size.steps,
         "checkpoint": Checkpoint(every=0),
         "recovery": Recovery(policy=policy),
+        # Steps at which the loss jumps would make much of the last digits.
+        "optimizer": Optimizer(lr=3e-4, min_lr=3e-5),
         **changes,
     }
     return config_of(subject, subject.size.run_model, **fields).model_copy(update={"threads": 1})

@@ -16,7 +16,7 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.profiles import profile_of_run, read_profile
 from chameleon_ft.runtime.inspection import inspect_job
-from chameleon_ft.runtime.profiling import layers, profile
+from chameleon_ft.runtime.profiling import profile
 from chameleon_ft.runtime.profiling.exchange import MeasuredLinks
 
 TINY = LlamaConfig(dim=16, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8)
@@ -74,7 +74,6 @@ def test_a_limit_that_is_missed_is_told_from_one_that_is_reached(
 def test_the_profile_of_one_block_stands_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     links = MeasuredLinks(Link(1e-5, 1e9), ())
     monkeypatch.setattr(profile, "measure_local_links", lambda *_, **__: links)
-    monkeypatch.setattr(layers, "operation_overhead_s", lambda *_, **__: 0.0)  # not so on a busy machine, if run once
     own = subject(tmp_path, models={"tiny": TINY}, repeats=1)
 
     found = _gpu_parts.profiles(own)

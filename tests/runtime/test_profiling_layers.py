@@ -225,6 +225,15 @@ def test_a_model_of_few_layers_has_nothing_to_be_compared_with(layers: int) -> N
     assert operation_overhead_s(on_device(toy_job(layers), samples=2), repeats=2) == 0.0
 
 
+def test_no_operation_takes_less_than_its_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the difference of two times may be larger than either."""
+    monkeypatch.setattr("chameleon_ft.runtime.profiling.layers.operation_overhead_s", lambda *_, **__: 1e3)
+    found = measure_layers(on_device(toy_job(3), samples=2), repeats=1, progress=lambda text: None)
+    least_s = min(min(each.forward.median_s, each.backward.median_s) for each in found.times)
+    assert found.operation_overhead_s == least_s
+    assert any(cost.forward_s > 0 or cost.fused_backward_s for cost in found.costs)
+
+
 def test_what_every_hop_costs_beside_its_layers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fused_s(hop: Hop) -> tuple[float, float]:
         layers = len(hop.layers)

@@ -33,25 +33,30 @@ def measure_layers(model: ModelOnDevice, *, repeats: int, progress: Callable[[st
     """Measure every layer alone, never more than a few on the device at a time."""
     progress("fixed cost of an operation")
     overhead_s = operation_overhead_s(model, repeats=repeats)
-    costs: list[LayerCost] = []
+    sizes: list[LayerCost] = []
     times: list[LayerTimes] = []
     for layer in range(model.num_layers):
         progress(f"layer {layer + 1} of {model.num_layers}")
         resident = ResidentLayers(model, LayerRange(layer, layer + 1))
         sized = sized_layer(resident)
-        measured = _times(resident, repeats, selective=sized.selective_bytes is not None)
-        times.append(measured)
-        costs.append(
-            replace(
-                sized,
-                forward_s=max(0.0, measured.forward.median_s - overhead_s),
-                input_grad_s=max(0.0, measured.input_grad.median_s - overhead_s),
-                weight_grad_s=max(0.0, measured.weight_grad.median_s - overhead_s),
-                fused_backward_s=max(0.0, measured.backward.median_s - overhead_s),
-                selective_s=0.0 if measured.selective is None else measured.selective.median_s,
-            )
-        )
-    return MeasuredLayers(tuple(costs), tuple(times), overhead_s)
+        sizes.append(sized)
+        times.append(_times(resident, repeats, selective=sized.selective_bytes is not None))
+    # No operation takes less than its fixed part, but on a busy machine a difference of times may say so.
+    overhead_s = min(overhead_s, *(min(each.forward.median_s, each.backward.median_s) for each in times))
+    costs = tuple(_timed(*each, overhead_s) for each in zip(sizes, times, strict=True))
+    return MeasuredLayers(costs, tuple(times), overhead_s)
+
+
+def _timed(sized: LayerCost, measured: LayerTimes, overhead_s: float) -> LayerCost:
+    """Return the layer with its seconds beside the fixed ones of an operation."""
+    return replace(
+        sized,
+        forward_s=max(0.0, measured.forward.median_s - overhead_s),
+        input_grad_s=max(0.0, measured.input_grad.median_s - overhead_s),
+        weight_grad_s=max(0.0, measured.weight_grad.median_s - overhead_s),
+        fused_backward_s=max(0.0, measured.backward.median_s - overhead_s),
+        selective_s=0.0 if measured.selective is None else measured.selective.median_s,
+    )
 
 
 def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
