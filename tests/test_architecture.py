@@ -397,6 +397,7 @@ SURFACE = {
     "presets": [
         "DEVICES",
         "MODELS",
+        "PRECISIONS",
         "STATE_POLICIES",
         "Attention",
         "Bias",

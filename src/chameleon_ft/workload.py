@@ -31,7 +31,8 @@ class LayerCost:
         optimizer_bytes: bytes of optimizer state, including master copies of the parameters.
         working_bytes: peak of the additional bytes while one of the layer's operations runs.
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
-        unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates.
+        unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates,
+            and parameters that it rounds from their masters.
         selective_bytes: the part of `activation_bytes` that selective recomputation keeps; None if it is not possible.
         selective_s: additional seconds of the backward with selective recomputation.
 
@@ -62,6 +63,11 @@ class LayerCost:
         for field, unit in _UNITS.items():
             if (value := getattr(self, field)) is not None:
                 _check_amount(value, f"{field} of layer {self.name!r}", unit)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a holder keeps throughout a step: parameters, gradients and optimizer state."""
+        return self.param_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def backward_s(self) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
+from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.plan_case import PlanArguments, plan_cases
 from chameleon_ft.estimate import estimate_step, paper, pipeline_times
 from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
@@ -187,6 +189,17 @@ def test_a_llama_of_a_configuration_can_be_derived_for_a_device(capsys: pytest.C
     assert found["profile"] == "derived"
 
 
+def test_the_precision_of_a_run_says_what_is_held() -> None:
+    config = ROOT / "examples" / "quickstart.toml"
+    for given in ((config, "--device", "a100-80g"), PRESET):
+        cases = [
+            plan_cases(parse_arguments(PlanArguments, [*map(str, given), *precision], command="plan"))[0]
+            for precision in (["--precision", "fp32"], ["--precision", "bf16"])
+        ]
+        full, half = ([layer.held_bytes for layer in case.costs.workload.layers] for case in cases)
+        assert [18 * each for each in full] == [16 * each for each in half]
+
+
 def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     shape = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 6}
@@ -244,6 +257,8 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
             (*PRESET, "--global-batch-size", "8", "--micro-batch-size", "auto", "--planner", "paper"),
             "--planner paper: a micro-batch size is chosen for a layout",
         ),
+        ((*PRESET, "--precision", "bf16", "--state", "bf16"), "--precision bf16: --state bf16 says this already"),
+        ((*PRESET, "--precision", "fp16"), "--precision fp16: should be one of fp32, bf16"),
         (("--state", "bf16", "--dp", "1", "--pp", "1"), "--state bf16: is for a published --model; name one"),
         (
             (ROOT / "examples" / "quickstart.toml", "--device", "h100", "--state", "bf16"),

@@ -10,11 +10,12 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.estimate import estimate_step, state_bytes
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import (
     DEVICES,
     MODELS,
+    PRECISIONS,
     STATE_POLICIES,
     Attention,
     Device,
@@ -129,8 +130,18 @@ def test_state_bytes_follow_the_policy(policy: str, per_param: int) -> None:
         shape, device("a100-80g"), micro_batch_size=1, micro_batches=1, state=state_policy(policy)
     )
 
-    held = sum(layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in workload.layers)
-    assert held == per_param * shape.num_params
+    assert sum(layer.held_bytes for layer in workload.layers) == per_param * shape.num_params
+
+
+def test_of_a_run_in_bf16_masters_and_moments_move_and_messages_have_half_the_bytes() -> None:
+    shape, rates = model_shape("llama3-8b"), device("a100-80g")
+    full, half = (
+        derive_workload(shape, rates, micro_batch_size=1, micro_batches=1, state=state_policy(PRECISIONS[name]))
+        for name in ("fp32", "bf16")
+    )
+    for workload in (full, half):
+        assert sum(map(state_bytes, workload.layers)) == 12 * shape.num_params
+    assert [layer.output_bytes for layer in full.layers] == [2 * layer.output_bytes for layer in half.layers]
 
 
 def test_tensor_parallelism_divides_bytes_and_work_and_adds_messages() -> None:

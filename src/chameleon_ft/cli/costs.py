@@ -20,6 +20,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.presets import (
     DEVICES,
     MODELS,
+    PRECISIONS,
     STATE_POLICIES,
     Execution,
     ModelShape,
@@ -79,6 +80,13 @@ class PresetArguments:
             f"Types of parameters, gradients and optimizer state, with --model; {_STATE} if not given.",
         ),
     ] = None
+    precision: Annotated[
+        OptionalStr,
+        metavar(
+            "{" + ",".join(PRECISIONS) + "}",
+            f"With --model, instead of --state: as a run of this precision has them, {PRECISIONS['bf16']} for bf16.",
+        ),
+    ] = None
     recompute: Annotated[OptionalStr, metavar("{" + ",".join(Recompute) + "}")] = None
     """Activations that every worker recomputes to save memory, with --model; none if not given."""
 
@@ -120,12 +128,17 @@ class PresetArguments:
             raise ConfigError(f"--model {self.model}: needs the --device that it runs on, such as h100-80g")
         if self.recompute not in (None, *Recompute):
             raise ConfigError(f"--recompute {self.recompute}: should be one of {', '.join(Recompute)}")
+        if self.precision is not None and self.state is not None:
+            raise ConfigError(f"--precision {self.precision}: --state {self.state} says this already; leave one out")
+        if self.precision not in (None, *PRECISIONS):
+            raise ConfigError(f"--precision {self.precision}: should be one of {', '.join(PRECISIONS)}")
+        state = PRECISIONS[self.precision] if self.precision else self.state or _STATE
         return derived_profile(
             shape,
             device(self.device),
             micro_batch_size=self.size or 1,
             execution=Execution(recompute=Recompute(self.recompute or Recompute.NONE)),
-            state=state_policy(self.state or _STATE),
+            state=state_policy(state),
         )
 
     def refuse(self, reason: str, *, but: Collection[str] = ()) -> None:

@@ -23,7 +23,7 @@ from chameleon_ft.cli.starting import read_config_values
 from chameleon_ft.config import Batch, Parallel, RunConfig, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.presets import ModelShape, device, state_policy
+from chameleon_ft.presets import PRECISIONS, ModelShape, device, state_policy
 from chameleon_ft.profiles import Profile, derived_profile, profile_of_run, read_profile
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
@@ -173,7 +173,9 @@ def _sections(given: PlanArguments, batch: _Batch) -> dict[str, dict[str, Any]]:
 
 
 def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase:
-    given.preset.refuse(f"{path} says what is trained; leave one of them out", but=("device", "micro_batch_size"))
+    given.preset.refuse(
+        f"{path} says what is trained; leave one of them out", but=("device", "micro_batch_size", "precision")
+    )
     values = read_config_values(path)
     for name, section in _sections(given, batch).items():
         values[name] = {**values.get(name, {}), **section}
@@ -181,6 +183,8 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
         own = values["parallel"]
         values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
     values.pop("failures", None)  # they are for a run
+    if given.preset.precision is not None:
+        values["precision"] = given.preset.precision
     if batch.profile is not None:
         values["profile"] = str(batch.profile)
     config = parse_config(config_type(values), values, source=str(path))
@@ -264,7 +268,8 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
             dropout=model.dropout > 0,
         )
         size = config.batch.micro_batch_size
-        return derived_profile(shape, device(device_name), micro_batch_size=size, state=state_policy("fp32"))
+        state = state_policy(PRECISIONS[config.precision])
+        return derived_profile(shape, device(device_name), micro_batch_size=size, state=state)
     if config.profile is None:
         return measured_or_cached(config, path)
     profile = profile_of_run(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from chameleon_ft.presets.derive import TokenWork, derive_workload, layer_work
 from chameleon_ft.presets.devices import DEVICES, Device, device
 from chameleon_ft.presets.execution import (
+    PRECISIONS,
     STATE_POLICIES,
     Attention,
     DType,
@@ -19,6 +20,7 @@ from chameleon_ft.presets.shape import Bias, FeedForward, ModelShape, Norm
 __all__ = [
     "DEVICES",
     "MODELS",
+    "PRECISIONS",
     "STATE_POLICIES",
     "Attention",
     "Bias",

@@ -68,6 +68,7 @@ def derive_workload(
             weight_grad_s=seconds(work.weight_grad_flops, work.weight_grad_traffic),
             selective_s=seconds(work.selective_flops, work.selective_traffic),
             param_bytes=own_params * element_bytes,
+            unmoved_bytes=own_params * element_bytes if state.are_rounded else 0,
             gradient_bytes=own_params * state.gradients.num_bytes,
             optimizer_bytes=own_params * state.optimizer_bytes,
             **num_bytes,

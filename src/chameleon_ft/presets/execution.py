@@ -12,7 +12,16 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.shape import ModelShape
 
-__all__ = ["STATE_POLICIES", "Attention", "DType", "Execution", "Recompute", "StatePolicy", "state_policy"]
+__all__ = [
+    "PRECISIONS",
+    "STATE_POLICIES",
+    "Attention",
+    "DType",
+    "Execution",
+    "Recompute",
+    "StatePolicy",
+    "state_policy",
+]
 
 
 class Attention(StrEnum):
@@ -99,6 +108,7 @@ class StatePolicy:
         parameters: type of the parameters, and of everything computed with them.
         gradients: type in which gradients are summed over micro-batches and workers.
         optimizer_bytes: bytes of the optimizer for each parameter: its moments, and a master copy if it keeps one.
+        are_rounded: whether a worker rounds the parameters of a layer from their masters instead of receiving them.
 
     Raises:
         ConfigError: negative optimizer bytes.
@@ -108,20 +118,29 @@ class StatePolicy:
     parameters: DType
     gradients: DType
     optimizer_bytes: int
+    are_rounded: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer_bytes < 0:
             raise ConfigError(f"optimizer_bytes of {self.name!r} must not be negative; got {self.optimizer_bytes}")
 
 
+_BF16: Final = "bf16-master-fp32-gradients"
+
 STATE_POLICIES: Final[Mapping[str, StatePolicy]] = FrozenMap(
     {
-        name: StatePolicy(name=name, parameters=parameters, gradients=gradients, optimizer_bytes=optimizer_bytes)
+        name: StatePolicy(
+            name=name,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer_bytes=optimizer_bytes,
+            are_rounded=name == _BF16,
+        )
         for name, parameters, gradients, optimizer_bytes in (
             # 2 + 2 + (4 master + 4 + 4 moments) = 16 bytes: Rajbhandari et al., "ZeRO", 2020, section 3.1.
             ("bf16-master", DType.BF16, DType.BF16, 12),
-            # As above with gradients summed in fp32: 18 bytes.
-            ("bf16-master-fp32-gradients", DType.BF16, DType.FP32, 12),
+            # As above with gradients summed in fp32: 18 bytes, as a run in bf16 has them.
+            (_BF16, DType.BF16, DType.FP32, 12),
             # PyTorch's AdamW for parameters in bf16: both moments in their type, no master copy.
             ("bf16", DType.BF16, DType.BF16, 4),
             ("fp32", DType.FP32, DType.FP32, 8),
@@ -129,6 +148,9 @@ STATE_POLICIES: Final[Mapping[str, StatePolicy]] = FrozenMap(
     }
 )
 """Policies for Adam by name."""
+
+PRECISIONS: Final[Mapping[str, str]] = FrozenMap({"fp32": "fp32", "bf16": _BF16})
+"""The policy of a run by its precision."""
 
 
 def state_policy(name: str) -> StatePolicy:

@@ -372,13 +372,13 @@ def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> 
     if transfer is None:
         return {}
     layers, cluster = context.costs.workload.layers, context.costs.cluster
-    state = list(accumulate(map(state_bytes, layers), initial=0))
-    gradients = list(accumulate((layer.gradient_bytes for layer in layers), initial=0))
+    held_bytes = list(accumulate((layer.held_bytes for layer in layers), initial=0))
+    without_gradients = list(accumulate((layer.held_bytes - layer.gradient_bytes for layer in layers), initial=0))
     missing: dict[int, float] = {}
     for worker, ranges in transfer.placement.ranges.items():
         had = context.placement.ranges_of(worker)
-        if received := missing_between(had, ranges, state):
-            held = sum(each[own.stop] - each[own.start] for own in had for each in (state, gradients))
+        if received := missing_between(had, ranges, without_gradients):
+            held = sum(held_bytes[own.stop] - held_bytes[own.start] for own in had)
             if (short := held + received - _capacity(cluster, worker)) > 0:
                 missing[worker] = short
     return missing

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
-from chameleon_ft.estimate import peak_bytes_of, state_bytes, workload_memory
+from chameleon_ft.estimate import peak_bytes_of, workload_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.scoring import CourseDraft, drafted, lean_draft
@@ -167,7 +167,7 @@ def _kept(holding: _Layers, wanted: _Layers, costs: CostModel, *, copies: int) -
     kept = {worker: set(own) for worker, own in holding.items()}
     holders = Counter(layer for own in holding.values() for layer in own)
     final = Counter(layer for own in wanted.values() for layer in own)
-    num_bytes = [state_bytes(layer) + layer.gradient_bytes for layer in costs.workload.layers]
+    num_bytes = [layer.held_bytes for layer in costs.workload.layers]
     lacks = {worker: sum(num_bytes[each] for each in wanted.get(worker, set()) - own) for worker, own in kept.items()}
     for worker in sorted(kept, key=lambda worker: (-lacks[worker], worker)):
         for layer in sorted(kept[worker] - wanted.get(worker, set()), key=lambda layer: (-holders[layer], layer)):

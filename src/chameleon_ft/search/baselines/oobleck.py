@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import SUM_ROUNDING, counted
 from chameleon_ft.schedule import CostModel
@@ -248,7 +247,7 @@ def pipeline_templates(
         return found
     # Between two steps a node holds its stage with gradients, and receives the state of another such stage.
     layers = costs.workload.layers
-    held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
+    held = list(accumulate((2 * layer.held_bytes - layer.gradient_bytes for layer in layers), initial=0))
 
     def has_room(template: PipelineTemplate) -> bool:
         stages = pairwise((0, *template.cut_points))

@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
@@ -91,7 +90,7 @@ class OneFOneBMemory:
         self.recompute = recompute
         self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
         layers = (workload.recomputed() if recompute else workload).layers
-        self._state_bytes = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
+        self._state_bytes = list(accumulate((layer.held_bytes for layer in layers), initial=0))
         self._activation_bytes = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
 
     def fits_without_messages(self, start: int, stop: int, *, in_flight: int) -> bool:

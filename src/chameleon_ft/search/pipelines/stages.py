@@ -221,7 +221,7 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
     layers = workload.layers
     outputs = [layer.output_bytes for layer in layers]
     return LayerBytes(
-        state=np.array([layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]),
+        state=np.array([layer.held_bytes for layer in layers]),
         sample=np.array([layer.sample_bytes for layer in layers]),
         activation=np.array([layer.activation_bytes for layer in layers]),
         boundary=np.array([0, *outputs[:-1]]),

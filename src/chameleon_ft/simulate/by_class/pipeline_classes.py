@@ -110,8 +110,7 @@ class Pipelines:
         self._redundant = redundant
         self._layer_s = [layer.forward_s + layer.backward_s for layer in workload.layers]
         # Sums over the first n layers, for each n.
-        gradient_bytes = (layer.gradient_bytes for layer in workload.layers)
-        self._held = list(accumulate(map(sum, zip(self.state_bytes, gradient_bytes, strict=True)), initial=0))
+        self._held = list(accumulate((layer.held_bytes for layer in workload.layers), initial=0))
         activations = {
             Recompute.NONE: [layer.activation_bytes for layer in workload.layers],
             Recompute.SELECTIVE: workload.selective_bytes,
