@@ -316,10 +316,10 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
             is_head = plan.placement.holds(worker, LayerRange(job.num_layers - 1, job.num_layers))
             # More also for selective recomputation: all that a layer makes again is taken to be there at once.
             selective = any(own.num_selective for own in plan.recompute.values())
-            most = 1.12 if selective or (is_head and not plan.split_backward) else 1.1
+            least, most = 0.99, 1.12 if selective or (is_head and not plan.split_backward) else 1.1
             if selective and job.precision.is_lower:
-                most = 1.25  # the float32 tensors of norms are among it
-            assert 0.99 * held <= predicted[worker].peak_bytes <= most * held, how
+                least, most = 0.97, 1.25  # the float32 tensors of norms are among it
+            assert least * held <= predicted[worker].peak_bytes <= most * held, how
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])

@@ -1,0 +1,237 @@
+"""The state that a rank trains, from generation to generation: its layers, and the steps applied to them."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.wire.messages import Quiesced, StartGeneration, Switched
+from chameleon_ft.errors import ControlError
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.runtime.activity import SlowIOReporter
+from chameleon_ft.runtime.checkpoint import read_layer
+from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.execution.bad_steps import RecentSteps
+from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.gather import ParameterGather
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
+from chameleon_ft.runtime.generation import Generation
+from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
+from chameleon_ft.runtime.state_transfer.transfer import StateTransfer
+
+__all__ = ["RankState"]
+
+
+@dataclass(kw_only=True)
+class RankState:
+    """The layers of a rank and their committer, brought to the state in which a generation begins.
+
+    Attributes:
+        is_emulated: whether the layers are the stand-ins of an emulated device.
+        held: the layers; None while there is no state that counts.
+        committer: None as long as the rank takes part in no generation.
+        placed: the generation whose placement it has switched to.
+        allocator: of layers that will arrive.
+        transfer: moves layers while no rank trains.
+        slow_io: reports reads and writes of layers that take long.
+    """
+
+    worker: int
+    config: RunConfig
+    run: RunDirectory
+    job: Job
+    boundaries: tuple[BoundarySpec, ...]
+    device: torch.device
+    is_emulated: bool
+    client: ControlClient
+    faults: FaultInjector
+    held: HeldLayers | None = None
+    committer: Committer | None = None
+    placed: int = 0
+    allocator: LayerAllocator = field(init=False)
+    transfer: StateTransfer = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The stand-ins of an emulated device are too small to be worth preallocating.
+        self.allocator = LayerAllocator(self.job, seed=self.config.seed, device=self.device, ahead=not self.is_emulated)
+        self.transfer = StateTransfer(
+            self.worker,
+            self.device,
+            allocator=self.allocator,
+            activity=self.client.activity,
+            faults=self.faults,
+            stand_ins=self.is_emulated,
+        )
+        self.slow_io = SlowIOReporter(self.client.activity, self.client.send)
+        self.faults.corrupt, self.faults.spoil = self._corrupt, self._spoil
+
+    def drop(self) -> None:
+        """Release all layers."""
+        self.held = self.committer = None
+
+    def report(self, generation: int) -> Quiesced:
+        """Return the state after `generation`, from which another one may begin."""
+        committer = self.committer
+        return Quiesced(
+            generation=generation,
+            committed=0 if committer is None else committer.committed,
+            reduced=committer is not None and committer.reduced,
+            last_vote=None if committer is None else committer.last_vote,
+            placed=self.placed,
+            layers=() if self.held is None else tuple(sorted(self.held.layers)),
+            progress=None if committer is None else committer.progress(),
+            gathered=committer is None or committer.gathered,
+        )
+
+    def prepare(self, generation: Generation) -> None:
+        """Bring the held state to the beginning of the first step, or of a transition to it.
+
+        Raises CheckpointError if the layers cannot be read from the checkpoint that it begins with.
+        """
+        order, transition = generation.order, generation.order.transition
+        if order.rest is None and self.committer is not None:
+            self.committer.state = None  # before anything else takes memory
+        if transition is None and not generation.is_open:
+            self.allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
+        begins_anew = not (generation.layers if transition is None else transition.keep)
+        if order.load != "keep":
+            self._load(generation)
+        elif begins_anew:
+            self.held = self.committer = None  # what it may hold is outdated
+        else:
+            self._catch_up(order)
+        if transition is None:
+            self._switch(generation)
+            return
+        # Hold until the switch only the layers that the transition keeps, and no gradients.
+        if self.held is None:
+            self.held = self._new_layers((), generation)
+        self.held.keep_only(transition.keep)
+        gathered = self.committer is None or self.committer.gathered
+        self.committer = self._new_committer(self.held, order)
+        self.committer.gathered = gathered
+        self.held.drop_gradients()
+        if not order.gather:
+            self.transfer.begin(transition, self.held)
+
+    def _load(self, generation: Generation) -> None:
+        """Load fresh weights or a checkpoint. Raises CheckpointError."""
+        order, needed = generation.order, generation.layers
+        self.held = self.committer = None  # before the new state takes memory
+        with self.slow_io.waiting("loading layers", order.generation):
+            if order.load == "initial":
+                self.held = self._new_layers(needed, generation)
+                return
+            assert isinstance(order.load, int)
+            self.held = self._new_layers((), generation)
+            for layer in sorted(needed):
+                self.held.take_in(layer, read_layer(self.run.checkpoints, order.load, layer))
+
+    def _catch_up(self, order: StartGeneration) -> None:
+        """Apply the step before `order.first_step`, if this rank has not, from the gradient of its old placement."""
+        committer = self.committer
+        if committer is None or committer.committed >= order.first_step:
+            return
+        if order.roll_forward is None or not committer.reduced or committer.committed + 1 < order.first_step:
+            raise ControlError(
+                f"worker {self.worker} has applied {committer.committed} steps and cannot go on with "
+                f"step {order.first_step}"
+            )
+        committer.apply(order.roll_forward)
+
+    def gather_again(self, generation: Generation) -> None:
+        """Exchange updated parameters before anything else uses them, if a failure may have cut that short."""
+        order, sharding = generation.order, generation.former_sharding
+        if not order.gather or sharding is None:
+            return
+        assert self.held is not None
+        assert self.committer is not None
+        self.committer.gather = self.new_gather(sharding, generation)
+        self.committer.gather_parameters(again=True)
+        if order.transition is not None:
+            self.transfer.begin(order.transition, self.held)
+
+    def new_gather(self, sharding: Sharding, generation: Generation) -> ParameterGather:
+        assert self.held is not None
+        shards = {layer: sharding.layers[layer] for layer in self.held.layers}
+        return ParameterGather(self.worker, self.held, shards, generation.communicators)
+
+    def carry_out_transition(self, generation: Generation) -> None:
+        """Send and receive layers while no rank trains, and switch to the new placement."""
+        order, transition = generation.order, generation.order.transition
+        assert self.held is not None
+        assert transition is not None
+        start = time.perf_counter()
+        moves = generation.slice_moves
+        moved_bytes = self.transfer.carry_out(
+            transition, self.held, generation.communicators, step=order.first_step, slices=moves
+        )
+        transfer_s = time.perf_counter() - start
+        self.faults.at("switch", order.first_step)
+        self.client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
+        self._switch(generation)
+
+    def _switch(self, generation: Generation) -> None:
+        """Switch to the placement of a generation: hold its layers and no others."""
+        order, worker = generation.order, self.worker
+        self.placed = order.generation
+        if worker not in order.members:
+            self.held = self.committer = None
+            return
+        held, needed = self.held, generation.layers
+        if held is None and not needed:
+            held = self.held = self._new_layers((), generation)
+        if held is None or not held.layers >= needed:
+            raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
+        held.keep_only(needed)
+        if generation.sharding is not None:
+            held.own(generation.sharding.owned_by(worker), self.transfer.take_slices())
+        if self.committer is None or order.load != "keep" or order.transition is not None:
+            self.committer = self._new_committer(held, order)
+        self.committer.reduced = False
+        self.committer.buffers.regroup(held, generation.segments)
+        self.committer.gather = None
+
+    def _corrupt(self) -> None:
+        """Flip a random bit of the state that other holders have, too, as a fault of the memory would."""
+        if self.held is not None:
+            states = {
+                layer: {**self.held.replicated_state_of(layer), **self.held.owned_state_of(layer)}
+                for layer in sorted(self.held.layers)
+            }
+            print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
+
+    def _spoil(self) -> None:
+        """Make an element of a gradient not a number, as a fault of the processor would."""
+        if self.committer is not None and (gradients := self.committer.buffers.of(self.committer.buffers.segments[0])):
+            gradients[0][0] = math.nan
+
+    def _new_layers(self, layers: set[int] | tuple[()], generation: Generation) -> HeldLayers:
+        held = HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
+        if (sharding := generation.former_sharding) is not None:
+            held.own(sharding.owned_by(self.worker))
+        return held
+
+    def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
+        """Return one that has applied the steps before the first of the order, and has no gradients yet."""
+        before = self.committer
+        return Committer(
+            worker=self.worker,
+            held=held,
+            buffers=GradientBuffers(held, ()),
+            contributions=self.config.batch.micro_batches * self.job.num_layers,
+            clip_norm=self.job.clip_norm,
+            committed=order.first_step,
+            activity=self.client.activity,
+            faults=self.faults,
+            recent=RecentSteps(self.config.health.spike_factor) if before is None else before.recent,
+            last_vote=before.last_vote if before is not None and before.committed == order.first_step else None,
+        )
