@@ -128,12 +128,27 @@ def test_a_failure_is_drawn(interrupted: RunDirectory, tmp_path: Path, capsys: p
     pytest.importorskip("matplotlib")
     picture = tmp_path / "failure.svg"
     assert main(["report", str(interrupted.path), "--failure", "1", "--picture", str(picture)]) == 0
-    assert capsys.readouterr().out.endswith(f"picture written to {picture}\n")
+    assert capsys.readouterr().out == f"picture written to {picture}\n"
     drawn = picture.read_text()
     assert "the loss of worker 1 stopped training for 2.000 s; step 3 was completed" in drawn
     assert [f"<!-- worker {worker} -->" in drawn for worker in range(5)] == [True] * 4 + [False]
     assert main(["report", str(interrupted.path)]) == 0, "whole steps are compared as before"
     assert "| step     |      2 |" in capsys.readouterr().out
+
+
+def test_a_failure_is_drawn_without_a_whole_step(
+    interrupted: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    for path in interrupted.timelines.iterdir():
+        lines = path.read_text().splitlines()
+        path.write_text("".join(f"{line}\n" for line in lines if json.loads(line).get("part", "whole") != "whole"))
+    picture = tmp_path / "failure.svg"
+    assert main(["report", str(interrupted.path)]) == 2, "there is no step to compare"
+    assert "no whole step of it was recorded" in capsys.readouterr().err
+    assert main(["report", str(interrupted.path), "--failure", "1", "--picture", str(picture), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"failure": 1}
+    assert "step 3 was completed" in picture.read_text()
 
 
 def test_a_failure_that_cannot_be_drawn_is_refused(

@@ -303,6 +303,8 @@ def test_without_a_checkpoint_the_run_ends_and_says_why(tmp_path: Path) -> None:
     assert ended.steps == [0, 1, 2, 3]
     assert_as_the_plain_loop(ended)
     assert not ended.run.control_file.exists()
+    recorded = [each for each in read_recorded_steps(ended.run.timelines) if each.part == "interrupted"]
+    assert [(each.worker, each.step) for each in recorded] == [(0, 4)], "although no other step follows it"
 
 
 def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:

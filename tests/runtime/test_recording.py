@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_a_step_is_written_in_seconds_since_it_began(tmp_path: Path) -> None:
     assert step.operations == ((0.0, 0.25), (0.25, 1.0), (1.0, 1.5), (1.5, 1.75))
     assert step.reductions == (RecordedReduction(2, 4, 1.5, 2.0),)
     assert (step.vote_s, step.end_s) == ((2.0, 2.25), 2.5)
+
+
+def test_a_deferred_step_that_no_other_follows_is_written_once(tmp_path: Path) -> None:
+    own = recorder(tmp_path)
+    own.record(40, STATS, generation=2, start_s=100.0, start_unix_s=1_750_000_000.0)
+    (step,) = read_recorded_steps(tmp_path)
+    own.log.defer(replace(step, step=41))
+    assert len(read_recorded_steps(tmp_path)) == 1
+    for _ in range(2):
+        own.log.write_deferred()
+    assert [each.step for each in read_recorded_steps(tmp_path)] == [40, 41]
 
 
 def test_what_cannot_be_written_does_not_stop_training(tmp_path: Path) -> None:

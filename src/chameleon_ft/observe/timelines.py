@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -78,6 +78,15 @@ class TimelineLog:
     def append(self, step: RecordedStep) -> None:
         """Write one step."""
         steps, self._deferred = [*self._deferred, step], []
+        self._write(steps)
+
+    def write_deferred(self) -> None:
+        """Write the steps that wait for another one, because none follows."""
+        steps, self._deferred = self._deferred, []
+        if steps:
+            self._write(steps)
+
+    def _write(self, steps: Sequence[RecordedStep]) -> None:
         self._files.append(self._path, "".join(json.dumps(each.to_json()) + "\n" for each in steps))
 
 

@@ -132,6 +132,7 @@ class Trainer:
                         raise ControlError(f"a joined rank does not expect {order.type!r}")
         finally:
             self._state.allocator.drop()
+            self._recorder.log.write_deferred()
 
     def _quiesce(self, generation: int) -> None:
         self._activity.idle("quiesced")

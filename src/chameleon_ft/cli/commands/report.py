@@ -57,6 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     if given.failure is not None and (given.picture is None or given.trace is not None or given.step is not None):
         raise ConfigError("--failure is drawn as a picture; give it with --picture, and without --trace and --step")
     plans, recorded = read_generation_plans(run.plans), read_recorded_steps(run.timelines)
+    if given.failure is not None and given.picture is not None:
+        from chameleon_ft.observe.failure_picture import draw_failure
+
+        draw_failure(given.picture, run, given.failure, plans, recorded)
+        if given.json:
+            print(json.dumps({"failure": given.failure}))
+        tell_written(json=given.json, picture=given.picture, trace=None)
+        return 0
     comparisons = compare_generations(plans, recorded)
     if not comparisons:
         raise ConfigError(
@@ -68,20 +76,15 @@ def main(arguments: Sequence[str]) -> int:
         known = ", ".join(str(step.step) for _, step in steps)
         raise ConfigError(f"--step {given.step}: was not recorded; those that were: {known}")
     comparison, step = wanted[0]
-    if given.failure is not None and given.picture is not None:
-        from chameleon_ft.observe.failure_picture import draw_failure
-
-        draw_failure(given.picture, run, given.failure, plans, recorded)
-    else:
-        write_schedule(
-            given.picture,
-            given.trace,
-            title=f"{run.path.name}, step {step.step}, generation {step.generation}",
-            plan=comparison.plan.plan,
-            pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
-            lanes=[Lane.predicted(comparison.predicted), step.lane],
-            lost=_lost_until(run, step.generation),
-        )
+    write_schedule(
+        given.picture,
+        given.trace,
+        title=f"{run.path.name}, step {step.step}, generation {step.generation}",
+        plan=comparison.plan.plan,
+        pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
+        lanes=[Lane.predicted(comparison.predicted), step.lane],
+        lost=_lost_until(run, step.generation),
+    )
     if given.json:
         print(json.dumps({"generations": [each.to_json() for each in comparisons]}))
     else:
