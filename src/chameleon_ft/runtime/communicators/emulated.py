@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.runtime.communicators.base import CommunicationError, Communicators, InFlight, Membership
+from chameleon_ft.runtime.communicators.base import Communicators, InFlight, Membership
+from chameleon_ft.runtime.communicators.delayed import Deferred, DelayedLinks
 
 __all__ = ["EmulatedLinks"]
 
 _STAMP_BYTES: Final = 16  # float64 each: when the message is due, seconds that it occupies the link
 
 
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A message or a reduction whose work is done in `wait`."""
-
-    wait: Callable[[], None]
-
-
-class EmulatedLinks:
+class EmulatedLinks(DelayedLinks):
     """Communicators that send every tensor at once and deliver it when the emulated link would.
 
     A message carries its due time, by the clock of the machine that all ranks share. An all-reduce begins when all
     workers of its group wait for it, and ends one ring duration later, so the reductions of a rank run one after the
     other. The vote is not delayed.
 
-    Args:
-        inner: real communicators that carry the tensors; not opened yet.
-        cluster_of: returns the links and hosts of the given workers; some workers may join later.
-        scale: emulated bytes per real byte.
+    Args: as those of `DelayedLinks`.
     """
 
     def __init__(self, inner: Communicators, cluster_of: Callable[[Sequence[int]], Cluster], *, scale: int) -> None:
-        self._inner = inner
-        self._cluster_of = cluster_of
-        self._scale = scale
-        self._worker = -1
-        self._over = threading.Event()
+        super().__init__(inner, cluster_of, scale=scale)
         # When the last message with `stands_for_bytes` has left and has arrived; these go one after the other.
         self._sent_at = self._received_at = 0.0
 
     def open(self, membership: Membership) -> None:
-        self._worker = membership.worker
-        self._cluster = self._cluster_of(membership.members)
-        self._inner.open(membership)
-
-    def settle(self) -> None:
-        self._inner.settle()
+        self._known = self._cluster_of(membership.members)  # the first message is not to wait for that
+        super().open(membership)
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         link = self._cluster.link(self._worker, peer)
@@ -78,32 +59,16 @@ class EmulatedLinks:
             due, busy_s = packed[:_STAMP_BYTES].view(torch.float64).tolist()
             if busy_s:
                 due = self._received_at = max(due, self._received_at + busy_s)
-            self._sleep_until(due, peer)
+            self._sleep(due - time.perf_counter(), peer)
             tensor.copy_(packed[_STAMP_BYTES:].view(tensor.dtype).view_as(tensor))
 
-        return _Deferred(wait)
+        return Deferred(wait)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         ring_s = self._cluster.ring_all_reduce_s(group, tensor.nbytes * self._scale)
 
         def wait() -> None:
             self._inner.all_reduce(tensor, group).wait()
-            self._sleep_until(time.perf_counter() + ring_s, None)
+            self._sleep(ring_s)
 
-        return _Deferred(wait)
-
-    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._inner.vote(ballot, group)
-
-    def interrupt(self) -> None:
-        self._over.set()
-        self._inner.interrupt()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _sleep_until(self, due: float, peer: int | None) -> None:
-        """Sleep until `due`; raise CommunicationError as soon as the generation is over."""
-        remaining = due - time.perf_counter()
-        if remaining > 0 and self._over.wait(remaining):
-            raise CommunicationError(peer, "the generation is over")
+        return Deferred(wait)

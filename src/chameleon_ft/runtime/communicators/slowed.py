@@ -10,22 +10,21 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.runtime.communicators.base import CommunicationError, Communicators, InFlight, Membership
+from chameleon_ft.runtime.communicators.base import Communicators, InFlight
+from chameleon_ft.runtime.communicators.delayed import Deferred, DelayedLinks
 
 __all__ = ["SlowedLinks"]
 
 
-class SlowedLinks:
+class SlowedLinks(DelayedLinks):
     """Communicators of a worker whose links have a share of their bandwidth, as `share` says when a message begins.
 
     Both what it sends and what it receives takes the rest of the time that its bytes would take. Without a slow link
     every call is passed on, and costs nothing.
 
     Args:
-        inner: communicators that carry the tensors; not opened yet.
-        cluster_of: returns the usual links of the given workers.
+        inner, cluster_of, scale: as those of `DelayedLinks`, with the usual links.
         share: returns the share of the bandwidth; 1 if the links are as fast as usual.
-        scale: bytes that each real byte stands for.
     """
 
     def __init__(
@@ -36,22 +35,9 @@ class SlowedLinks:
         *,
         scale: int = 1,
     ) -> None:
-        self._inner = inner
-        self._cluster_of = cluster_of
+        super().__init__(inner, cluster_of, scale=scale)
         self._share = share
-        self._scale = scale
-        self._worker = -1
-        self._cluster: Cluster | None = None
-        self._members: tuple[int, ...] = ()
         self._lanes: dict[tuple[int, bool], _Lane] = {}  # (peer, whether sending) -> its messages, one by one
-        self._over = threading.Event()
-
-    def open(self, membership: Membership) -> None:
-        self._worker, self._members = membership.worker, membership.members
-        self._inner.open(membership)
-
-    def settle(self) -> None:
-        self._inner.settle()
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         def send() -> InFlight:
@@ -78,35 +64,23 @@ class SlowedLinks:
         reducing, share = self._inner.all_reduce(tensor, group), self._share()
         if share == 1 or len(group) < 2:
             return reducing
-        usual_s = self._links().ring_all_reduce_s(group, tensor.nbytes * self._scale)
+        usual_s = self._cluster.ring_all_reduce_s(group, tensor.nbytes * self._scale)
 
         def wait() -> None:
             reducing.wait()
             self._sleep(usual_s * (1 / share - 1))
 
-        return _Deferred(wait)
-
-    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self._inner.vote(ballot, group)
-
-    def interrupt(self) -> None:
-        self._over.set()
-        self._inner.interrupt()
+        return Deferred(wait)
 
     def close(self) -> None:
         self._over.set()
-        self._inner.close()
+        super().close()
         for lane in self._lanes.values():
             lane.end()
 
-    def _links(self) -> Cluster:
-        if self._cluster is None:
-            self._cluster = self._cluster_of(self._members)
-        return self._cluster
-
     def _more_s(self, peer: int, num_bytes: float) -> float:
         share = self._share()
-        return 0.0 if share == 1 else num_bytes / self._links().link(self._worker, peer).bytes_per_s * (1 / share - 1)
+        return 0.0 if share == 1 else num_bytes / self._cluster.link(self._worker, peer).bytes_per_s * (1 / share - 1)
 
     def _lane(self, peer: int, *, sends: bool) -> _Lane:
         return self._lanes.setdefault((peer, sends), _Lane())
@@ -115,19 +89,8 @@ class SlowedLinks:
         self._sleep(seconds)
         return act()
 
-    def _sleep(self, seconds: float) -> None:
-        if seconds > 0 and self._over.wait(seconds):
-            raise CommunicationError(None, "the generation is over")
 
-
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A message or a reduction whose work is done in `wait`."""
-
-    wait: Callable[[], None]
-
-
-_ARRIVED = _Deferred(lambda: None)
+_ARRIVED = Deferred(lambda: None)
 
 
 @dataclass(slots=True)
