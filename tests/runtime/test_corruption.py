@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Checkpoint, Health, LlamaConfig, Parallel, Recovery
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import StoppingView, assert_as_the_plain_loop, fails, small_config, train_here
 
 pytestmark = pytest.mark.multiprocess
@@ -63,6 +63,24 @@ def test_without_a_checkpoint_from_before_the_run_ends_and_names_layers_workers_
     assert ended.code == 1
     reason = ended.summary["reason"]
     assert "after 2 updates differs between workers 0, 1, and there is no checkpoint from before" in reason
+
+
+def test_a_wrong_state_is_found_before_the_last_checkpoint_is_written(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        workers=3,
+        parallel=Parallel(dp=3, pp=1),
+        failures=(fails(1, step=9, phase="optimizer", kind="corrupt"),),
+        health=Health(check_every=1),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 0
+    (failure,) = ended.failures
+    assert (failure.worker, failure.noticed_by) == (1, "checksum")
+    assert "after 10 updates differs" in failure.cause
+    assert ended.steps == list(range(10))
+    assert complete_checkpoints(ended.run.checkpoints) == [10], "the others have written it"
+    assert_as_the_plain_loop(ended)
 
 
 def test_nothing_is_found_where_layers_move_steps_are_completed_and_parameters_are_tied(tmp_path: Path) -> None:

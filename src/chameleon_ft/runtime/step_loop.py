@@ -70,6 +70,7 @@ class StepLoop:
 
         Raises:
             CommunicationError: a message failed, probably because the generation is over.
+            StateDiffersError: holders of a layer have different states.
         """
         order = self.generation.order
         vote: Vote | None = None
@@ -83,9 +84,12 @@ class StepLoop:
                 except BadStepError as error:
                     bad = error
             try:
-                return self._whole_steps(vote, bad)
+                outcome = self._whole_steps(vote, bad)
             except _EndedByBadStepError:
-                return Outcome.FINISHED
+                outcome = Outcome.FINISHED
+            if outcome is Outcome.FINISHED and self.config.health.check_every > 0:
+                self.committer.compare(self.check, self.executor.communicators, order.members)
+            return outcome
 
     def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
         """Train after a step with this vote, if there was one, or with one that was bad; see `run`."""
@@ -300,9 +304,9 @@ class StepLoop:
             self._begin_checkpoint()
 
     def _begin_check(self, *, always: bool = False) -> None:
-        """Begin to compare the state before the present step, if it is due; it is before the last step."""
+        """Begin to compare the state before the present step, if it is due; after the last one it always is."""
         every, step = self.config.health.check_every, self.committer.committed
-        if every > 0 and (always or step % every == 0 or step + 1 == self.config.steps):
+        if every > 0 and (always or step % every == 0):
             self.check.begin()
 
     def _wants_checkpoint(self, request: int) -> bool:

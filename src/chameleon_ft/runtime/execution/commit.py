@@ -323,6 +323,18 @@ class Committer:
         stats.end_s = time.perf_counter()
         return applied
 
+    def compare(self, check: StateCheck, communicators: Communicators, members: tuple[int, ...]) -> None:
+        """Compare the state after the last update between its holders, in a vote of its own.
+
+        Raises:
+            CommunicationError: the vote failed.
+            StateDiffersError: the state differs.
+        """
+        check.begin()
+        voters, *checksums = self._sum([1.0, *check.ballot()], communicators, members)
+        _require_all(voters, members)
+        check.compare(checksums)
+
     def apply(self, vote: Vote) -> AppliedStep:
         """Apply step `committed` from the reduced gradients and its vote, without any message; or skip it.
 
@@ -381,16 +393,10 @@ class Committer:
         """Return the vote, and the sums of the bounds for spikes; `expected`: contributions to the gradients."""
         bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
         numbers = [self.buffers.square_sum(self.worker), *sums, 1.0, *bounds, *checksums]
-        ballot = torch.tensor(numbers, dtype=torch.float64)
-        if len(members) > 1:
-            result = communicators.vote(ballot, members)
-            self.faults.at("vote", self.committed)
-            with self.activity.waiting("vote", for_message=True):
-                result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = ballot.tolist()
+        total = self._sum(numbers, communicators, members)
+        grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = total
         checkpointing, contributions, voters, *others = counts
-        if round(voters) != len(members):
-            raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
+        _require_all(voters, members)
         is_checked = check is not None and check.compare(others[len(bounds) :])
         if round(contributions) != expected:
             raise ControlError(
@@ -408,6 +414,21 @@ class Committer:
             checked=is_checked,
         )
         return vote, others[: len(bounds)]
+
+    def _sum(self, numbers: Sequence[float], communicators: Communicators, members: tuple[int, ...]) -> list[float]:
+        """Return the sums of the ballots of all members."""
+        ballot = torch.tensor(numbers, dtype=torch.float64)
+        if len(members) > 1:
+            result = communicators.vote(ballot, members)
+            self.faults.at("vote", self.committed)
+            with self.activity.waiting("vote", for_message=True):
+                result.wait()
+        return ballot.tolist()
+
+
+def _require_all(voters: float, members: tuple[int, ...]) -> None:
+    if round(voters) != len(members):
+        raise CommunicationError(None, f"the vote counted {voters:g} of {len(members)} workers")
 
 
 def _grad_norm(vote: Vote) -> float:
