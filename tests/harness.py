@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import InterruptCount, coordinate
 from chameleon_ft.launch.processes import start_fork_server
 from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
+from chameleon_ft.runtime.process import Lifeline
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -144,12 +146,15 @@ class StoppingView(View):
     is_over: Callable[[Ended], object]
     """Evaluated after every step."""
     more_steps: int = 8
+    most_steps: int = 3000
+    """Steps after which the run ends whatever holds: a run that has decided otherwise would train for ever."""
 
     def step(self, record: StepRecord) -> None:
+        self.most_steps -= 1
         if self.is_over(Ended(0, self.run)):
             self.more_steps -= 1
-            if self.more_steps == 0:
-                os.kill(os.getpid(), signal.SIGINT)
+        if self.more_steps == 0 or self.most_steps == 0:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def create_run(config: RunConfig, path: Path) -> RunDirectory:
@@ -182,6 +187,12 @@ def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: View | N
     return Ended(code, run)
 
 
+@cache
+def _lifeline() -> Lifeline:
+    """Return the lifeline of all ranks that agents in this process start: they end with it."""
+    return Lifeline()
+
+
 @asynccontextmanager
 async def _agent(
     config: RunConfig, control: ControlAddress, coordinator: Coordinator, _: InterruptCount
@@ -192,7 +203,13 @@ async def _agent(
         if not serving.cancelled() and (error := serving.exception()) is not None:
             coordinator.end("failed", f"the agent of this machine failed: {error}")
 
-    agent = create_agent(coordinator=control.address, token=control.token, tls=control.tls, workers=config.workers)
+    agent = create_agent(
+        coordinator=control.address,
+        token=control.token,
+        tls=control.tls,
+        workers=config.workers,
+        lifeline=_lifeline().descriptor,
+    )
     serving = asyncio.create_task(agent.serve())
     serving.add_done_callback(fail)
     try:
@@ -250,6 +267,9 @@ def in_thread(function: Callable[[], object]) -> Callable[[], None]:
     return start
 
 
+_MOST_LINES = 5000
+
+
 class Command:
     """A `chameleon` command in its own process and session."""
 
@@ -275,11 +295,11 @@ class Command:
         return self._process.poll() is None
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """Read the output up to a line that matches `pattern`."""
-        for line in self._lines():
+        """Read the output up to a line that matches `pattern`, which is one of the next `_MOST_LINES`."""
+        for line in itertools.islice(self._lines(), _MOST_LINES):
             if (found := re.search(pattern, line)) is not None:
                 return found
-        raise AssertionError(f"the command has ended without {pattern!r}; it printed:\n{self.printed}")
+        raise AssertionError(f"the command has not printed {pattern!r}, but:\n{self.printed}")
 
     def wait(self) -> int:
         """Read the rest of the output and return the exit code, which is negative for a signal."""

@@ -59,7 +59,7 @@ from chameleon_ft.control.wire.messages import (
     Switched,
     WorkerExited,
 )
-from chameleon_ft.control.wire.parts import OperationTimes, Vote
+from chameleon_ft.control.wire.parts import OperationTimes, RankProcess, Vote
 from chameleon_ft.observe import FailureRecord, OtherRecord, StepRecord
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.transfer import Message as Transferred
@@ -162,6 +162,11 @@ class JournaledState:
         assert State.from_json(json.dumps(self._value)) == state
         self._last = state
         self.sizes.append(len(line))
+
+
+def process_of(worker: int, incarnation: int = 1) -> RankProcess:
+    """The process of a worker's incarnation on its host."""
+    return RankProcess(pid=100 * worker + incarnation, started=7, local_index=worker)
 
 
 class History:
@@ -273,10 +278,11 @@ class History:
         self.considerations.clear()
         self.happen(TookOver(at=self.at))
 
-    def return_worker(self, worker: int, *, known: int = 0) -> tuple[Command, ...]:
+    def return_worker(self, worker: int, *, known: int = 0, switch_to: int = 0) -> tuple[Command, ...]:
         """Have a worker come back from its lost connection."""
         member = self.state.members[worker]
-        hello = Hello(worker=worker, host="10.0.0.1", incarnation=member.incarnation, known=known)
+        incarnation = member.incarnation
+        hello = Hello(worker=worker, host="10.0.0.1", incarnation=incarnation, known=known, switch_to=switch_to)
         return self._return(self.connection(worker), hello)
 
     def return_agent(self, agent: int = AGENT, *, ranks: Collection[tuple[int, int]] | None = None) -> None:
@@ -310,7 +316,8 @@ class History:
 
     def join(self, worker: int) -> None:
         incarnation = self.state.members[worker].incarnation
-        self.tell(worker, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation))
+        process = process_of(worker, incarnation)
+        self.tell(worker, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation, process=process))
 
     def gather(self) -> None:
         self.gather_some(self.state.settings.workers)
@@ -533,7 +540,9 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
         for command in commands
         if isinstance(command, Send) and isinstance(command.message, Exit) and command.message.is_drained
     }
-    assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced - drained
+    told_to_end = {each.told_to_end for each in after.members}
+    dropped = {command.connection for command in commands if isinstance(command, Drop)}
+    assert dropped - told_to_end == newly_fenced - drained - told_to_end
     for worker in before.members:
         if worker.agent in drained:
             assert after.members[worker.id].draining, "its agent exits"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,18 +13,22 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from chameleon_ft.control.agent import Agent
+from chameleon_ft.control.host_process import read_stat, start_time
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import (
     Acknowledged,
+    Adopt,
     Drain,
     Exit,
     HostHello,
     Kill,
     Message,
     Probe,
+    ProcessState,
     Spawn,
     WorkerExited,
 )
+from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 
 
@@ -196,3 +201,57 @@ def test_it_has_its_workers_drained_and_ends_when_told_to(starter: Starter) -> N
         await tell(connection, Exit(reason="drained", is_drained=True))
 
     assert play(starter, coordinator, terminated=terminated)
+
+
+# --- adoption --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def orphan() -> Iterator[RankProcess]:
+    """A process that this one did not start, as far as it knows."""
+    with subprocess.Popen(["sleep", "100"]) as process:
+        started = start_time(process.pid)
+        assert started is not None
+        yield RankProcess(pid=process.pid, started=started, local_index=0)
+        process.kill()
+
+
+def test_it_adopts_a_rank_and_starts_others_beside_it(starter: Starter, orphan: RankProcess) -> None:
+    async def coordinator(connection: ServerConnection) -> None:
+        await tell(connection, Adopt(ranks=((4, 1, orphan),)))
+        await spawned(connection, starter, 7)
+        await tell(connection, Probe(probe=1))
+        states = [await heard(connection), await heard(connection)]
+        assert ProcessState(probe=1, worker=4, incarnation=1, stopped=False) in states
+        await tell(connection, Kill(worker=4))
+        exited = await heard(connection)
+        assert isinstance(exited, WorkerExited)
+        assert (exited.worker, exited.exit_code in (None, -9)) == (4, True)
+        await tell(connection, Exit(reason="over"))
+
+    assert play(starter, coordinator)
+    assert [each["local_index"] for each in starter.arguments] == [1], "the rank has the first accelerator"
+
+
+def test_a_process_that_only_has_the_number_of_a_rank_is_left_alone(starter: Starter, orphan: RankProcess) -> None:
+    other = orphan.model_copy(update={"started": orphan.started - 1})
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await tell(connection, Adopt(ranks=((4, 1, other),), given_up=(other,)), Kill(worker=4))
+        assert await heard(connection) == WorkerExited(worker=4, incarnation=1, exit_code=None)
+        await spawned(connection, starter, 4)
+        await tell(connection, Exit(reason="over"))
+
+    assert play(starter, coordinator)
+    assert start_time(orphan.pid) == orphan.started, "it lives"
+    assert read_stat(orphan.pid)[0] != "Z"
+
+
+def test_what_was_given_up_ends_before_another_process_starts(starter: Starter, orphan: RankProcess) -> None:
+    async def coordinator(connection: ServerConnection) -> None:
+        await tell(connection, Adopt(given_up=(orphan,)))
+        await spawned(connection, starter, 4)
+        assert (read_stat(orphan.pid) or ["gone"])[0] in ("Z", "gone")
+        await tell(connection, Exit(reason="over"))
+
+    assert play(starter, coordinator)

@@ -10,6 +10,7 @@ import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, RunConfig
 from chameleon_ft.control.wire.messages import (
+    BadStep,
     CheckpointSaved,
     Exit,
     Finish,
@@ -293,6 +294,28 @@ def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
         before, after = stage.events("started")
         assert (before["first_step"], before["checkpoint"]) == (0, None)
         assert (after["first_step"], after["checkpoint"]) == (4, 4)
+
+    first(tmp_path)
+    second(tmp_path)
+
+
+def test_bad_steps_are_left_out_after_a_resume_too(tmp_path: Path) -> None:
+    @scene()
+    async def first(stage: Stage) -> None:
+        stage.train(steps=5)
+        stage.save(4, 0, 0, 1, 2, 3)
+        generation = stage.order().generation
+        for step, is_bad_again in ((5, True), (6, False)):
+            bad = BadStep(
+                generation=generation, step=step, why="w", is_bad_again=is_bad_again, has_changed=False, origins=()
+            )
+            for puppet in stage.ranks.values():
+                stage.say(puppet, bad)
+
+    @scene(resume=True)
+    async def second(stage: Stage) -> None:
+        stage.gather(4)
+        assert stage.order().skipped == (5,)
 
     first(tmp_path)
     second(tmp_path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.control.host_process import is_stopped
+from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.control.hung_process import examine
 from chameleon_ft.observe.evidence import Evidence
 
@@ -67,7 +67,7 @@ def test_a_process_writes_its_own_stacks(tmp_path: Path, how: tuple[str, ...], m
             os.kill(pid, signal.SIGSTOP)
             while not is_stopped(pid):
                 pass
-        process, activity = asyncio.run(examine(pid))
+        process, activity = asyncio.run(examine(HostProcess(pid)))
     assert process.startswith("state T" if stopped else "state S")
     evidence = Evidence.parse(activity)
     assert evidence.place == the_line(tmp_path, mark)
@@ -82,7 +82,7 @@ def test_py_spy_reads_the_stacks_of_a_process_that_writes_none(tmp_path: Path, m
     monkeypatch.setenv("PATH", f"{spy.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with hanging(tmp_path, "deaf") as pid:
-        _, activity = asyncio.run(examine(pid))
+        _, activity = asyncio.run(examine(HostProcess(pid)))
     evidence = Evidence.parse(activity)
     assert evidence.place == "/home/me/model.py:7 in forward"
     assert f"Thread {pid}" in evidence.stacks
@@ -91,5 +91,5 @@ def test_py_spy_reads_the_stacks_of_a_process_that_writes_none(tmp_path: Path, m
 
 def test_a_process_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
     with hanging(tmp_path) as pid:
-        pass
-    assert asyncio.run(examine(pid)) == ("gone", "")
+        process = HostProcess(pid)
+    assert asyncio.run(examine(process)) == ("gone", "")

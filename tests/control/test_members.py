@@ -64,7 +64,7 @@ def test_hosts_get_all_workers_and_each_but_once(slots: list[int]) -> None:
     given: list[int] = []
     for index, count in enumerate(slots):
         try:
-            members, spawn = members.with_host(index, HostHello(host=f"h{index}", slots=count), now=NOW)
+            members, _, spawn = members.with_host(index, HostHello(host=f"h{index}", slots=count), now=NOW)
         except ControlError:
             assert len(given) == 8
         else:
@@ -169,7 +169,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
     members = joined(joined(with_host(Members(count=4), slots=3), 0, 1), 3)
     members = members.fence(0).fence(3).without_agent(HOST)
     assert members[1].lost, "it will never come"
-    members, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=5), is_late=True, blocklist=[2], now=NOW)
+    members, _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=5), is_late=True, blocklist=[2], now=NOW)
     assert spawn == Spawn(workers=(0, 1, 3, 4, 5), incarnations=(2, 2, 2, 1, 1))
     members = joined(members, 5, 1)
     assert members.live() == (5,)
@@ -178,7 +178,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
 
 def test_a_late_host_leaves_alone_what_another_one_may_start_again() -> None:
     members = joined(with_host(Members(count=2)), 0, 1).fence(1)
-    _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=1), is_late=True, blocklist=[], now=NOW)
+    _, _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=1), is_late=True, blocklist=[], now=NOW)
     assert spawn.workers == (2,)
 
 

@@ -81,7 +81,7 @@ def test_an_agent_that_does_not_come_back_leaves_its_workers_in_the_run() -> Non
     for worker in history.live():
         history.return_worker(worker)
     history.wait(6.0)
-    assert history.events("host_lost") == [{"host": "a host"}]
+    assert [event["host"] for event in history.events("host_lost")] == ["a host"]
     assert history.live() == (0, 1, 2, 3)
     assert history.failures == []
 
@@ -187,6 +187,58 @@ def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_p
     else:
         history.wait(0.1)
         assert history.considerations, "it is considered anew"
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_a_switch_that_the_journal_lacks_is_found_by_what_workers_have_been_told(has_moved: bool) -> None:
+    """The disk did not answer when all had prepared, and the coordinator was lost after they had switched."""
+    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.wait(0.3)
+    history.come_back(3)
+    history.wait(0.7)
+    history.consider(0, 1, 2, 3)
+    assert history.state.next is not None
+    number = history.state.next.number
+    history.prepare(0, 1, 2)
+    journaled = history.state
+    history.prepare(3)
+    history.commit(switch=True)
+    history.start()
+    switched = history.state.active
+    history.state = journaled
+    history.commands.clear()
+    history.take_over()
+    history.return_agent()
+    for worker in range(4):
+        history.return_worker(worker, known=number, switch_to=number)
+        assert history.sent(Discard, to=history.now_at(history.connection(worker))) == []
+    assert {stop.generation for stop in history.sent(Stop)} == {number + 1}
+    history.holds = True
+    history.quiesce(placed=number if has_moved else 0)
+    assert switched is not None
+    assert history.state.active is not None
+    assert history.state.in_force is not None
+    if has_moved:
+        assert history.state.active.plan == switched.plan
+        assert history.state.in_force.plan.placement == switched.plan.placement
+    else:
+        assert history.state.in_force.plan.placement == journaled.in_force.plan.placement  # type: ignore[union-attr]
+    assert history.failures[1:] == []
+    assert history.state.doubtful is None
+
+
+def test_workers_that_follow_a_plan_that_the_journal_lacks_end_the_run() -> None:
+    history = training()
+    history.take_over()
+    history.return_agent()
+    for worker in range(4):
+        history.return_worker(worker, known=2, switch_to=2)
+    history.quiesce(placed=2)
+    assert history.state.ended == ("failed", "the plan that workers follow is not in the journal of the run; resume it")
 
 
 def test_layers_that_move_are_given_up() -> None:

@@ -41,7 +41,7 @@ def sleep() -> None:
 def server() -> Iterator[ForkServer]:
     made = ForkServer(LIGHT, (signal.SIGTERM,))
     yield made
-    made._server.end()
+    made.end()
 
 
 async def ask(server: ForkServer, text: str = "hello") -> tuple[str, int, set[signal.Signals]]:
@@ -92,7 +92,7 @@ def test_one_that_is_stopped_while_it_loads_is_replaced() -> None:
         await asking
 
     asyncio.run(scene())
-    server._server.end()
+    server.end()
 
 
 def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_a_request_that_is_given_up_leaves_no_process() -> None:
     asyncio.run(scene())
     while left := [p for p in set(psutil.Process().children()) - before if p.status() != psutil.STATUS_ZOMBIE]:
         assert all(process.wait(30) is not None for process in left)
-    server._server.end()
+    server.end()
 
 
 def test_a_process_that_is_no_child_can_be_watched_and_killed() -> None:

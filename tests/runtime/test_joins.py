@@ -67,6 +67,7 @@ def endless(directory: Path, **changes: Any) -> TrainConfig:
 def train_until(config: TrainConfig, path: Path, is_over: Callable[[Ended], object]) -> Ended:
     """Train until something has come true, and some steps more."""
     ended = train_here(config, path, view=StoppingView(RunDirectory(path), is_over))
+    assert is_over(ended), [(event["event"], event.get("message")) for event in ended.run.events()]
     assert_nothing_was_lost(ended, repeated_steps=0)
     return ended
 

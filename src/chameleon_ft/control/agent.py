@@ -1,10 +1,16 @@
-"""The agent of one host: starts its ranks, reaps them, and kills any that the coordinator gives up."""
+"""The agent of one host: starts its ranks, reaps them, and kills any that the coordinator gives up.
+
+Ranks may outlive their agent. The next agent on their host adopts them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import math
+import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +23,7 @@ from chameleon_ft.control.hung_process import examine
 from chameleon_ft.control.wire.address import local_address_towards
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
+    Adopt,
     Drain,
     Exit,
     HangEvidence,
@@ -28,6 +35,7 @@ from chameleon_ft.control.wire.messages import (
     Spawn,
     WorkerExited,
 )
+from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Agent"]
@@ -60,6 +68,7 @@ class Agent:
         start_rank: Callable[..., Awaitable[HostProcess]],
     ) -> None:
         self._coordinator = coordinator
+        self._id = secrets.token_hex(8)
         self._token = token
         self._tls = tls
         self._connection = ControlConnection(coordinator, token, self._hello, tls=tls)
@@ -72,6 +81,7 @@ class Agent:
         self._exit: Exit | None = None
         self._exit_grace_s = 0.0
         self._pending: set[tuple[int, int]] = set()  # ranks still to be started
+        self._unknown: set[tuple[int, int]] = set()  # ranks to adopt whose processes are not found
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
@@ -101,8 +111,9 @@ class Agent:
         return self._exit
 
     def _hello(self, resumes: int | None) -> HostHello:
-        ranks = () if resumes is None else tuple({*self._ranks, *self._pending})
-        return HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, resumes=resumes, ranks=ranks)
+        ranks = tuple({*self._ranks, *self._pending, *self._unknown})
+        host = f"{socket.gethostname()} ({self._host})"
+        return HostHello(host=host, slots=self._slots, id=self._id, resumes=resumes, ranks=ranks)
 
     def drain(self) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
@@ -137,13 +148,12 @@ class Agent:
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
                     self._run(self._start(ranks))
+                case Adopt(ranks=adopted, given_up=given_up):
+                    for worker, incarnation, process in adopted:
+                        self._adopt(worker, incarnation, process)
+                    self._run(self._end(given_up))
                 case Kill(worker=worker, is_hung=is_hung):
-                    self._pending = {rank for rank in self._pending if rank[0] != worker}
-                    for (number, incarnation), process in self._ranks.items():
-                        if number == worker and is_hung:
-                            self._run(self._examine(number, incarnation))
-                        elif number == worker:
-                            process.kill()
+                    self._kill(worker, is_hung=is_hung)
                 case Probe(probe=probe, worker=only):
                     for (worker, incarnation), rank in self._ranks.items():
                         if only in (None, worker):
@@ -185,11 +195,50 @@ class Agent:
                     rank.kill()
                 self._pending.discard((worker, incarnation))
 
+    def _adopt(self, worker: int, incarnation: int, process: RankProcess) -> None:
+        """Look after a rank that another agent has started. Raises ControlError if it belongs to another user."""
+        if (worker, incarnation) in self._ranks:
+            return
+        try:
+            rank = HostProcess.found(process.pid, started=process.started)
+        except ProcessLookupError as error:
+            _logger.warning("worker %d cannot be adopted: %s", worker, error)
+            self._unknown.add((worker, incarnation))
+            return
+        except PermissionError:
+            raise ControlError(
+                f"the process {process.pid} of worker {worker} belongs to another user; start the agent as that user"
+            ) from None
+        _logger.info("worker %d, process %d, is adopted", worker, process.pid)
+        self._ranks[worker, incarnation] = rank
+        self._local_indexes[worker] = process.local_index
+        self._run(self._reap(worker, incarnation, rank))
+
+    async def _end(self, given_up: Sequence[RankProcess]) -> None:
+        """Kill ranks of another agent, before any is started in their place."""
+        async with self._spawn_lock:
+            for process in given_up:
+                with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
+                    rank = HostProcess.found(process.pid, started=process.started)
+                    rank.kill()
+                    await asyncio.wait_for(rank.wait(), _EXIT_GRACE_S)  # the kernel itself may hold it up
+
+    def _kill(self, worker: int, *, is_hung: bool) -> None:
+        self._pending = {rank for rank in self._pending if rank[0] != worker}
+        for (number, incarnation), process in self._ranks.items():
+            if number == worker and is_hung:
+                self._run(self._examine(number, incarnation))
+            elif number == worker:
+                process.kill()
+        for number, incarnation in [rank for rank in self._unknown if rank[0] == worker]:
+            self._unknown.remove((number, incarnation))
+            self._connection.send(WorkerExited(worker=number, incarnation=incarnation, exit_code=None))
+
     async def _examine(self, worker: int, incarnation: int) -> None:
         """Send evidence of the hang of a rank, and kill it."""
         rank = self._ranks[worker, incarnation]
         try:
-            process, activity = await examine(rank.pid)
+            process, activity = await examine(rank)
             rank_id = {"worker": worker, "incarnation": incarnation}
             self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
         finally:
@@ -208,12 +257,18 @@ class Agent:
             worker=worker,
             incarnation=incarnation,
             host=self._host,
-            # Later incarnations run on the accelerator of the first one.
-            local_index=self._local_indexes.setdefault(worker, len(self._local_indexes)),
+            local_index=self._local_index(worker),
         )
+
+    def _local_index(self, worker: int) -> int:
+        """Return the index of a worker: later incarnations run on the accelerator of the first one."""
+        if worker not in self._local_indexes:
+            taken = set(self._local_indexes.values())
+            self._local_indexes[worker] = next(index for index in itertools.count() if index not in taken)
+        return self._local_indexes[worker]
 
     async def _reap(self, worker: int, incarnation: int, rank: HostProcess) -> None:
         """Report the exit of a rank to the coordinator as soon as it ends."""
         exit_code = await rank.wait()
         del self._ranks[worker, incarnation]
-        self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code or 0))
+        self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))

@@ -89,7 +89,9 @@ class Coordinator:
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
         self._clock_ahead_s = 0.0
         settings = Settings.of(config, run, num_layers=job.num_layers)
-        self.state = State.before(settings, last_generation=run.last_generation())
+        self.state = State.before(
+            settings, last_generation=run.last_generation(), skipped=run.skipped_steps() if resume else ()
+        )
         self._journal = journal
         if last is not None:
             self._take_over(last)
@@ -118,7 +120,12 @@ class Coordinator:
     def first_connection(self) -> int:
         """The number of the first connection: no other coordinator of the run has used it."""
         members = self.state.members
-        known = (*members.agents, *members.fenced, *(worker.connection or 0 for worker in members))
+        known = (
+            *members.agents,
+            *members.fenced,
+            *self.state.waiting_hosts,
+            *(worker.connection or 0 for worker in members),
+        )
         return 1 + max(known, default=0)
 
     async def wait(self) -> RunStatus:

@@ -7,12 +7,15 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Self
 
-__all__ = ["HostProcess", "is_stopped", "read_stat"]
+__all__ = ["HostProcess", "is_stopped", "read_stat", "start_time"]
 
 
 class HostProcess:
-    """A process by its number, which the kernel gives to no other one as long as this object watches it.
+    """A process that is watched and signalled by its pidfd, which never means another process.
+
+    Its number does not either, if it is a child of this one: the kernel gives it to no other before `wait` returns.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -23,11 +26,37 @@ class HostProcess:
         self.is_alive = True  # until `wait` returns
         self._pidfd = os.pidfd_open(pid)
 
+    @classmethod
+    def found(cls, pid: int, *, started: int) -> Self:
+        """Return a process that another one has started.
+
+        Args:
+            started: its `start_time`.
+
+        Raises:
+            ProcessLookupError: it has ended; another one may have its number.
+            PermissionError: it belongs to another user.
+        """
+        process = cls(pid)
+        try:
+            # Only now: the number may be another process's by now, but what is watched does not change any more.
+            if start_time(pid) != started:
+                raise ProcessLookupError(f"process {pid} has ended")
+            signal.pidfd_send_signal(process._pidfd, 0)
+        except OSError:
+            os.close(process._pidfd)
+            raise
+        return process
+
     def kill(self) -> None:
         """Kill it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, number)
 
     async def wait(self) -> int | None:
         """Return its exit code, once it has ended, as `subprocess` gives it; None if it is no child of this process."""
@@ -49,6 +78,12 @@ class HostProcess:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal."""
     return read_stat(pid)[:1] == ["T"]
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since the boot; None if there is none."""
+    stat = read_stat(pid)
+    return int(stat[19]) if stat else None
 
 
 def read_stat(pid: int) -> list[str]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from chameleon_ft.control.host_process import is_stopped, read_stat
+from chameleon_ft.control.host_process import HostProcess, is_stopped, read_stat
 from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
 
 __all__ = ["examine"]
@@ -28,17 +28,17 @@ _OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, whi
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-async def examine(pid: int) -> tuple[str, str]:
+async def examine(examined: HostProcess) -> tuple[str, str]:
     """Return a description of a process, and its activity with the stacks of its threads; takes at most a second.
 
     The process writes its stacks itself, for which it needs no lock of the interpreter; if it is stopped, it has to
     continue for that. If it does not write any, py-spy reads them, where it is installed.
     """
-    process, loop = _describe_process(pid), asyncio.get_running_loop()
+    process, loop = _describe_process(examined.pid), asyncio.get_running_loop()
     found: asyncio.Future[str] = loop.create_future()
 
     def collect() -> None:
-        text = _collect(pid)
+        text = _collect(examined)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(found.set_result, text)
 
@@ -48,13 +48,13 @@ async def examine(pid: int) -> tuple[str, str]:
     return process, found.result()[:_LONGEST] if found.done() else ""
 
 
-def _collect(pid: int) -> str:
+def _collect(process: HostProcess) -> str:
     """Return the activity of a process with its stacks, as far as they can be had in time."""
     deadline = time.monotonic() + _EXAMINE_S - 2 * _POLL_S
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    text = ""
+    pid, text = process.pid, ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such process or file, or it takes long
-        text = _with_own_stacks(pid, _activity_file(pid), until=deadline if spy is None else deadline - _SPY_S)
+        text = _with_own_stacks(process, _activity_file(pid), until=deadline if spy is None else deadline - _SPY_S)
         if len(text) <= ENTRIES * ENTRY_BYTES and spy is not None:
             text = text.ljust(ENTRIES * ENTRY_BYTES)
             text += _stacks_by_py_spy(spy, pid, timeout_s=deadline - time.monotonic())
@@ -69,16 +69,16 @@ def _activity_file(pid: int) -> Path:
     raise FileNotFoundError(f"process {pid} has no {ACTIVITY}")
 
 
-def _with_own_stacks(pid: int, activity_file: Path, *, until: float) -> str:
+def _with_own_stacks(process: HostProcess, activity_file: Path, *, until: float) -> str:
     """Have the process write its stacks, and return its file; without them if it writes none in time.
 
     The activities are those before the signal, which ends some system calls, and so perhaps the hang.
     """
     activities = activity_file.read_text(encoding="utf-8", errors="replace")
     written, grown_at, stacks = len(activities), None, ""
-    os.kill(pid, STACKS_SIGNAL)
-    if is_stopped(pid):
-        os.kill(pid, signal.SIGCONT)
+    process.send_signal(STACKS_SIGNAL)
+    if is_stopped(process.pid):
+        process.send_signal(signal.SIGCONT)
     while time.monotonic() < until:
         if (size := activity_file.stat().st_size) > written:
             written, grown_at = size, time.monotonic()

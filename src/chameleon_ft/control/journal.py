@@ -81,8 +81,8 @@ class Journal:
     - A worker that is lost, and so does not return: it is found lost once more.
     - A worker that has joined: it is turned away, and restarted if its agent may.
     - A request for a checkpoint: the next one has a number that none had before.
-    - A switch to the next generation that has begun: ranks train in a generation that is to be discarded. This is not
-      repaired; a coordinator has to be lost in the moments of a switch, and while the disk does not answer.
+    - A switch to the next generation that has begun: ranks say so, see `Hello.switch_to`. If the journal lacks that
+      generation, and a rank has given up its old layers, the run ends, and can be resumed.
 
     Args:
         path: of the file.

@@ -19,6 +19,7 @@ from chameleon_ft.control.handlers import (
     endings,
     gathering,
     health,
+    hosts,
     incident_records,
     incidents,
     scale_up,
@@ -127,6 +128,7 @@ def _ticked(draft: Draft) -> None:
     state = draft.state
     for connection in takeover.missing(draft):
         _disconnected(draft, connection)
+    hosts.admit_waiting(draft)
     stages = gathering.stages(draft.state)
     if stages or draft.state.detectors.start_timeout.since:
         incidents.detect(draft, signals.Starting(now, held_up_s, stages))
@@ -158,10 +160,10 @@ def _ticked(draft: Draft) -> None:
 def _disconnected(draft: Draft, connection: int) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
     state = draft.state
-    host = state.members.agents.get(connection)
-    if host is not None:
-        draft.set(members=state.members.without_agent(connection))
-        draft.record("host_lost", host=host, **gathering.describe_lost_host(state, host))
+    if connection in state.members.agents:
+        hosts.lost(draft, connection)
+    elif connection in state.waiting_hosts:
+        draft.set(waiting_hosts={each: hello for each, hello in state.waiting_hosts.items() if each != connection})
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
         incidents.detect(draft, signals.ConnectionEnded(worker.id))
@@ -172,6 +174,7 @@ def _silent(draft: Draft, connection: int, since_s: float) -> None:
     members = draft.state.members
     if (worker := members.worker_of(connection)) is None:
         draft.do(commands.Drop(connection))
+        incident_records.end_unheard(draft, connection)
         draft.set(members=members.fence_connection(connection))
         _disconnected(draft, connection)
         return
@@ -187,22 +190,21 @@ def _silent(draft: Draft, connection: int, since_s: float) -> None:
 def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
     if connection in state.members.fenced:
-        if isinstance(message, messages.CheckpointSaved):  # what is written counts, even if its worker has left
-            checkpoints.saved(draft, message)
+        match message:
+            case messages.CheckpointSaved():  # what is written counts, even if its worker has left
+                checkpoints.saved(draft, message)
+            case messages.HangEvidence() if (ending := state.members.told_to_end_on(connection)) is not None:
+                incident_records.hang_examined(draft, ending, message)
         return
     match message:
-        case messages.Hello(resumes=int()):
-            takeover.worker_returned(draft, connection, message)
-        case messages.HostHello(resumes=int()):
-            takeover.host_returned(draft, connection, message)
+        case messages.Hello() if (before := takeover.replaced(state, message)) is not None:
+            takeover.worker_returned(draft, connection, message, before)
+        case messages.HostHello() if (before := takeover.replaced(state, message)) is not None:
+            takeover.host_returned(draft, connection, message, before)
         case messages.Hello():
             _hello(draft, connection, message)
-        case messages.HostHello() if state.phase is Phase.GATHERING:
-            members, spawn = state.members.with_host(connection, message, now=draft.at.unix_s)
-            draft.set(members=members)
-            draft.do(commands.Send(connection, spawn))
         case messages.HostHello():
-            scale_up.host_joined(draft, connection, message)
+            hosts.joined(draft, connection, message)
         case messages.Inject():
             _inject(draft, connection, message)
         case messages.Drain():

@@ -25,9 +25,23 @@ def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, h
     return asyncio.run(_run_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host))
 
 
-def create_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None = None) -> Agent:
-    """Return an agent for `workers` ranks, which the fork server of this process starts; see `Agent`."""
-    start_rank = partial(processes.start_fork_server().fork, processes.RANK)
+def create_agent(
+    *,
+    coordinator: str,
+    token: str,
+    tls: Path | None,
+    workers: int,
+    host: str | None = None,
+    lifeline: int | None = None,
+) -> Agent:
+    """Return an agent for `workers` ranks, which the fork server of this process starts; see `Agent`.
+
+    Args:
+        lifeline: descriptor of the `Lifeline` of the process with which its ranks end; without one, they outlive all
+            others, and end with the run.
+    """
+    lifelines = () if lifeline is None else (lifeline,)
+    start_rank = partial(processes.start_fork_server().fork, processes.RANK, *lifelines)
     return Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
 
 

@@ -1,4 +1,4 @@
-"""A run on one machine: a launcher with the coordinator, which it replaces when that is lost, and the agent."""
+"""A run on one machine: a launcher with the coordinator and the agent, each of which it replaces when it is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -26,18 +26,19 @@ from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
-from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, receive, start_fork_server
+from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, start_fork_server
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.process import end_with_parent, exit_immediately
+from chameleon_ft.runtime.fork_server import receive
+from chameleon_ft.runtime.process import Lifeline, end_with_parent, exit_immediately
 
 __all__ = ["train"]
 
 _FORK: Final = get_context("fork")
 _MOST_DEATHS: Final = 3
-"""Coordinators that may die without a step between them; then the run ends."""
+"""Coordinators, or agents, that may die without a step between them; then the run ends."""
 _AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
 
 
@@ -52,41 +53,58 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
         address = join_address(host, listener.getsockname()[1])
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
         control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
-        with _Child(partial(_run_agent, config, control, listener)) as agent:
-            # Before any process is forked that needs them, and while the agent loads the job.
-            _load_solvers()
-            start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
-            return EXIT_CODES[_Launcher(start, control, listener, agent).wait()]
+        with closing(Lifeline()) as lifeline:
+            agent = _Child(partial(_run_agent, config, control, listener, lifeline))
+            try:
+                # Before any process is forked that needs them, and while the agent loads the job.
+                _load_solvers()
+                start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
+            except BaseException:
+                agent.kill()
+                raise
+            return EXIT_CODES[_Launcher(start, control, listener, lifeline, agent).wait()]
 
 
 class _Launcher:
-    """Keeps a run coordinated until it ends. It has one thread, so it can fork at any time."""
+    """Keeps the coordinator and the agent of a run alive until it ends. It has one thread, so it can fork at any time.
 
-    def __init__(self, start: RunStart, control: ControlAddress, listener: socket.socket, agent: _Child) -> None:
+    Ranks live on when their agent is killed. They end with the launcher, which holds their lifeline.
+    """
+
+    def __init__(
+        self,
+        start: RunStart,
+        control: ControlAddress,
+        listener: socket.socket,
+        lifeline: Lifeline,
+        agent: _Child,
+    ) -> None:
         self._start = start
         self._control = control
         self._listener = listener
+        self._lifeline = lifeline
         self._agent = agent
         self._coordinator: _Child | None = None
         self._signals: list[signal.Signals] = []
-        self._deaths = 0  # of coordinators since the last step
-        self._metrics_bytes = self._count_metrics_bytes()
+        self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
 
     def wait(self) -> RunStatus:
         """Run coordinators until one says how the run ended, and return that. Raises the ChameleonError of one."""
         self._start.run.journal_file.unlink(missing_ok=True)  # of the run that is resumed
         with _signals_passed_to(self._pass_on):
             self._start_coordinator()
-            self._agent.pipe.send(None)
             try:
+                self._agent.begin()
                 outcome = self._watch()
+                if not isinstance(outcome, ChameleonError):
+                    self._agent.process.join(_AGENT_GRACE_S)
             finally:
                 self._listener.close()
                 if self._coordinator is not None:
                     self._coordinator.kill()
+                self._agent.kill()
         if isinstance(outcome, ChameleonError):
             raise outcome
-        self._agent.process.join(_AGENT_GRACE_S)
         return outcome
 
     def _watch(self) -> RunStatus | ChameleonError:
@@ -106,6 +124,9 @@ class _Launcher:
                 self._agent.process.join()
                 if error is None and self._agent.process.exitcode == 0:
                     continue  # its workers have been drained, and others train on
+                if error is None and self._replace_agent():
+                    agent.append(self._agent.pipe)
+                    continue
                 error = error or f"it was ended by {_describe_end(self._agent.process)}"
                 with contextlib.suppress(OSError):
                     coordinator.pipe.send(f"the agent of this machine failed: {error}")
@@ -119,23 +140,26 @@ class _Launcher:
         """Start another coordinator in place of one that has died, or end the run if too many have."""
         coordinator.process.join()
         why, run = _describe_end(coordinator.process), self._start.run
-        metrics_bytes = self._count_metrics_bytes()
-        self._deaths = 1 if metrics_bytes > self._metrics_bytes else self._deaths + 1
-        self._metrics_bytes = metrics_bytes
-        if self._deaths < _MOST_DEATHS:
+        if (deaths := self._coordinator_deaths.count()) < _MOST_DEATHS:
             self._start_coordinator()
             print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
             return None
         run.remove_control()
         self._agent.kill()
-        reason = f"{self._deaths} coordinators have died without a step between them, the last one by {why}"
+        self._lifeline.close()
+        reason = f"{deaths} coordinators have died without a step between them, the last one by {why}"
         with Recorder(run, TerminalView(steps=self._start.config.steps, files=str(run.path))) as recorder:
             recorder.finish("failed", reason=reason)
         return "failed"
 
-    def _count_metrics_bytes(self) -> int:
-        file = self._start.run.metrics_file
-        return file.stat().st_size if file.exists() else 0
+    def _replace_agent(self) -> bool:
+        """Start another agent in place of one that was killed; return False if too many have been."""
+        if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MOST_DEATHS:
+            return False
+        why, config = _describe_end(self._agent.process), self._start.config
+        self._agent = _Child(partial(_run_next_agent, config, self._control, self._listener, self._lifeline))
+        print(f"the agent of this machine was ended by {why}; another one adopts its workers", flush=True)
+        return True
 
     def _pass_on(self, number: signal.Signals) -> None:
         self._signals.append(number)
@@ -144,8 +168,30 @@ class _Launcher:
                 self._coordinator.pipe.send(number)
 
 
+@dataclass(slots=True)
+class _Deaths:
+    """Counts processes of a run that die without a step between them."""
+
+    run: RunDirectory
+    number: int = 0
+    metrics_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics_bytes = self._metrics_bytes_now()
+
+    def count(self) -> int:
+        """Add one, and return how many there have been since the last step."""
+        before, self.metrics_bytes = self.metrics_bytes, self._metrics_bytes_now()
+        self.number = 1 if self.metrics_bytes > before else self.number + 1
+        return self.number
+
+    def _metrics_bytes_now(self) -> int:
+        file = self.run.metrics_file
+        return file.stat().st_size if file.exists() else 0
+
+
 class _Child:
-    """A process that is forked from this one, with a pipe to it; it is killed at the end of the block."""
+    """A process that is forked from this one, with a pipe to it."""
 
     def __init__(self, target: Callable[[Connection], None]) -> None:
         self.pipe, theirs = _FORK.Pipe()
@@ -166,16 +212,15 @@ class _Child:
             raise found
         return found
 
+    def begin(self) -> None:
+        """Let the process go on, after its answer; if it has ended, `pipe` tells."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+
     def kill(self) -> None:
         """End the process."""
         self.process.kill()
         self.process.join()
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
 
 def _received(pipe: Connection) -> Any:
@@ -269,15 +314,38 @@ def _run_coordinator(
     pipe.send(outcome)
 
 
-def _run_agent(config: RunConfig, control: ControlAddress, listener: socket.socket, pipe: Connection) -> None:
+def _run_agent(
+    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
+) -> None:
     """Send the job in numbers; once told to, serve the run. Send the error if that fails."""
-    listener.close()
 
-    async def serve() -> None:
+    async def answer() -> None:
         start_fork_server()
         pipe.send(await inspect(config, workers=config.workers))
         await receive(pipe)
-        agent = create_agent(coordinator=control.address, token=control.token, tls=control.tls, workers=config.workers)
+
+    try:
+        asyncio.run(answer())
+    except ChameleonError as error:
+        pipe.send(error)
+    else:
+        _run_next_agent(config, control, listener, lifeline, pipe)
+
+
+def _run_next_agent(
+    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
+) -> None:
+    """Serve the run. Send the error if that fails."""
+    listener.close()
+
+    async def serve() -> None:
+        agent = create_agent(
+            coordinator=control.address,
+            token=control.token,
+            tls=control.tls,
+            workers=config.workers,
+            lifeline=lifeline.descriptor,
+        )
         try:
             await agent.serve()
         finally:

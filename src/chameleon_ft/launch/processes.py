@@ -12,15 +12,14 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import Pipe, active_children, resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any, Final
+from typing import Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.recovery import warm_up
-from chameleon_ft.runtime.fork_server import ForkServer
+from chameleon_ft.runtime.fork_server import ForkServer, receive
 from chameleon_ft.runtime.process import end_with
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "background",
     "inspect",
     "load_solvers",
-    "receive",
     "signals_handled",
     "start_fork_server",
 ]
@@ -117,14 +115,3 @@ async def inspect(config: RunConfig, *, workers: int) -> JobInfo:
         raise found
     assert isinstance(found, JobInfo)
     return found
-
-
-async def receive(pipe: Connection) -> Any:
-    """Return what comes through `pipe`. Raises EOFError if its other end is closed."""
-    readable, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(pipe.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(pipe.fileno())
-    return pipe.recv()

@@ -166,6 +166,11 @@ class RunDirectory:
         """Read the events in the order they were written."""
         return list(read_lines(self.events_file))
 
+    def skipped_steps(self) -> frozenset[int]:
+        """Return the steps that were found to be bad, and whose samples were or are to be left out."""
+        bad = (event for event in self.events() if event["event"] == "bad_step")
+        return frozenset(event["step"] for event in bad if event["action"] in ("skip", "rollback"))
+
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written."""
         return failures_in(self.events())

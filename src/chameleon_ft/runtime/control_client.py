@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
+import os
 import queue
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from chameleon_ft.config import Failure
+from chameleon_ft.control.host_process import HostProcess
+from chameleon_ft.control.hung_process import examine
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Begin,
@@ -19,8 +25,10 @@ from chameleon_ft.control.wire.messages import (
     Drain,
     Exit,
     Finish,
+    HangEvidence,
     Hello,
     Inject,
+    Kill,
     Message,
     Migrate,
     Prepare,
@@ -32,6 +40,7 @@ from chameleon_ft.control.wire.messages import (
     Switch,
     Welcome,
 )
+from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Rendezvous
@@ -44,6 +53,8 @@ Order = StartGeneration | Begin | Stop | Exit | Welcome | Refused
 """An order for the training thread."""
 
 _INTERRUPT_EVERY_S = 0.005
+_END_S = 10.0  # for the training thread to end this process once it is told to; longer than agents wait for that
+_SEND_S = 1.0
 
 
 class ControlClient:
@@ -70,23 +81,27 @@ class ControlClient:
         worker: int,
         host: str,
         incarnation: int = 0,
+        process: RankProcess | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._hello = Hello(worker=worker, host=host, incarnation=incarnation)
+        self._hello = Hello(worker=worker, host=host, incarnation=incarnation, process=process)
         self._known = 0  # newest generation of which there was an order
         self._was_welcomed = False
+        self._is_drained = False  # whether this rank may still be writing when it is told to exit
         self._loop = asyncio.new_event_loop()
         self._connection = ControlConnection(
             coordinator,
             token,
-            lambda resumes: self._hello.model_copy(update={"resumes": resumes, "known": self._known}),
+            lambda resumes: self._hello.model_copy(
+                update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to}
+            ),
             tls=tls,
         )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
         self._ended = 0  # highest generation that is known to be over, with all before it
         self._discarded: set[int] = set()
-        self._interrupting: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
         self._stores: dict[int, GenerationStore] = {}  # by generation
@@ -161,12 +176,14 @@ class ControlClient:
             # Without a coordinator this rank belongs to no run.
             self._ended = sys.maxsize
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
-            self._loop.run_until_complete(self._interrupt_until_left())
+            self._loop.run_until_complete(self._end())
 
     async def _serve(self) -> None:
         async for message in self._connection.messages():
             if isinstance(message, Exit | Refused):
+                self._is_drained = isinstance(message, Exit) and message.is_drained
                 self._connection.end()
+                self._background(self._end())
             self._receive(message)
 
     def _receive(self, message: Message) -> None:
@@ -203,6 +220,8 @@ class ControlClient:
                 self.checkpoint_request = request
             case Switch(generation=generation):
                 self.switch_to = generation
+            case Kill():
+                self._background(self._end_hung())
             case Probe(probe=probe):
                 self._connection.send(self.activity.position(probe))
             case Inject():
@@ -235,9 +254,28 @@ class ControlClient:
             self._inject(message)
 
     def _interrupt_over(self) -> None:
-        task = self._loop.create_task(self._interrupt_until_left())
-        self._interrupting.add(task)
-        task.add_done_callback(self._interrupting.discard)
+        self._background(self._interrupt_until_left())
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self) -> None:
+        """Have the training thread end this process; if it does not in time, end it here, as no agent may do so."""
+        self._interrupt_over()
+        await asyncio.sleep(math.inf if self._is_drained else _END_S)
+        _kill_this_process()
+
+    async def _end_hung(self) -> None:
+        """Send evidence of where the training thread hangs, as an agent would, and end this process."""
+        try:
+            process, activity = await examine(HostProcess(os.getpid()))
+            rank_id = {"worker": self._hello.worker, "incarnation": self._hello.incarnation}
+            self._connection.send(HangEvidence(process=process, activity=activity, **rank_id))
+            await asyncio.wait_for(self._connection.flush(), _SEND_S)
+        finally:
+            _kill_this_process()
 
     async def _interrupt_until_left(self) -> None:
         # Again and again: a thread may be connecting, with sockets that do not exist yet.
@@ -248,3 +286,7 @@ class ControlClient:
                 if (interrupt := self._interrupts.get(generation)) is not None:
                     interrupt()
             await asyncio.sleep(_INTERRUPT_EVERY_S)
+
+
+def _kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)  # which no lock of the process holds up

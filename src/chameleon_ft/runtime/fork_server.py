@@ -24,13 +24,14 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
 from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.process import end_with, exit_immediately
 
-__all__ = ["ForkServer"]
+__all__ = ["ForkServer", "receive"]
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _ATTEMPTS: Final = 3
@@ -65,12 +66,16 @@ class ForkServer:
         self._blocked = tuple(blocked)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._server = _Server(preload, self._blocked)
-        atexit.register(lambda: self._server.end())
+        atexit.register(self.end)
 
     @property
     def pid(self) -> int:
         """The number of the present server's process."""
         return self._server.pid
+
+    def end(self) -> None:
+        """End the present server; the processes that it has forked live on."""
+        self._server.end()
 
     async def fork(self, function: str, *files: int, **arguments: Any) -> HostProcess:
         """Call a function in a new process, which ends with this one.
@@ -189,6 +194,17 @@ class _Server:
             return f"has ended with exit code {self._process.wait(1)}"
         except subprocess.TimeoutExpired:
             return "has closed its socket"
+
+
+async def receive(pipe: Connection) -> Any:
+    """Return what comes through `pipe`. Raises EOFError if its other end is closed."""
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(pipe.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+    return pipe.recv()
 
 
 # --- in the server ---------------------------------------------------------------------------------------------------

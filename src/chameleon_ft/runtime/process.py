@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
+import fcntl
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext
+from contextlib import suppress
 from typing import NoReturn
 
 __all__ = [
     "SAME_SIGNAL_S",
+    "Lifeline",
     "end_with",
+    "end_with_holder",
     "end_with_parent",
-    "end_with_starter",
     "exit_immediately",
-    "fork_server",
     "ignore_interrupts",
-    "interrupts_held",
+    "outlive_parent",
     "wake_on_time",
 ]
 
@@ -30,6 +26,7 @@ SAME_SIGNAL_S = 1.0
 """Seconds in which SIGTERM counts once: a batch system sends it to all processes, and some of them pass it on."""
 
 _LIBC = ctypes.CDLL(None)
+_F_SETSIG = 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 
@@ -52,62 +49,55 @@ def end_with(parent: int) -> None:
         os._exit(1)  # it has ended before
 
 
+def outlive_parent() -> None:
+    """Undo `end_with`."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+class Lifeline:
+    """A pipe whose write end only this process holds: what ends with its holder, at any depth, watches the read end.
+
+    Attributes:
+        descriptor: the read end, to be passed to other processes for `end_with_holder`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._held = os.pipe()
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def close(self) -> None:
+        """End all processes that watch it."""
+        self._let_go()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _let_go(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+
+def end_with_holder(descriptor: int) -> None:
+    """Have the kernel end this process when the holder of a `Lifeline` ends, even if this process is stopped."""
+    # Its owner and signal belong to an open file, which other processes share until it is opened anew.
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    with suppress(BlockingIOError):
+        os.read(own, 1)
+        os._exit(1)  # the holder has ended before
+
+
 def end_with_parent() -> None:
     """Have the kernel end this process with its present parent."""
     end_with(os.getppid())
 
 
-def end_with_starter() -> None:
-    """End this process with the one that had the fork server make it, however that ends."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-
-    def watch() -> None:
-        starter.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="end with starter", daemon=True).start()
-
-
-def fork_server(preload: str, *blocked: signal.Signals) -> ForkServerContext:
-    """Start a fork server that imports the module `preload`, and return its context.
-
-    The signals are blocked in it from before its first import, and in all processes that it forks. A terminal sends its
-    Ctrl-C, and a batch system its SIGTERM, to every process of the group, but only the starter shall react.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    resource_tracker.ensure_running()  # its own start, which the fork server's includes, would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return context
-
-
 def ignore_interrupts() -> None:
     """Leave Ctrl-C, which a terminal sends to every process, to the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Delay a Ctrl-C until the end of the block.
-
-    Blocking the signal would not do: another thread gets it then, and Python raises KeyboardInterrupt in the main one.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # it is not interrupted anyway
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if received:
-            signal.raise_signal(signal.SIGINT)
 
 
 def wake_on_time() -> None:

@@ -20,9 +20,11 @@ import torch
 
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.config import RunConfig, config_type, parse_config
+from chameleon_ft.control.host_process import start_time
 from chameleon_ft.control.job_info import LOOPBACK
 from chameleon_ft.control.wire.address import require_worker_ports
 from chameleon_ft.control.wire.messages import Crashed, Exit, Ready, Refused, Welcome
+from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
@@ -32,14 +34,26 @@ from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
-from chameleon_ft.runtime.process import SAME_SIGNAL_S, exit_immediately, ignore_interrupts
+from chameleon_ft.runtime.process import (
+    SAME_SIGNAL_S,
+    end_with_holder,
+    exit_immediately,
+    ignore_interrupts,
+    outlive_parent,
+)
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
 
 
-def spawned_rank_main(*, worker: int, **arguments: Any) -> NoReturn:
-    """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process."""
+def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoReturn:
+    """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process.
+
+    It outlives the agent, and ends with the process that holds its lifeline, if there is one.
+    """
+    for lifeline in lifelines:
+        end_with_holder(lifeline)
+    outlive_parent()
     try:
         code = rank_main(worker=worker, **arguments)
     except ChameleonError as error:
@@ -71,8 +85,15 @@ def rank_main(
         ControlError: the coordinator cannot be joined.
     """
     ignore_interrupts()
+    own = os.getpid()
     client = ControlClient(
-        coordinator=coordinator, token=token, tls=tls, worker=worker, host=host, incarnation=incarnation
+        coordinator=coordinator,
+        token=token,
+        tls=tls,
+        worker=worker,
+        host=host,
+        incarnation=incarnation,
+        process=RankProcess(pid=own, started=start_time(own) or 0, local_index=local_index),
     )
     _drain_on_sigterm(client)
     client.start()

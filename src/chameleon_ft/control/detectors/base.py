@@ -58,7 +58,7 @@ class ProcessExited(Signal):
     """An agent reaped a worker's process."""
 
     worker: int
-    exit_code: int
+    exit_code: int | None  # None if it is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,10 @@ class ProcessExitDetector:
         return self, ()
 
 
-def describe_exit(exit_code: int) -> str:
-    """Describe how a process ended, from its exit code as `subprocess` gives it."""
+def describe_exit(exit_code: int | None) -> str:
+    """Describe how a process ended, from its exit code as `subprocess` gives it; None if it is not known."""
+    if exit_code is None:
+        return "its process has ended"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -84,7 +84,7 @@ def _named_workers(state: State, message: Drain) -> list[Worker]:
 
 def _hosts_of(state: State, worker: Worker) -> set[str]:
     """Return all names of a worker's host: "node7" and "10.0.0.7" if its agent calls it "node7 (10.0.0.7)"."""
-    agent = "" if worker.agent is None else state.members.agents[worker.agent]
+    agent = worker.agent_host
     return {worker.host, agent, *agent.rstrip(")").split(" ("), state.hosts().get(worker.id, "")} - {""}
 
 
@@ -158,7 +158,8 @@ def release(draft: Draft) -> None:
 def _dismiss_agents(draft: Draft) -> None:
     members = draft.state.members
     for agent, host in members.agents.items():
-        if all(worker.draining and worker.lost for worker in members if worker.agent == agent):
+        own = [worker for worker in members if worker.agent == agent]
+        if own and all(worker.draining and worker.lost for worker in own):
             draft.do(Send(agent, Exit(reason="drained", is_drained=True)))
             draft.set(members=draft.state.members.dismissed(agent))
             draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")

@@ -7,7 +7,7 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.quantities import duration
 
-__all__ = ["describe_lost_host", "lost", "stages"]
+__all__ = ["lost", "stages"]
 
 
 def stages(state: State) -> dict[int, StartStage]:
@@ -48,11 +48,3 @@ def lost(draft: Draft, number: int, cause: str) -> str | None:
     message = f"worker {number} was lost before the run began: {cause}; {remedy}"
     draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
     return None
-
-
-def describe_lost_host(state: State, host: str) -> dict[str, str]:
-    """Return the fields of the event beside the host: before the run begins, a message that its places are open."""
-    if state.phase is not Phase.GATHERING:
-        return {}
-    wait = duration(state.settings.timeouts.rendezvous_s)
-    return {"message": f"{host} was lost before the run began; its places are open for {wait}"}

@@ -13,7 +13,7 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.observe.evidence import Evidence
 from chameleon_ft.quantities import counted
 
-__all__ = ["count_death", "hang_examined", "record_incident"]
+__all__ = ["count_death", "end_unheard", "hang_examined", "record_incident"]
 
 
 def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
@@ -49,6 +49,19 @@ def count_death(draft: Draft, worker: int, *, steps: int) -> None:
         times = "once" if deaths == 1 else counted(deaths, "time")
         message = f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns"
         draft.record("blocklisted", worker=worker, deaths=deaths, message=message)
+
+
+def end_unheard(draft: Draft, connection: int) -> None:
+    """Report a worker without an agent that does not answer, not even after it was told to end itself."""
+    worker = draft.state.members.told_to_end_on(connection)
+    if worker is None:
+        return
+    process = f"process {worker.process.pid}" if worker.process is not None else "its process"
+    remedy = "start an agent there" if worker.agent_host else "end it by `kill -9`"
+    message = (
+        f"worker {worker.id} does not answer and has no agent, so {process} on {worker.host} may live on: {remedy}"
+    )
+    draft.record("not_ended", worker=worker.id, host=worker.host, message=message)
 
 
 def hang_examined(draft: Draft, worker: Worker, message: messages.HangEvidence) -> None:

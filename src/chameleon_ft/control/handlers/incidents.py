@@ -80,11 +80,16 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         health=draft.state.health.without(number),
     )
     detect(draft, signals.Fenced(number))
+    # The recovery does not wait for the evidence.
+    kill = messages.Kill(worker=number, is_hung=noticed_by in GIVEN_UP)
     if worker.agent is not None:
-        # The recovery does not wait for the evidence.
-        draft.do(commands.Send(worker.agent, messages.Kill(worker=number, is_hung=noticed_by in GIVEN_UP)))
+        draft.do(commands.Send(worker.agent, kill))
     if worker.connection is not None:
-        draft.do(commands.Drop(worker.connection))
+        if worker.agent is None and kill.is_hung:
+            draft.change_worker(worker, told_to_end=worker.connection)
+            draft.do(commands.Send(worker.connection, kill))  # the connection ends with it
+        else:
+            draft.do(commands.Drop(worker.connection))
     state = draft.state
     count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
     if state.phase is Phase.GATHERING:
@@ -213,7 +218,9 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if not live:
         end(draft, "failed", "no worker is left")
         return
-    _find_placement(draft, max(report.placed for report in state.quiesced.values()))
+    if not _find_placement(draft, max(report.placed for report in state.quiesced.values())):
+        end(draft, "failed", "the plan that workers follow is not in the journal of the run; resume it")
+        return
     draft.set(
         phase=Phase.DECIDING,
         incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
@@ -223,10 +230,11 @@ def _decide_if_quiesced(draft: Draft) -> None:
     draft.do(commands.Task.DECIDE)
 
 
-def _find_placement(draft: Draft, placed: int) -> None:
+def _find_placement(draft: Draft, placed: int) -> bool:
     """Find the placement in force, from the newest generation whose placement a survivor holds.
 
     If one worker has given up its old layers, all hold the new ones; if none has, all still hold the old ones.
+    Returns False if that generation is not known.
     """
     state, upcoming = draft.state, draft.state.next
     if placed == state.active_generation:
@@ -235,6 +243,7 @@ def _find_placement(draft: Draft, placed: int) -> None:
         # They have switched, and no report of the step before has come.
         draft.set(in_force=state.placed, active=upcoming.plan, active_generation=upcoming.number)
         draft.set(in_force=draft.state.placed)
+    return placed <= draft.state.active_generation
 
 
 def decided(draft: Draft, event: events.Decided) -> None:

@@ -15,20 +15,8 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import HostHello
 
-__all__ = ["advance", "considered", "host_joined", "ready", "respawn_due"]
-
-
-def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
-    """Have an agent that joined a live run start its workers."""
-    state = draft.state
-    blocklist = [worker.id for worker in state.members if state.respawns.is_blocked(worker.id)]
-    members, spawn = state.members.with_host(agent, hello, is_late=True, blocklist=blocklist, now=draft.at.unix_s)
-    draft.set(members=members)
-    draft.do(Send(agent, spawn))
-    names = ", ".join(map(str, spawn.workers))
-    draft.record("host_joined", host=hello.host, workers=spawn.workers, message=f"{hello.host} starts workers {names}")
+__all__ = ["advance", "considered", "ready", "respawn_due"]
 
 
 def respawn_due(draft: Draft) -> None:

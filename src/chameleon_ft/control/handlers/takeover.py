@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from chameleon_ft.control.commands import Drop, Send, Task, Welcome
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import incidents, switches
+from chameleon_ft.control.handlers import hosts, incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
-from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import (
+    Adopt,
     BeginCheckpoint,
     Discard,
     Finish,
@@ -29,7 +30,7 @@ from chameleon_ft.control.wire.messages import (
     Switch,
 )
 
-__all__ = ["host_returned", "is_expected_back", "missing", "took_over", "worker_returned"]
+__all__ = ["host_returned", "is_expected_back", "missing", "replaced", "took_over", "worker_returned"]
 
 
 def took_over(draft: Draft) -> None:
@@ -37,10 +38,11 @@ def took_over(draft: Draft) -> None:
     state, now = draft.state, draft.at.monotonic_s
     connections = {worker.connection for worker in state.members if worker.connection is not None}
     draft.set(
-        returning=frozenset(connections.union(state.members.agents)),
+        returning=frozenset(connections.union(state.members.agents, state.waiting_hosts)),
         return_by_s=now + state.settings.timeouts.heartbeat_timeout_s,
         ticked_at_s=now,
         scale_up=replace(state.scale_up, considering=None),
+        doubtful=state.doubtful if state.switching_to is not None else state.next or state.doubtful,
     )
     if not state.schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
         draft.set(schedule=replace(state.schedule, request=state.schedule.request + 1))
@@ -78,15 +80,27 @@ def _orders_lost(draft: Draft) -> None:
             switches.abandon(draft)
 
 
-def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
+def replaced(state: State, hello: Hello | HostHello) -> int | None:
+    """Return the number of the connection that a peer replaces by another one; None if the peer is new.
+
+    A peer whose first connection was lost before it was acknowledged does not know that number.
+    """
+    if isinstance(hello, HostHello):
+        return state.members.agent_ids.get(hello.id, hello.resumes)
+    if hello.resumes is None and hello.process is not None and hello.worker in state.members:
+        worker = state.members[hello.worker]
+        return worker.connection if (worker.process, worker.host) == (hello.process, hello.host) else None
+    return hello.resumes
+
+
+def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) -> None:
     """Take a worker back on another connection, and repeat the orders that it may lack."""
-    assert hello.resumes is not None
-    worker = draft.state.members.worker_of(hello.resumes)
+    worker = draft.state.members.worker_of(before)
     if worker is None or worker.id != hello.worker:
         draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
         return
-    _reconnected(draft, hello.resumes, connection)
-    if worker.first_step is None and not worker.takes_part:
+    _reconnected(draft, before, connection)
+    if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
         draft.do(Welcome(connection, worker.incarnation))
     if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
         draft.set(newest=hello.known)
@@ -95,6 +109,13 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
             return
         incidents.stop(draft)
         return
+    doubtful = draft.state.doubtful
+    if doubtful is not None and hello.switch_to == doubtful.number:
+        # Some may have switched by now; their reports tell whether one has given up its old layers.
+        draft.set(next=replace(doubtful, is_switching=True), doubtful=None)
+        if draft.state.phase is Phase.TRAINING:
+            incidents.stop(draft)
+            return
     state = draft.state
     match state.phase:
         case Phase.STOPPING if worker.id not in state.quiesced:
@@ -112,17 +133,29 @@ def worker_returned(draft: Draft, connection: int, hello: Hello) -> None:
                 draft.send(worker.id, Finish())
 
 
-def host_returned(draft: Draft, connection: int, hello: HostHello) -> None:
+def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) -> None:
     """Take an agent back on another connection; have it end ranks that are lost, and start those that it has not."""
-    assert hello.resumes is not None
-    if hello.resumes not in draft.state.members.agents:
+    waiting = draft.state.waiting_hosts
+    if before in waiting:
+        draft.set(waiting_hosts={each: other for each, other in waiting.items() if each != before})
+        _reconnected(draft, before, connection)
+        hosts.joined(draft, connection, hello)
+        return
+    if before not in draft.state.members.agents:
         draft.do(Send(connection, Refused(reason=f"host {hello.host} is not in the run any more")))
         return
-    _reconnected(draft, hello.resumes, connection)
+    _reconnected(draft, before, connection)
     own = [worker for worker in draft.state.members if worker.agent == connection]
     for worker in own:
         if worker.lost and _runs(worker, hello):
             draft.do(Send(connection, Kill(worker=worker.id)))
+    adopted = [
+        (each.id, each.incarnation, each.process)
+        for each in own
+        if each.process is not None and not each.lost and not _runs(each, hello)
+    ]
+    if adopted:
+        draft.do(Send(connection, Adopt(ranks=tuple(adopted))))
     unstarted = [each for each in own if not each.lost and each.connection is None and not _runs(each, hello)]
     if unstarted:
         numbers = tuple(worker.id for worker in unstarted)
@@ -132,6 +165,8 @@ def host_returned(draft: Draft, connection: int, hello: HostHello) -> None:
 def missing(draft: Draft) -> list[int]:
     """Return the connections whose peers have not come back in time, which are lost."""
     state = draft.state
+    if not state.returning:
+        draft.set(doubtful=None)
     if not state.returning or draft.at.monotonic_s < state.return_by_s:
         return []
     draft.set(returning=frozenset())

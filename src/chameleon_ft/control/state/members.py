@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from chameleon_ft.config import Recovery
-from chameleon_ft.control.wire.messages import Hello, HostHello, Spawn
+from chameleon_ft.control.wire.messages import Adopt, Hello, HostHello, Spawn
+from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
@@ -23,9 +24,12 @@ class Worker:
     id: int  # number of the worker
     incarnation: int = 1  # counted from 1
     agent: int | None = None  # connection of its agent; None if a launcher started it, or if the agent is gone
+    agent_host: str = ""  # host of its agent, as that calls it, also if the agent is gone; empty if it never had one
     connection: int | None = None  # its control connection, from its first message until it closes
     host: str = ""  # address; empty before its first message
+    process: RankProcess | None = None  # None before its first message
     takes_part: bool = False  # whether generations include it, training or as a spare
+    told_to_end: int | None = None  # the connection on which it was told to end itself, because it had no agent
     draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
     first_step: int | None = None  # committed steps when it became able to take part; None until then
     has_stepped: bool = False  # whether it has finished a step with the layers that it runs now
@@ -41,6 +45,11 @@ class Worker:
     def is_live(self) -> bool:
         return self.takes_part and self.connection is not None and not self.lost
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether it was started by an agent that is gone, and its process is known."""
+        return self.agent is None and bool(self.agent_host) and self.process is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
@@ -50,12 +59,14 @@ class Members:
     workers: Mapping[int, Worker] = FrozenMap({})
     former: tuple[Worker, ...] = ()  # incarnations since replaced, oldest first
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
+    agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
     fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
     drain_requests: frozenset[int] = frozenset()  # connections of agents and workers that asked to be drained
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
         object.__setattr__(self, "agents", FrozenMap(self.agents))
+        object.__setattr__(self, "agent_ids", FrozenMap(self.agent_ids))
 
     def __getitem__(self, worker: int) -> Worker:
         return self.workers[worker]
@@ -95,6 +106,10 @@ class Members:
         key = worker, incarnation
         return next((w for w in (*self.workers.values(), *self.former) if (w.id, w.incarnation) == key), None)
 
+    def told_to_end_on(self, connection: int) -> Worker | None:
+        """Return the worker that was told on this connection to end itself."""
+        return next((w for w in (*self.workers.values(), *self.former) if w.told_to_end == connection), None)
+
     def started_by(self, agent: int, worker: int, incarnation: int) -> Worker:
         """Return an incarnation that this agent has started. Raises ControlError if it has not."""
         found = self.incarnation_of(worker, incarnation)
@@ -118,8 +133,8 @@ class Members:
 
     def with_host(
         self, agent: int, hello: HostHello, *, is_late: bool = False, blocklist: Collection[int] = (), now: float
-    ) -> tuple[Self, Spawn]:
-        """Give an agent the lowest free workers; return its order to start them.
+    ) -> tuple[Self, Adopt, Spawn]:
+        """Have an agent adopt the workers of its host whose agent is gone, and start the lowest free ones beside them.
 
         An agent that joins after the run has begun also gets numbers that no worker has had.
 
@@ -129,17 +144,25 @@ class Members:
         Raises:
             ControlError: all workers of a run that has not begun are taken.
         """
-        end = max(self.count, 1 + max(self.workers, default=0)) + hello.slots if is_late else self.count
-        free = [worker for worker in range(end) if self._is_free(worker) and worker not in blocklist][: hello.slots]
-        if not free:
+        members, adopt = self._adopted(agent, hello)
+        slots = hello.slots - len(adopt.ranks)
+        end = max(self.count, 1 + max(self.workers, default=0)) + slots if is_late else self.count
+        free = [worker for worker in range(end) if self._is_free(worker) and worker not in blocklist][:slots]
+        if not free and not adopt.ranks:
             raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
-        return self._spawned(agent, hello.host, free, now=now)
+        members = replace(
+            members,
+            agents={**self.agents, agent: hello.host},
+            agent_ids={**self.agent_ids, hello.id: agent} if hello.id else self.agent_ids,
+        )
+        members, spawn = members._spawned(agent, free, now=now)
+        return members, adopt, spawn
 
     def respawned(self, worker: Worker, *, now: float) -> tuple[Self, Spawn]:
         """Have the agent of a lost worker start it again."""
         assert worker.lost
         assert worker.agent is not None
-        return self._spawned(worker.agent, self.agents[worker.agent], [worker.id], now=now)
+        return self._spawned(worker.agent, [worker.id], now=now)
 
     def joined(self, connection: int, hello: Hello, *, now: float) -> Self:
         """Admit a rank. Raises ControlError if it must not join."""
@@ -155,7 +178,7 @@ class Members:
             raise ControlError(f"worker {number} {'is lost' if worker.lost else 'has joined already'}")
         if worker.agent is not None and hello.incarnation != worker.incarnation:
             raise ControlError(f"worker {number} is started by its host's agent, and this is another process")
-        return members.changed(worker, connection=connection, host=hello.host)
+        return members.changed(worker, connection=connection, host=hello.host, process=hello.process)
 
     def require_number(self, number: int) -> None:
         """Raise ControlError if no worker has this number."""
@@ -174,18 +197,23 @@ class Members:
             workers={number: moved(worker) for number, worker in self.workers.items()},
             former=tuple(map(moved, self.former)),
             agents={connection if each == before else each: host for each, host in self.agents.items()},
+            agent_ids={name: connection if each == before else each for name, each in self.agent_ids.items()},
             drain_requests=frozenset(connection if each == before else each for each in self.drain_requests),
         )
 
     def without_agent(self, agent: int) -> Self:
-        """Remove an agent whose connection has ended, with its workers that have not joined."""
+        """Remove an agent whose connection has ended, with its workers that have not joined.
+
+        The others live on, and another agent of their host can adopt them.
+        """
         orphans = {
             worker.id: replace(worker, agent=None, lost=worker.lost or worker.connection is None)
             for worker in self.workers.values()
             if worker.agent == agent
         }
         agents = {each: host for each, host in self.agents.items() if each != agent}
-        return replace(self, workers={**self.workers, **orphans}, agents=agents)
+        agent_ids = {name: each for name, each in self.agent_ids.items() if each != agent}
+        return replace(self, workers={**self.workers, **orphans}, agents=agents, agent_ids=agent_ids)
 
     def dismissed(self, agent: int) -> Self:
         """Remove an agent whose workers have all left, and ignore its connection from now on."""
@@ -210,15 +238,34 @@ class Members:
         worker = self.workers.get(number)
         return worker is None or (worker.lost and (worker.agent is None or worker.is_vacant))
 
-    def _spawned(self, agent: int, host: str, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
-        members = replace(self._born(numbers, agent=agent, now=now), agents={**self.agents, agent: host})
+    def _adopted(self, agent: int, hello: HostHello) -> tuple[Self, Adopt]:
+        """Give an agent the workers of its host whose agent is gone, as many as it can run.
+
+        It also ends processes of workers that were given up when they had no agent.
+        """
+        left = [each for each in (*self, *self.former) if each.is_orphan and each.agent_host == hello.host]
+        living = [each for each in left if each.connection is not None][: hello.slots]
+        given_up = [each for each in left if each.lost]
+        members = self
+        for worker in living:
+            members = members.changed(worker, agent=agent)
+        for worker in given_up:
+            members = members.changed(worker, process=None)
+        return members, Adopt(
+            ranks=tuple((each.id, each.incarnation, each.process) for each in living if each.process is not None),
+            given_up=tuple(each.process for each in given_up if each.process is not None),
+        )
+
+    def _spawned(self, agent: int, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
+        members = self._born(numbers, agent=agent, now=now)
         incarnations = tuple(members[number].incarnation for number in numbers)
         return members, Spawn(workers=tuple(numbers), incarnations=incarnations)
 
     def _born(self, numbers: Sequence[int], *, agent: int | None, now: float) -> Self:
         """Return the members with a new incarnation of each of these workers."""
         before = {number: self.workers[number] for number in numbers if number in self.workers}
-        born = {number: Worker(id=number, agent=agent, since=now) for number in numbers}
+        agent_host = "" if agent is None else self.agents[agent]
+        born = {number: Worker(id=number, agent=agent, agent_host=agent_host, since=now) for number in numbers}
         for number, former in before.items():
             born[number] = replace(born[number], incarnation=former.incarnation + 1, host=former.host)
         return replace(self, workers={**self.workers, **born}, former=(*self.former, *before.values()))

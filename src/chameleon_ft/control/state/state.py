@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -24,7 +24,7 @@ from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
-from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.messages import HostHello, Quiesced
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -117,18 +117,23 @@ class State:
     # Lost connections, with a coordinator that is lost or was held up, whose peers have not come back.
     returning: frozenset[int] = frozenset()
     return_by_s: float = 0.0  # when they count as lost, in monotonic seconds
+    # The generation that a lost coordinator was preparing by its journal: workers may have been told to switch to it.
+    doubtful: NextGeneration | None = None
+    waiting_hosts: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that joins once these are back or lost
     stalled_at_s: float | None = None  # when this coordinator had not run for long, the last time; likewise
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))
+        object.__setattr__(self, "waiting_hosts", FrozenMap(self.waiting_hosts))
 
     @classmethod
-    def before(cls, settings: Settings, *, last_generation: int = 0) -> Self:
+    def before(cls, settings: Settings, *, last_generation: int = 0, skipped: Iterable[int] = ()) -> Self:
         """Return the state of a run that no worker has joined.
 
         Args:
             last_generation: of the resumed run, whose numbering continues.
+            skipped: steps that it has found to be bad.
         """
         return cls(
             settings=settings,
@@ -138,6 +143,7 @@ class State:
             detectors=Detectors.with_timeouts(settings.timeouts),
             respawns=Respawns(settings.recovery),
             history=FailureHistory.before(settings.recovery),
+            health=Health(skipped=frozenset(skipped)),
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from chameleon_ft.control.wire.orders import (
     Acknowledged,
+    Adopt,
     Begin,
     BeginCheckpoint,
     Discard,
@@ -55,6 +56,7 @@ from chameleon_ft.control.wire.reports import (
 
 __all__ = [
     "Acknowledged",
+    "Adopt",
     "BadStep",
     "Begin",
     "BeginCheckpoint",

@@ -9,6 +9,7 @@ from chameleon_ft.config import FailureKind, FailurePhase
 from chameleon_ft.control.wire.parts import (
     BoundaryMessage,
     Message,
+    RankProcess,
     Rest,
     Shards,
     Transition,
@@ -24,6 +25,7 @@ from chameleon_ft.sync import Segment
 
 __all__ = [
     "Acknowledged",
+    "Adopt",
     "Begin",
     "BeginCheckpoint",
     "Discard",
@@ -239,8 +241,16 @@ class Spawn(Message):
     incarnations: tuple[int, ...]  # number of each worker's incarnation, from 1
 
 
+class Adopt(Message):
+    """An agent is to look after ranks of its host that have lost their agent, and to end those that are given up."""
+
+    type: Literal["adopt"] = "adopt"
+    ranks: tuple[tuple[int, int, RankProcess], ...] = ()  # (worker, incarnation, process)
+    given_up: tuple[RankProcess, ...] = ()  # they may have ended long ago; no rank is started beside them
+
+
 class Kill(Message):
-    """An agent is to end `worker` with SIGKILL."""
+    """An agent is to end `worker` with SIGKILL, or a worker without an agent itself."""
 
     type: Literal["kill"] = "kill"
     worker: int

@@ -23,6 +23,7 @@ __all__ = [
     "MessagePart",
     "OperationTimes",
     "Progress",
+    "RankProcess",
     "Rest",
     "Shards",
     "Transition",
@@ -61,6 +62,14 @@ def pack_shards(sharding: Sharding) -> Shards:
 def unpack_shards(shards: Shards) -> Sharding:
     """Read the output of `pack_shards`."""
     return Sharding(tuple(LayerShards(holders, tuple(Slice(*each) for each in slices)) for holders, slices in shards))
+
+
+class RankProcess(MessagePart):
+    """The process of a rank, as other processes of its host find it."""
+
+    pid: int
+    started: int  # when it began, in clock ticks since the boot: another process with its number began later
+    local_index: int  # number of the rank on its host, which picks its accelerator
 
 
 class Transition(MessagePart):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from chameleon_ft.control.wire.parts import Message, OperationTimes, Progress, Vote
+from chameleon_ft.control.wire.parts import Message, OperationTimes, Progress, RankProcess, Vote
 
 __all__ = [
     "BadStep",
@@ -41,6 +41,8 @@ class Hello(Message):
     incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
     known: int = 0  # if it resumes: the newest generation of which it has an order
+    switch_to: int = 0  # if it resumes: the newest generation that it was told to switch to
+    process: RankProcess | None = None  # by which another agent of its host finds it, should its own end
 
 
 class HostHello(Message):
@@ -49,8 +51,9 @@ class HostHello(Message):
     type: Literal["host_hello"] = "host_hello"
     host: str
     slots: int  # workers it can run
+    id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
-    ranks: tuple[tuple[int, int], ...] = ()  # if it resumes: (worker, incarnation) of the ranks that it runs
+    ranks: tuple[tuple[int, int], ...] = ()  # (worker, incarnation) of the ranks that it runs
 
 
 class Ready(Message):
@@ -60,12 +63,12 @@ class Ready(Message):
 
 
 class WorkerExited(Message):
-    """An agent reaped a rank. `exit_code` is negative for a signal, as in `subprocess`."""
+    """A rank has ended. `exit_code` is negative for a signal, as in `subprocess`; None if its agent has adopted it."""
 
     type: Literal["worker_exited"] = "worker_exited"
     worker: int
     incarnation: int = 1
-    exit_code: int
+    exit_code: int | None
 
 
 class ProcessState(Message):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import multiprocessing.connection
 import os
 import signal
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Final
 
@@ -24,14 +26,7 @@ from chameleon_ft.profiles import AllReduceTime, Spread
 from chameleon_ft.runtime.communicators import Channel, Communicators, Membership, Rendezvous, communicators_for
 from chameleon_ft.runtime.communicators.store import open_store
 from chameleon_ft.runtime.device import claim_device, wait_for_stream
-from chameleon_ft.runtime.process import (
-    end_with_parent,
-    end_with_starter,
-    exit_immediately,
-    fork_server,
-    ignore_interrupts,
-    interrupts_held,
-)
+from chameleon_ft.runtime.fork_server import ForkServer, receive
 from chameleon_ft.runtime.profiling.peer import PeerConnection, PeerStore
 
 __all__ = ["Exchange", "MeasuredLinks", "Member", "fit_link", "run_members"]
@@ -111,36 +106,39 @@ def run_members(members: Sequence[Member]) -> MeasuredLinks | None:
     """
     # Otherwise torch warns, for every connection to the store, that it cannot resolve the peer's name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    context = fork_server(__name__, signal.SIGINT)
-    pipes: list[Connection] = []
-    processes = []
+    return asyncio.run(_run_members(members))
+
+
+async def _run_members(members: Sequence[Member]) -> MeasuredLinks | None:
+    server = ForkServer(__name__, (signal.SIGINT,))
+    pipes, processes, answers = [], [], []
     try:
         for member in members:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_member_main, args=(member, theirs), daemon=True)
-            with interrupts_held():  # or a started process might not be among those to end
-                process.start()
-                processes.append(process)
-            theirs.close()
+            ours, theirs = Pipe(duplex=False)
             pipes.append(ours)
+            with theirs:
+                files = [theirs.fileno()] + ([] if member.peer is None else [member.peer.connection.fileno()])
+                processes.append(await server.fork(f"{__name__}:_member_main", *files, member=member))
         # The first error ends the wait for the others, which may hang without the member that failed.
-        found: dict[Connection, MeasuredLinks | None] = {}
-        while len(found) < len(pipes):
-            for pipe in multiprocessing.connection.wait([pipe for pipe in pipes if pipe not in found]):
-                assert isinstance(pipe, Connection)
-                found[pipe] = _received(pipe)
-        return found[pipes[0]]
+        answers = [asyncio.create_task(_received(pipe)) for pipe in pipes]
+        measured, *_ = await asyncio.gather(*answers)
+        return measured
     finally:
+        server.end()
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
         for process in processes:
             process.kill()
-            process.join()
+        for process in processes:
+            await process.wait()
         for pipe in pipes:
             pipe.close()
 
 
-def _received(pipe: Connection) -> MeasuredLinks | None:
+async def _received(pipe: Connection) -> MeasuredLinks | None:
     try:
-        found = pipe.recv()
+        found = await receive(pipe)
     except EOFError:
         raise ControlError("a process that measures links has ended without a word") from None
     if isinstance(found, ChameleonError):
@@ -149,19 +147,17 @@ def _received(pipe: Connection) -> MeasuredLinks | None:
     return found
 
 
-def _member_main(member: Member, pipe: Connection) -> None:
-    ignore_interrupts()
-    end_with_parent()
-    end_with_starter()
+def _member_main(descriptor: int, *connections: int, member: Member) -> None:
+    if member.peer is not None:
+        (connection,) = connections
+        member = replace(member, peer=replace(member.peer, connection=socket.socket(fileno=connection)))
     found: MeasuredLinks | ChameleonError | None
     try:
         found = _take_part(member)
     except ChameleonError as error:
         found = ControlError(f"links cannot be measured: {error}")
     with contextlib.suppress(OSError):  # the receiver may be gone after an interrupt
-        pipe.send(found)
-    pipe.close()
-    exit_immediately(0)
+        Connection(descriptor, readable=False).send(found)
 
 
 def _take_part(member: Member) -> MeasuredLinks | None:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from torch._C._distributed_c10d import Store
 
@@ -45,6 +45,10 @@ class PeerConnection:
     _receive_key: bytes
     _sent: int = 0
     _received: int = 0
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Leave out the socket, whose descriptor is handed over beside the pickle."""
+        return None, {name: getattr(self, name) for name in self.__slots__ if name != "connection"}
 
     @classmethod
     def opened(cls, connection: socket.socket, token: str, *, answers: bool) -> PeerConnection:

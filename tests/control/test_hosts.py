@@ -1,0 +1,278 @@
+"""Agents that end while their ranks train on, and agents that adopt these, replayed through the state machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from chameleon_ft.config import Recovery
+from chameleon_ft.control.commands import Drop, Welcome
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire.messages import (
+    Adopt,
+    Drain,
+    HangEvidence,
+    Hello,
+    HostHello,
+    Kill,
+    Message,
+    Probe,
+    Refused,
+    Spawn,
+    WorkerExited,
+)
+from chameleon_ft.errors import ControlError
+from tests.control.histories import AGENT, History, new_state, process_of
+
+NEXT = AGENT + 1  # connection of the agent that follows
+RESPAWN = Recovery(respawn=True, respawn_delay_s=0.1)
+
+
+def training(**changes: object) -> History:
+    """A history in its fourth step."""
+    history = History(new_state(**changes))
+    history.train()
+    return history
+
+
+def orphaned(**changes: object) -> History:
+    """One whose agent was killed just then."""
+    history = training(**changes)
+    history.depart(AGENT)
+    history.commands.clear()
+    return history
+
+
+def adoption(*workers: int, given_up: tuple[int, ...] = ()) -> Adopt:
+    ranks = tuple((worker, 1, process_of(worker)) for worker in workers)
+    return Adopt(ranks=ranks, given_up=tuple(map(process_of, given_up)))
+
+
+# --- ranks outlive their agent ---------------------------------------------------------------------------------------
+
+
+def test_workers_train_on_without_their_agent() -> None:
+    history = training()
+    history.depart(AGENT)
+    history.wait(1.0)
+    history.commit()
+    assert (history.state.generation, history.state.committed) == (1, 4)
+    assert history.failures == []
+    (event,) = history.events("host_lost")
+    assert event["workers"] == (0, 1, 2, 3)
+    assert event["message"] == (
+        "the agent of a host is gone; workers 0, 1, 2, 3 live on, and another agent there adopts them"
+    )
+
+
+def test_one_that_is_lost_without_an_agent_is_not_started_again() -> None:
+    history = orphaned(recovery=RESPAWN)
+    history.depart(history.connection(1))
+    history.quiesce()
+    history.start()
+    history.wait(60.0)
+    assert history.failures == [(1, "connection", "control connection closed")]
+    assert history.sent(Spawn) == []
+
+
+def test_a_hung_one_tells_where_it_hangs_and_ends_itself() -> None:
+    history = orphaned()
+    connection = history.connection(1)
+    history.silence(connection)
+    assert history.sent(Kill, to=connection) == [Kill(worker=1, is_hung=True)]
+    assert Drop(connection) not in history.commands, "or it could not answer"
+    stacks = HangEvidence(worker=1, incarnation=1, process="state R", activity="")
+    history.say(connection, stacks.model_copy(update={"worker": 2}))
+    history.depart(connection)
+    history.quiesce()
+    history.start()
+    assert [event["worker"] for event in history.events("hang")] == [1], "it can tell of itself only"
+    assert history.events("not_ended") == []
+    with pytest.raises(ControlError):
+        history.say(history.connection(2), stacks)
+
+
+def test_one_that_cannot_hear_is_reported() -> None:
+    history = orphaned()
+    connection = history.connection(1)
+    history.silence(connection)
+    history.silence(connection, 5.0)
+    assert Drop(connection) in history.commands
+    (event,) = history.events("not_ended")
+    assert event["message"] == (
+        "worker 1 does not answer and has no agent, so process 101 on 10.0.0.1 may live on: start an agent there"
+    )
+
+
+# --- they are adopted ------------------------------------------------------------------------------------------------
+
+
+def test_another_agent_of_the_host_adopts_them() -> None:
+    history = orphaned(recovery=RESPAWN)
+    history.commit()
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    assert history.sent(Adopt, to=NEXT) == [adoption(0, 1, 2, 3)]
+    assert history.sent(Spawn) == []
+    (event,) = history.events("host_joined")
+    assert event["message"] == "a host adopts workers 0, 1, 2, 3"
+    assert history.state.generation == 1, "no worker stops for it"
+
+    history.say(NEXT, WorkerExited(worker=2, incarnation=1, exit_code=None))
+    history.quiesce()
+    history.start()
+    assert history.failures == [(2, "child", "its process has ended")]
+    history.wait(0.3)
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2,), incarnations=(2,))]
+
+
+def test_an_adopted_worker_is_looked_after_like_any() -> None:
+    history = orphaned()
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    history.silence(history.connection(1))
+    assert history.sent(Probe, to=NEXT) == [Probe(probe=0, worker=1)]
+    assert history.failures == []
+    history.say(NEXT, Drain())
+    assert all(history.state.members[worker].draining or history.state.ending for worker in range(4))
+
+
+@pytest.mark.parametrize(
+    ("hello", "adopted"),
+    [
+        (HostHello(host="another host", slots=4), ()),
+        (HostHello(host="a host", slots=2), (0, 1)),
+        (HostHello(host="a host", slots=6), (0, 1, 2, 3)),
+    ],
+)
+def test_an_agent_adopts_as_many_of_its_host_as_it_can_run_and_starts_others(
+    hello: HostHello, adopted: tuple[int, ...]
+) -> None:
+    history = orphaned()
+    history.say(NEXT, hello)
+    assert history.sent(Adopt, to=NEXT) == ([adoption(*adopted)] if adopted else [])
+    started = sum(len(spawn.workers) for spawn in history.sent(Spawn, to=NEXT))
+    assert started == hello.slots - len(adopted)
+
+
+def test_ranks_of_an_agent_that_lives_are_not_adopted() -> None:
+    history = training()
+    history.say(NEXT, HostHello(host="a host", slots=2))
+    assert history.sent(Adopt) == []
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(4, 5), incarnations=(1, 1))]
+    history.depart(AGENT)
+    history.say(NEXT + 1, HostHello(host="a host", slots=4))
+    assert history.sent(Adopt, to=NEXT + 1) == [adoption(0, 1, 2, 3)]
+
+
+def test_a_worker_that_a_launcher_started_is_not_adopted() -> None:
+    history = History()
+    for worker in range(4):
+        history.say(history.connection(worker), Hello(worker=worker, host="a host", process=process_of(worker)))
+    history.start()
+    history.say(NEXT, HostHello(host="a host", slots=2))
+    assert history.sent(Adopt) == []
+
+
+def test_the_next_agent_ends_what_was_given_up_before_it_starts_another_process() -> None:
+    history = orphaned()
+    history.silence(history.connection(1))
+    history.quiesce()
+    history.start()
+    history.commands.clear()
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    assert history.sent(Adopt, to=NEXT) == [adoption(0, 2, 3, given_up=(1,))]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(1,), incarnations=(2,))]
+    assert [each.type for each in history.sent(Message, to=NEXT)] == ["adopt", "spawn"]
+    history.depart(NEXT)
+    history.say(NEXT + 1, HostHello(host="a host", slots=4))
+    assert history.sent(Adopt, to=NEXT + 1) == [adoption(0, 2, 3)], "it is ended once"
+
+
+def test_before_the_run_begins_the_ranks_that_have_come_are_adopted_and_the_others_started() -> None:
+    history = History()
+    history.gather_some(2)
+    history.depart(AGENT)
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    assert history.sent(Adopt, to=NEXT) == [adoption(0, 1)]
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2, 3), incarnations=(2, 2))]
+    history.join(2)
+    history.join(3)
+    assert history.state.phase is Phase.REGROUPING
+
+
+# --- with another coordinator ----------------------------------------------------------------------------------------
+
+
+def test_an_agent_waits_while_the_one_before_may_come_back() -> None:
+    history = training()
+    history.take_over()
+    for worker in history.live():
+        history.return_worker(worker)
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    history.say(NEXT + 1, HostHello(host="another host", slots=1))
+    assert [spawn.workers for spawn in history.sent(Spawn, to=NEXT + 1)] == [(4,)], "it waits for its own host only"
+    history.wait(6.0)
+    assert history.sent(Adopt, to=NEXT) == [adoption(0, 1, 2, 3)]
+    assert not history.state.waiting_hosts
+
+
+def test_an_agent_that_waits_gets_other_workers_if_the_one_before_comes_back() -> None:
+    history = training()
+    history.take_over()
+    for worker in history.live():
+        history.return_worker(worker)
+    history.say(NEXT, HostHello(host="a host", slots=2))
+    history.return_agent()
+    history.wait(0.1)
+    assert history.sent(Adopt) == []
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(4, 5), incarnations=(1, 1))]
+
+
+def test_an_agent_that_waits_is_found_by_the_next_coordinator_or_forgotten() -> None:
+    for comes_back in (True, False):
+        history = training()
+        history.take_over()
+        for worker in history.live():
+            history.return_worker(worker)
+        history.say(NEXT, HostHello(host="a host", slots=4, id="x"))
+        history.take_over()
+        for worker in history.live():
+            history.return_worker(worker)
+        if comes_back:
+            history.say(NEXT + 1, HostHello(host="a host", slots=4, id="x", resumes=NEXT))
+        history.wait(6.0)
+        assert history.sent(Adopt) == ([adoption(0, 1, 2, 3)] if comes_back else [])
+        assert not history.state.waiting_hosts
+
+
+def test_an_order_to_adopt_that_was_lost_is_repeated() -> None:
+    history = orphaned()
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    history.take_over()
+    history.commands.clear()
+    history.return_agent(NEXT, ranks=[(0, 1), (1, 1)])
+    assert history.sent(Adopt) == [adoption(2, 3)]
+
+
+def test_an_agent_whose_first_connection_was_lost_early_is_recognised() -> None:
+    history = History()
+    history.say(AGENT, HostHello(host="a host", slots=4, id="x"))
+    history.take_over()
+    history.commands.clear()
+    history.say(NEXT, HostHello(host="a host", slots=4, id="x", ranks=((0, 1), (1, 1))))
+    assert history.sent(Refused) == []
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2, 3), incarnations=(1, 1))]
+    assert dict(history.state.members.agents) == {NEXT: "a host"}
+
+
+def test_a_rank_whose_first_connection_was_lost_early_is_recognised() -> None:
+    history = History()
+    history.holds = True
+    history.gather_some(2)
+    history.take_over()
+    history.return_agent()
+    history.commands.clear()
+    hello = Hello(worker=1, host="10.0.0.1", incarnation=1, process=process_of(1))
+    history.say(77, hello)
+    assert Welcome(77, 1) in history.commands, "it may lack that"
+    assert history.state.members[1].connection == 77
+    with pytest.raises(ControlError, match="worker 1 has joined already"):
+        history.say(78, hello.model_copy(update={"process": process_of(3)}))
