@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from chameleon_ft.config import Batch, RunConfig
+from chameleon_ft.config import STAND_IN_JOB, Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.job import BoundarySpec, Job, Precision
 from chameleon_ft.keys import init_key, step_key
@@ -33,6 +35,7 @@ from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import tensor_bytes
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import Segment, gradient_segments, tied_segments
+from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
 from tests.runtime.switchboard import Line, Switchboard
 from tests.strategies import equal_costs
 
@@ -373,3 +376,26 @@ def test_fp32_changes_nothing() -> None:
     assert cast_layer(layer, Precision("fp32", ("*",)), is_first=True) == {}
     layer(torch.ones(2, 3))
     assert layer.gate.types == layer.expert.types == [torch.float32] * 2
+
+
+def test_the_precision_of_an_emulated_device_is_that_of_its_profile() -> None:
+    with pytest.raises(ValidationError, match="take a profile that was made with this precision"):
+        RunConfig(device="emulated", job=STAND_IN_JOB, profile=Path("profile.json"), precision="bf16")
+
+
+@pytest.mark.multiprocess
+def test_a_run_with_shared_optimizer_state_and_ties_survives_a_loss(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        precision="bf16",
+        steps=8,
+        parallel=Parallel(dp=3, pp=2, optimizer_redundancy=2, split_backward=True),
+        failures=(fails(1, step=3, phase="backward"),),
+        recovery=Recovery(policy="chameleon"),
+        model=LlamaConfig(
+            dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32, tie_embeddings=True, dropout=0.1
+        ),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.lost == {1}
+    assert_trained_as_if_nothing_failed(ended)
