@@ -110,7 +110,8 @@ def salvage(subject: Subject) -> Result:
 def migration(subject: Subject) -> Result:
     """Drain the only holder of some layers: they move while all ranks train, and no loss changes."""
     progress("four ranks, one of which is drained while its layers move")
-    config = _config(subject, policy="chameleon", parallel=Parallel(dp=1, pp=_WORKERS))
+    several = {"steps": 4 * subject.size.steps}  # it is drained and its layers have moved long before the end
+    config = _config(subject, policy="chameleon", parallel=Parallel(dp=1, pp=_WORKERS), **several)
     path = subject.folder / "migration"
     command = [sys.executable, "-m", "chameleon_ft", "train", str(write_config(config, path.with_suffix(".toml")))]
     run = RunDirectory(path)

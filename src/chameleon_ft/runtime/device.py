@@ -7,7 +7,7 @@ devices are only for processes of one machine, because they share its clock.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import platform
 import time
 from collections.abc import Iterable
@@ -51,8 +51,11 @@ def missing_device(config: RunConfig) -> str:
         return f"torch {torch.__version__} is built without the backend {config.backend}"
     if not kind.is_accelerator:
         return ""
-    if kind.package and importlib.util.find_spec(kind.package) is None:
-        return f"the package {kind.package} is not installed; install its version for torch {torch.__version__}"
+    if kind.package:
+        try:
+            importlib.import_module(kind.package)  # which torch does by itself, unless told not to
+        except (ImportError, OSError) as error:
+            return f"the package {kind.package} is not installed, or not for torch {torch.__version__} ({error})"
     built_for = torch.accelerator.current_accelerator()
     if built_for is None or built_for.type != config.device:
         instead = "" if built_for is None else f", and for {built_for.type} instead"
