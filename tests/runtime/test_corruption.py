@@ -23,7 +23,8 @@ def test_of_three_holders_the_one_that_differs_is_lost(tmp_path: Path) -> None:
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0
     (failure,) = ended.failures
-    assert (failure.worker, failure.noticed_by, failure.step) == (2, "checksum", 6)
+    assert (failure.worker, failure.noticed_by) == (2, "checksum")
+    assert failure.step <= 6, "before, if a value is not finite any more: a bad step is compared as well"
     assert "differs from that of its peers" in failure.cause
     assert ended.steps == list(range(10))
     assert_as_the_plain_loop(ended, steps=4)

@@ -83,7 +83,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     for module in (device, emulated):
         monkeypatch.setattr(module, "time", found)
-    monkeypatch.setattr("chameleon_ft.runtime.communicators.emulated.threading.Event", lambda: Sleeper(found))
+    monkeypatch.setattr("chameleon_ft.runtime.communicators.delayed.threading.Event", lambda: Sleeper(found))
     return found
 
 

@@ -14,7 +14,8 @@ from typing import Annotated, Final
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.starting import absolute_job, prepare_data_of
+from chameleon_ft.cli.run_config import absolute_job
+from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.presets import (

@@ -19,7 +19,7 @@ from chameleon_ft.cli.costs import (
     measured_or_cached,
     profile_of,
 )
-from chameleon_ft.cli.starting import read_config_values
+from chameleon_ft.cli.run_config import read_config_values
 from chameleon_ft.config import Batch, Parallel, RunConfig, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan

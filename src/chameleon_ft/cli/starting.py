@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,22 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalPath, Switch, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.run_config import configured
 from chameleon_ft.config import (
-    LLAMA_JOB,
     RENAMED_KEYS,
     Control,
     Forked,
     RunConfig,
     TrainConfig,
-    config_type,
-    parse_config,
-    parse_fields,
     read_recorded_toml,
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
-from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
@@ -48,12 +44,10 @@ __all__ = [
     "Forks",
     "PreparedRun",
     "Resume",
-    "absolute_job",
     "lost_run",
     "parse_start",
     "prepare_data_of",
     "prepare_run",
-    "read_config_values",
 ]
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
@@ -158,7 +152,7 @@ def prepare_run(
     if resume is not None and resume != AUTO:
         return _resumed_run(flags, resume, file=file, job=job)
     values = {} if file is None else read_toml(file)
-    config = _config(values, flags, job=job, source="the configuration" if file is None else str(file))
+    config = configured(values, flags, job=job, source="the configuration" if file is None else str(file))
     if resume == AUTO and (found := _earlier_run(config)) is not None:
         return found
     name = name or ("llama" if file is None else file.stem)
@@ -247,7 +241,7 @@ def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str
     values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
-    return _config(values, flags, job=job, source=str(directory.config_file))
+    return configured(values, flags, job=job, source=str(directory.config_file))
 
 
 def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
@@ -292,32 +286,6 @@ def _earlier_run(config: RunConfig) -> PreparedRun | None:
         ) from None
     print(f"{path}: its run has no checkpoint and begins anew; its files are in {aside}")
     return None
-
-
-def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
-    """Return the validated configuration: `values`, read from `source`, overridden by `flags`.
-
-    Paths become absolute, so that the configuration does not depend on the working directory.
-    """
-    job = job or flags.get("job") or values.get("job", LLAMA_JOB)
-    model = config_type({**values, "job": job})
-    parse_fields(model, values, source=source)
-    merged = dict(values)
-    for key, value in flags.items():
-        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
-    config = parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if flags else source)
-    changes: dict[str, Any] = {"job": absolute_job(config.job)}
-    for name in ("profile", "plan"):
-        if (path := getattr(config, name)) is not None:
-            changes[name] = _absolute_path(path)
-    if (tls := config.control.tls) not in ("off", "generate"):
-        directory = _absolute_path(Path(tls))
-        tls_context(directory, server=True)
-        changes["control"] = config.control.model_copy(update={"tls": str(directory)})
-    if isinstance(config, TrainConfig) and config.data.path:
-        path = _absolute_path(Path(config.data.path))
-        changes["data"] = config.data.model_copy(update={"path": str(path)})
-    return config.model_copy(update=changes)
 
 
 def _refuse_live_run(directory: RunDirectory) -> None:
@@ -407,38 +375,6 @@ def _check_address(control: Control) -> None:
                 f"control.port = {control.port}: is in use on {control.host}; choose another, or 0 for any free port"
             ) from None
         raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
-
-
-def read_config_values(file: Path) -> dict[str, Any]:
-    """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
-
-    Raises ConfigError if the file cannot be read.
-    """
-    script = Path(str(file).partition(":")[0])
-    if script.suffix != ".py":
-        return read_toml(file)
-    beside = script.with_suffix(".toml")
-    return {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}
-
-
-def absolute_job(reference: str) -> str:
-    """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
-    from chameleon_ft.job import check_job_reference
-
-    check_job_reference(reference)
-    location, colon, function = reference.rpartition(":")
-    if not colon:
-        location, function = reference, ""
-    if location.endswith(".py"):
-        location = str(_absolute_path(Path(location)))
-    return f"{location}{colon}{function}"
-
-
-def _absolute_path(path: Path) -> Path:
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError as error:  # an unknown ~user
-        raise ConfigError(f"{path}: {error}; write the path out") from None
 
 
 def prepare_data_of(config: RunConfig) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, absolute_job, parse_start, prepare_run
+from chameleon_ft.cli.run_config import absolute_job
+from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
