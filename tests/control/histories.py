@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.control.commands import (
     Command,
+    DistrustCheckpoints,
     Drop,
     Finish,
     Launch,
@@ -172,7 +173,8 @@ def process_of(worker: int, incarnation: int = 1) -> RankProcess:
 class History:
     """A state, what led to it, and what was commanded; every event is checked, see `check`.
 
-    Decisions are answered at once, by plans in which all live workers train, unless `holds` is set.
+    Decisions are answered at once, by plans in which all live workers train, unless `holds` is set. If workers are to
+    load a checkpoint, it is that of the step after which they last agreed.
     """
 
     def __init__(self, state: State | None = None) -> None:
@@ -256,6 +258,8 @@ class History:
             first_step = max((report.committed for report in asked.quiesced.values()), default=0)
             moves_to = self.moves_to if self.moves_to in live and len(live) > 1 else None
             plan = a_plan(live, first_step=max(first_step, asked.committed), moves_to=moves_to)
+            if asked.checkpoints.is_reread:
+                plan = replace(a_plan(live, first_step=asked.health.agreed), load=asked.health.agreed)
         self.happen(Decided(at=self.at, question=asked.question, plan=plan))
 
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
@@ -478,6 +482,7 @@ def check(before: State, event: Event, after: State, commands: Iterable[Command]
     _check_commands(before, after, commands, is_return=is_return)
     _check_members(after)
     _check_progress(after)
+    _check_health(before, after, commands)
 
 
 def _check_numbers(before: State, after: State, commands: tuple[Command, ...], *, is_return: bool) -> None:
@@ -602,3 +607,19 @@ def _check_progress(state: State) -> None:
             needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"
             assert not state.incident.losses or state.phase is Phase.REGROUPING or state.finished
+
+
+def _check_health(before: State, after: State, commands: tuple[Command, ...]) -> None:
+    health, decided = after.health, [command.plan for command in commands if isinstance(command, Launch)]
+    assert health.agreed <= after.committed
+    assert len({report.step for report in health.reports.values()}) <= 1, "reports of a bad step are of one step"
+    if health.disagreement is not None:
+        assert after.phase in (Phase.STOPPING, Phase.DECIDING, Phase.OVER), (
+            "no worker trains with a state that is wrong"
+        )
+        assert after.checkpoints.is_reread or not health.disagreement.undecided or after.phase is Phase.OVER
+    if before.health.disagreement is None is not health.disagreement:
+        assert DistrustCheckpoints(after=before.health.agreed) in commands
+    for plan in decided:
+        assert plan.load != "keep" or not before.checkpoints.is_reread, "all load a checkpoint"
+        assert not health.reports, "a generation begins without reports of an earlier one"

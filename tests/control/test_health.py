@@ -240,13 +240,27 @@ def test_a_worker_lost_in_a_bad_step_leaves_the_report_of_the_others() -> None:
     history = training(health=HealthConfig(on_bad_step="rollback"))
     history.tell(0, bad_step(history, again=True))
     history.reap(2)
+    history.quiesce()
     assert len(history.events("bad_step")) == 1
     assert not history.state.health.reports
-    history.quiesce()
     history.start()
     for worker in (0, 1, 3):
         history.tell(worker, bad_step(history, again=True))
     assert history.state.health.skipped == {3}, "it was bad again"
+
+
+def test_reports_of_all_survivors_count_also_if_a_worker_was_lost_in_the_bad_step() -> None:
+    history = training(health=HealthConfig(on_bad_step="rollback"))
+    report = bad_step(history, again=True)
+    history.tell(0, report)
+    history.reap(2)
+    history.tell(3, report)
+    history.tell(1, report)
+    history.holds = True
+    history.quiesce()
+    assert len(history.events("bad_step")) == 1
+    assert history.state.health.skipped == {3}
+    assert history.questions.pop().checkpoints.is_reread
 
 
 def test_the_run_ends_as_failed_once_the_checkpoint_is_written() -> None:

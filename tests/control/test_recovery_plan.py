@@ -377,3 +377,9 @@ def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     decision = decide(found, context_of(found), policy="reroute", rate=RATE, prepared=found_before)
     assert decision.decision is found_before
     assert decision.prepared
+
+
+def test_a_run_of_which_nothing_is_trained_begins_again_if_some_workers_have_not_loaded_their_layers() -> None:
+    found = cluster_state({worker: quiesced(0) for worker in range(6)}, committed=0)
+    plan = decided(dataclasses.replace(found, is_unloaded=True))
+    assert (plan.load, plan.first_step, plan.plan) == ("initial", 0, PLAN)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Literal
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chameleon_ft.config import Recovery
+from chameleon_ft.config import Health, Recovery
 from chameleon_ft.control.events import Considered, DecisionFailed, EndRequested, FaultsInjected, Interrupted
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
+    BadStep,
     CheckpointSaved,
     CheckpointUnreadable,
     Crashed,
@@ -29,6 +31,7 @@ from chameleon_ft.control.wire.messages import (
     Ready,
     SlowIO,
     Started,
+    StateDiffers,
 )
 from chameleon_ft.errors import ControlError
 from tests.control.histories import AGENT, LAYERS, History, new_state
@@ -42,10 +45,25 @@ OFTEN = st.sampled_from([True, True, True, False])
 class Runs(RuleBasedStateMachine):
     """A run of four workers, to which anything happens at any time."""
 
-    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN, ahead=st.integers(0, 9), drains=st.booleans())
-    def begin(self, respawn: bool, gathering: bool, holds: bool, ahead: int, drains: bool) -> None:
+    @initialize(
+        respawn=OFTEN,
+        gathering=RARELY,
+        holds=OFTEN,
+        ahead=st.integers(0, 9),
+        drains=st.booleans(),
+        bad=st.sampled_from(["skip", "skip", "rollback", "stop"]),
+    )
+    def begin(
+        self,
+        respawn: bool,
+        gathering: bool,
+        holds: bool,
+        ahead: int,
+        drains: bool,
+        bad: Literal["skip", "rollback", "stop"],
+    ) -> None:
         recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
-        self.history = History(new_state(steps=30, recovery=recovery))
+        self.history = History(new_state(steps=30, recovery=recovery, health=Health(on_bad_step=bad)))
         if gathering:
             self.history.say(AGENT, HostHello(host="a host", slots=4))
         else:
@@ -317,6 +335,46 @@ class Runs(RuleBasedStateMachine):
             assert history.state.returning == {history.now_at(history.connection(worker)) for worker in absent}
             history.wait(6.0)
         assert not history.state.returning
+
+    # --- wrong states and bad steps ---
+
+    @precondition(lambda self: self.history.state.phase is not Phase.OVER)
+    @rule(worker=WORKERS, checksums=st.dictionaries(WORKERS, st.integers(1, 2), min_size=2), late=RARELY, rarely=RARELY)
+    def state_differs(self, worker: int, checksums: dict[int, int], late: bool, rarely: bool) -> None:
+        if self.connected(worker) and (rarely or len(set(checksums.values())) == 1):
+            state = self.history.state
+            layers = ((1, tuple(sorted(checksums.items()))),) if rarely else ()
+            generation = state.active_generation - late
+            self.history.tell(worker, StateDiffers(generation=generation, step=state.committed, checksums=layers))
+
+    @rule(workers=st.sets(WORKERS, min_size=1), late=RARELY, ahead=RARELY, again=st.booleans())
+    def step_is_bad(self, workers: set[int], late: bool, ahead: bool, again: bool) -> None:
+        """Have some workers report it; it is committed, or another one is the next, by other rules."""
+        state = self.history.state
+        for worker in sorted(workers):
+            if self.connected(worker):
+                report = BadStep(
+                    generation=state.active_generation - late,
+                    step=state.committed + ahead,
+                    why="the loss is nan",
+                    is_bad_again=again,
+                    has_changed=not again,
+                    origins=((0, 0, 1, "data"),) if again else (),
+                )
+                self.history.tell(worker, report)
+
+    @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
+    @rule(again=st.booleans(), leave=st.booleans(), lost=st.none() | WORKERS, order=st.randoms(use_true_random=False))
+    def all_report_a_bad_step(self, again: bool, leave: bool, lost: int | None, order: Random) -> None:
+        """Have all do so, of which one may be lost meanwhile, and the coordinator be replaced."""
+        members = list(self.history.members())
+        order.shuffle(members)
+        for number, worker in enumerate(members):
+            if number == 1 and lost in self.history.live():
+                self.history.depart(self.history.connection(lost))
+            if number == 2 and leave and self.history.state.phase is not Phase.OVER:
+                self.coordinator_is_replaced(absent=set(), ahead=0, order=order)
+            self.step_is_bad({worker}, late=False, ahead=False, again=again)
 
     # --- decisions ---
 

@@ -295,16 +295,29 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
 
 
 def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
-    """Return the present plan, or new pipelines if it has lost workers, from the newest checkpoint that is left."""
-    if not cluster.checkpoints and cluster.disagreement is not None:
-        raise ControlError(f"{cluster.disagreement}, and there is no checkpoint from before")
-    if not cluster.checkpoints:
-        raise ControlError("no checkpoint is left that can be read")
+    """Return the present plan, or new pipelines if it has lost workers, from the newest checkpoint that is left.
+
+    If no step was trained, and there is none, all begin with fresh weights.
+    """
     plan, limits = cluster.plan, context.in_flight_limits
     if not set(plan.workers) <= set(cluster.live):
         plan = _largest_layout(cluster, context)
         limits = default_limits(plan)
-    return _from_checkpoint(cluster, context, plan, "checkpoint", limits)
+    if cluster.checkpoints:
+        return _from_checkpoint(cluster, context, plan, "checkpoint", limits)
+    if cluster.committed == 0 and cluster.last_vote is None:
+        return RecoveryPlan(
+            plan=plan,
+            in_flight_limits=limits,
+            first_step=0,
+            load="initial",
+            roll_forward=None,
+            policy="again",
+            action=f"from the beginning, {describe_pipelines(plan)}",
+        )
+    if cluster.disagreement is not None:
+        raise ControlError(f"{cluster.disagreement}, and there is no checkpoint from before")
+    raise ControlError("no checkpoint is left that can be read")
 
 
 def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:

@@ -49,6 +49,8 @@ class PeerFailureDetector:
                 return replace(self, reports=()), ()
             case StepCommitted():
                 return replace(self, reports=(), against={}, unexplained=0), ()
+            case AllQuiesced() if not self.reports:  # another coordinator has stopped the generation
+                return self, ()
             case AllQuiesced(generation=generation):
                 after, finding = self._suspect()
                 reports = [asdict(report) for report in self.reports]

@@ -54,14 +54,16 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
 def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
     """Collect the workers' reports of a bad step, and act once all have reported: until then, some compute it."""
     state = draft.state
-    if message.generation != state.active_generation or state.active is None:
+    # Some workers may have switched to the next generation after the step already.
+    if message.generation not in (state.active_generation, state.switched_from) or state.active is None:
         return
-    reports = {**state.health.reports, worker: message}
-    if any(each.step != message.step for each in reports.values()):
+    if any(each.step != message.step for each in state.health.reports.values()):
         bad_steps.record(draft)  # one of its workers was lost since
-        reports = {worker: message}
-    draft.set(health=replace(draft.state.health, reports=reports))
-    if not reports.keys() >= set(state.active.plan.workers).intersection(state.members.live()):
+    health = draft.state.health
+    reporting = health.reporting if health.reports else frozenset(state.active.plan.workers)
+    reports = {**health.reports, worker: message}
+    draft.set(health=replace(health, reports=reports, reporting=reporting))
+    if not reports.keys() >= reporting.intersection(state.members.live()):
         return
     action = state.settings.health.on_bad_step if message.is_bad_again else "applied"
     bad_steps.record(draft)

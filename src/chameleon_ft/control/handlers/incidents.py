@@ -14,7 +14,7 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
 from chameleon_ft.control.state.next_generation import Migrated
-from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
 
@@ -168,7 +168,6 @@ def checkpoint_unreadable(draft: Draft, worker: int, message: messages.Checkpoin
 
 def stop(draft: Draft) -> None:
     """End the generation, and one that is being prepared: all workers leave their operations and report their state."""
-    bad_steps.record(draft)
     incident = draft.state.incident
     if incident.is_switch:
         incident = Incident(losses=incident.losses)
@@ -211,6 +210,9 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
         return
     assert state.active is not None
+    if state.checkpoints.loads == state.active_generation and _have_not_loaded(state):
+        draft.set(checkpoints=replace(state.checkpoints, is_reread=True))
+        state = draft.state
     is_explained = state.checkpoints.is_reread or not state.participants.issubset(live)
     detect(draft, signals.AllQuiesced(state.active_generation, is_explained))
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
@@ -228,6 +230,16 @@ def _decide_if_quiesced(draft: Draft) -> None:
         question=state.question + 1,
     )
     draft.do(commands.Task.DECIDE)
+
+
+def _have_not_loaded(state: State) -> bool:
+    """Return whether some workers still have the state before that of the active generation, which was discarded.
+
+    Then the coordinator was lost before it had sent all orders.
+    """
+    assert state.active is not None
+    reports = (state.quiesced[worker] for worker in state.active.plan.workers if worker in state.quiesced)
+    return any(report.placed < state.active_generation for report in reports)
 
 
 def _find_placement(draft: Draft, placed: int) -> bool:
@@ -292,6 +304,9 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
 
 def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
+    bad_steps.record(draft)  # of the generation before, also if not all of its workers have reported
+    if draft.state.ending is None:
+        draft.set(health=replace(draft.state.health, ending=""))  # the bad step is trained again
     state, active = draft.state, plan.active()
     draft.begin_plan(
         active,
@@ -302,7 +317,7 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         in_force=active if active.transition is None else state.in_force,
         committed=plan.first_step,
         finished=frozenset(),
-        checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.forgotten(state.generation),
+        checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.loaded(state.generation),
         schedule=state.schedule.interrupted() if plan.load == "keep" else state.schedule.returned(),
     )
     detect(draft, signals.Progressed(draft.at.monotonic_s))
@@ -383,6 +398,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     state = draft.state
     if state.phase is Phase.OVER:
         return
+    bad_steps.record(draft)
     outcomes, outcome = state.outcomes.ended()
     draft.set(phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
     draft.record_outcome(outcome)

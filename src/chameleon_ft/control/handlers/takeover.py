@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.commands import Drop, Send, Task, Welcome
+from chameleon_ft.control.commands import DistrustCheckpoints, Drop, Send, Task, Welcome
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import hosts, incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
@@ -46,6 +46,8 @@ def took_over(draft: Draft) -> None:
     )
     if not state.schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
         draft.set(schedule=replace(state.schedule, request=state.schedule.request + 1))
+    if state.health.disagreement is not None:  # they may not have been marked yet
+        draft.do(DistrustCheckpoints(after=state.health.agreed))
     draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
     incidents.detect(draft, signals.Progressed(now))
     match state.phase:

@@ -40,7 +40,8 @@ class CheckpointEvents:
     failed: frozenset[int] = frozenset()  # steps whose checkpoint could not be written
     slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
     unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
-    is_reread: bool = False  # whether workers wait for another checkpoint, because they could not read the last
+    loads: int = 0  # the last generation that began by loading a state
+    is_reread: bool = False  # whether workers are to load a checkpoint, for their state is wrong or could not be read
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
@@ -66,6 +67,10 @@ class CheckpointEvents:
     def forgotten(self, generation: int) -> Self:
         """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""
         return replace(self, parts={}, first_generation=generation, is_reread=False)
+
+    def loaded(self, generation: int) -> Self:
+        """Note that `generation` begins by loading a state, fresh or from a checkpoint."""
+        return replace(self.forgotten(generation), loads=generation)
 
     def rejected(self, step: int, why: str) -> Self:
         """Note that workers cannot read the checkpoint of a step."""

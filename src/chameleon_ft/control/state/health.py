@@ -59,6 +59,7 @@ class Health:
         doubted: workers that differed before the last return, since which holders have not agreed.
         skipped: bad steps, whose samples are left out.
         reports: worker -> its report of the present step, which was bad.
+        reporting: the workers that trained it, from the first report on.
         ending: why the run ends after the present step; empty if it does not.
     """
 
@@ -68,6 +69,7 @@ class Health:
     doubted: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
     reports: Mapping[int, BadStep] = FrozenMap({})
+    reporting: frozenset[int] = frozenset()
     ending: str = ""
 
     def __post_init__(self) -> None:
