@@ -142,6 +142,8 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
         yield f"it ended with exit code {exit_code}, status {summary['status']}: {summary['reason']}"
     elif complete_checkpoints(records.run.checkpoints):
         yield f"it ended though there is a complete checkpoint: {summary['reason']}"
+    elif config.parallel.owners is not None and "has all of the optimizer's state" in summary["reason"]:
+        return  # slices may lose all their owners, though holders of their layers live
     elif not (records.may_lack_a_holder(last) or config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS):
         yield f"it ended though every layer has a live holder: {summary['reason']}"
 
@@ -242,12 +244,15 @@ def _returns(records: _Records) -> Iterator[str]:
     if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS:
         return
     for failure in records.failures:
-        if failure.policy == "checkpoint" and not records.may_lack_a_holder(failure):
+        lacks_owners = records.config.parallel.owners is not None and "the optimizer's state of" in failure.action
+        if failure.policy == "checkpoint" and not (lacks_owners or records.may_lack_a_holder(failure)):
             yield f"it went back to a checkpoint though every layer had a live holder: {failure}"
 
 
 def _transitions(records: _Records) -> Iterator[str]:
     """The moved state is the planned one: the parameters of every layer and their optimizer state."""
+    if records.config.parallel.owners is not None:
+        return  # what moves of the optimizer's state depends on the owners
     for event in records.of_kind("transition"):
         if event["moved_bytes"] != event["planned_bytes"]:
             yield f"what moved is not what was planned: {event}"

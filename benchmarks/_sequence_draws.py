@@ -31,6 +31,7 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
     ("all", "terminate"),
 )
 _IN_BF16: Final = 0.2  # of the runs
+_IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
 _LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
@@ -75,6 +76,7 @@ class DrawnRun:
         precision: of the layers; bf16 in few runs, whose draw is otherwise that of a run in fp32.
         drains: workers that are to leave, each with the step after which they are told.
         strikes: signals to its processes, in the order of their steps.
+        owners: of a slice of the optimizer's state; None if every holder keeps all of it.
     """
 
     seed: int
@@ -93,6 +95,7 @@ class DrawnRun:
     respawn: bool = False
     drains: tuple[tuple[int, int], ...] = ()
     strikes: tuple[Strike, ...] = ()
+    owners: int | None = None
 
     @property
     def workers(self) -> int:
@@ -111,6 +114,7 @@ class DrawnRun:
             *([self.precision] if self.precision != "fp32" else []),
             *(["dropout"] if self.dropout else []),
             *(["respawn"] if self.respawn else []),
+            *([f"{self.owners} owners"] if self.owners is not None else []),
         ]
         drains = "".join(f", drain {worker} in {step}" for step, worker in self.drains)
         strikes = "".join(f", {strike}" for strike in self.strikes)
@@ -128,9 +132,30 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
         joins: whether lost workers may come back, and workers may be drained.
         strikes: whether its other processes are hit, too, at moments that are no named phases.
     """
-    rng = random.Random(seed)
     if strikes:
         return _struck(random.Random(f"strikes {seed}"), draw(seed, joins=True))
+    return _in_slices(random.Random(f"slices {seed}"), _draw(seed, joins=joins))
+
+
+def _in_slices(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run, perhaps with owners of slices, and then perhaps with a failure while parameters are exchanged.
+
+    Without redundancy it has checkpoints, which every loss needs.
+    """
+    if rng.random() >= _IN_SLICES:
+        return run
+    owners = rng.choice((1, 2, 2, 2, 3)) if run.checkpoint_every else rng.choice((2, 2, 3))
+    failures = tuple(
+        failure.model_copy(update={"phase": "gather"})
+        if failure.phase in ("sync", "vote", "optimizer") and rng.random() < 0.5
+        else failure
+        for failure in run.failures
+    )
+    return replace(run, owners=owners, failures=failures)
+
+
+def _draw(seed: int, *, joins: bool) -> DrawnRun:
+    rng = random.Random(seed)
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
     # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
     (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])

@@ -60,7 +60,12 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
         steps=drawn.steps,
         seed=drawn.seed,
         precision=drawn.precision,
-        parallel=Parallel(dp=drawn.dp, pp=drawn.pp, split_backward=drawn.split_backward),
+        parallel=Parallel(
+            dp=drawn.dp,
+            pp=drawn.pp,
+            split_backward=drawn.split_backward,
+            optimizer_redundancy="all" if drawn.owners is None else drawn.owners,
+        ),
         batch=Batch(micro_batches=drawn.micro_batches, micro_batch_size=drawn.micro_batch_size),
         model=LlamaConfig(
             dim=32,
@@ -123,6 +128,7 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("kind", [failure.kind for failure in drawn], [fault["kind"] for fault in fired]),
             *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
             *_counts("precision", [run.precision for run, _ in runs], []),
+            *_counts("owners of a slice", [run.owners or "all" for run, _ in runs], []),
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
             *_counts("strike", [f"{s.kind} {s.target}" for run, _ in runs for s in run.strikes], []),

@@ -29,6 +29,7 @@ class LayerCost:
         output_bytes: bytes of the output, which is sent to the next worker if the layer ends a hop.
         gradient_bytes: bytes of the parameter gradients, which stay allocated and are reduced by gradient sync.
         optimizer_bytes: bytes of optimizer state, including master copies of the parameters.
+        master_bytes: the part of `optimizer_bytes` that are master copies, which every holder keeps.
         working_bytes: peak of the additional bytes while one of the layer's operations runs.
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
         unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates,
@@ -52,6 +53,7 @@ class LayerCost:
     output_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
+    master_bytes: int = 0
     working_bytes: int = 0
     fused_backward_s: float | None = None
     sample_bytes: int = 0
@@ -183,15 +185,14 @@ class Workload:
     def replicated_bytes(self) -> tuple[int, ...]:
         """Bytes of the optimizer state that every holder of a layer keeps, although others own slices.
 
-        That is the state of tied parameters, and masters: float32 copies of parameters with fewer bits.
+        That is the state of tied parameters, and masters.
         """
         found = []
         for number, layer in enumerate(self.layers):
             tied = sum(each.gradient_bytes for each in self.tied if number in each.layers)
-            masters = layer.gradient_bytes if layer.gradient_bytes > layer.param_bytes else 0
-            moments = max(0, layer.optimizer_bytes - masters)
+            moments = max(0, layer.optimizer_bytes - layer.master_bytes)
             of_tied = moments * tied // layer.gradient_bytes if layer.gradient_bytes else 0
-            found.append(min(layer.optimizer_bytes, masters + of_tied))
+            found.append(min(layer.optimizer_bytes, layer.master_bytes + of_tied))
         return tuple(found)
 
     @property

@@ -346,7 +346,7 @@ def test_holders_share_the_state_of_the_optimizer(redundancy: int | None, share:
 
 
 def test_every_holder_keeps_masters() -> None:
-    layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=50, gradient_bytes=100, optimizer_bytes=300)
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=50, gradient_bytes=100, optimizer_bytes=300, master_bytes=100)
     workload = Workload((layer,), 6, 1, owners=1)
     placement = Placement(1, {0: (LayerRange(0, 1),), 1: (LayerRange(0, 1),)})
     assert workload_memory(workload).state_bytes(placement) == {0: 350, 1: 350}, "150 + 100 + half of 200"

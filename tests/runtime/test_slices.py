@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from chameleon_ft.config import LlamaConfig, Parallel
+from chameleon_ft.control.job_info import OperationRate
+from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import workload_memory
 from chameleon_ft.job import Job
+from chameleon_ft.models.llama_job import llama_job
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
@@ -25,7 +32,9 @@ from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.optimizer import ParameterVector
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.fault_injection import flip_random_bit
+from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.sync import Segment
+from tests.harness import small_config
 from tests.runtime.switchboard import Line, Switchboard
 from tests.runtime.toy import SEED, toy_job
 
@@ -242,3 +251,35 @@ def test_a_state_that_is_not_of_elements_cannot_be_divided() -> None:
     state = {**held.snapshot(0), "optimizer/up.weight/rows": torch.zeros(100)}
     with pytest.raises(ConfigError, match=r"keeps 'rows' of shape \(100,\) .* set parallel.optimizer_redundancy"):
         held.restore(0, state)
+
+
+def test_the_predicted_state_is_what_workers_count(tmp_path: Path) -> None:
+    """40 drawn placements of a small Llama: state of the optimizer by worker, within 2% in the mean."""
+    config = small_config(tmp_path, model=LlamaConfig(dim=64, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=176))
+    prepare_data(config, tmp_path)
+    job, info = llama_job(config), inspect_job(config)
+    rng, errors = random.Random(5), []
+    for _ in range(40):
+        redundancy = rng.choice((1, 2, 3, None))
+        parallel = Parallel(optimizer_redundancy="all" if redundancy is None else redundancy)
+        workers = rng.randint(2, 8)
+        hosts = {worker: f"host {worker % 3}" for worker in range(workers)}
+        ends = [sorted(rng.sample(range(job.num_layers + 1), 2)) for _ in range(workers - 1)]
+        ranges = {worker: (LayerRange(*own),) for worker, own in enumerate([[0, job.num_layers], *ends])}
+        placement = Placement(job.num_layers, ranges)
+        costs = info.costs(config.model_copy(update={"parallel": parallel}), hosts, OperationRate())
+        owned = None if redundancy is None else shard_optimizer(placement, hosts, redundancy)
+        for worker, own in ranges.items():
+            held = HeldLayers(job, own[0], seed=SEED, device=CPU)
+            held.own(None if owned is None else owned.owned_by(worker))
+            GradientBuffers(held, [Segment(own[0], (worker,))])
+            held.update(0)
+            states = [
+                state for layer in own[0] for state in (held.state_of(layer), held.owned_state_of(layer)) if state
+            ]
+            tensors = [each for state in states for key, each in state.items() if key.startswith("optimizer/")]
+            counted = sum(each.nbytes for each in tensors)
+            expected = workload_memory(costs.workload).state_of(own, placement).optimizer_bytes
+            errors.append(expected / counted - 1)
+    assert sum(map(abs, errors)) / len(errors) < 0.02
+    assert min(errors) > -0.05, "a layer this small cannot be cut quite equally"

@@ -94,6 +94,8 @@ class JobInfo:
                     weight_grad_s=rate.backward_s / 2 * cost / total,
                     param_bytes=self.param_bytes[index],
                     gradient_bytes=self.gradient_bytes[index],
+                    # Parameters of 16 bits have gradients, and masters, of 32 bits.
+                    master_bytes=2 * max(0, self.gradient_bytes[index] - self.param_bytes[index]),
                     output_bytes=self.boundary_bytes[index],
                 ),
                 self.state_bytes[index],

@@ -71,6 +71,7 @@ def derive_workload(
             unmoved_bytes=own_params * element_bytes if state.are_rounded else 0,
             gradient_bytes=own_params * state.gradients.num_bytes,
             optimizer_bytes=own_params * state.optimizer_bytes,
+            master_bytes=own_params * state.master_bytes,
             **num_bytes,
         )
 

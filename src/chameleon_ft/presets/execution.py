@@ -124,6 +124,11 @@ class StatePolicy:
         if self.optimizer_bytes < 0:
             raise ConfigError(f"optimizer_bytes of {self.name!r} must not be negative; got {self.optimizer_bytes}")
 
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of a master copy for each parameter: parameters of 16 bits with more than two float32 moments."""
+        return 4 if self.parameters.num_bytes == 2 and self.optimizer_bytes > 8 else 0
+
 
 _BF16: Final = "bf16-master-fp32-gradients"
 

@@ -124,6 +124,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
         param_bytes=resident.param_bytes,
         gradient_bytes=resident.gradient_bytes,
         optimizer_bytes=resident.optimizer_bytes,
+        master_bytes=resident.held.master_bytes,
         activation_bytes=activations,
         weight_grad_bytes=kept_for_weights,
         output_bytes=behind,
