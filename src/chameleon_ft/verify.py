@@ -33,6 +33,8 @@ from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory, slic
 
 __all__ = ["TOLERANCES", "StepComparison", "Verification", "repeat_run"]
 
+_CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
 TOLERANCES: Final = {"fp32": 1e-5, "bf16": 2e-3}
 """Largest relative deviation of a loss that rounding explains, by precision."""
 
@@ -193,11 +195,13 @@ class _PlainLoop:
             loss.backward()
             loss_sum += loss.item()
             terms += self._job.loss_terms(targets)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad /= terms
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        grad_norm = _norm(gradients) / terms
         largest = math.inf if self._job.clip_norm is None else self._job.clip_norm
-        grad_norm = nn.utils.clip_grad_norm_(self._parameters, largest)
+        # One factor instead of two roundings: in bf16 the last bit of a gradient makes another trajectory.
+        factor = min(1.0, largest / (grad_norm + _CLIP_EPSILON)) / terms
+        for gradient in gradients:
+            gradient *= factor
         if rate is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -207,7 +211,7 @@ class _PlainLoop:
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 parameter.copy_(master)
-        return loss_sum / terms, grad_norm.item()
+        return loss_sum / terms, grad_norm
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the master of a parameter; the parameter itself if it has none."""
@@ -220,6 +224,11 @@ class _PlainLoop:
             seed_forward(self._config.seed, step=step, micro_batch=micro_batch, layer=number, device=self._device)
             hidden = layer(hidden)
         return hidden
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> float:
+    """Return the L2 norm over all gradients, summed in float64."""
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in gradients))
 
 
 def _read(layer: Path) -> dict[str, Any]:
