@@ -84,6 +84,7 @@ def test_layers_on_a_device_move_while_it_trains(tmp_path: Path) -> None:
         tmp_path,
         steps=30,
         parallel=Parallel(dp=1, pp=4),
+        precision="bf16",
         checkpoint=Checkpoint(every=0),
         recovery=Recovery(policy="chameleon"),
     )

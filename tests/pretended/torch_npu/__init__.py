@@ -103,6 +103,15 @@ class _OnDevice(Tensor):
     def tolist(self) -> Any:
         return self.held.tolist()
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.held = _unwrapped(value)
+
     def data_ptr(self) -> int:
         return self.held.data_ptr() + _ELSEWHERE
 
