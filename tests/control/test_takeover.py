@@ -21,6 +21,7 @@ from chameleon_ft.control.wire.messages import (
     Stop,
     Switch,
 )
+from chameleon_ft.errors import ControlError
 from tests.control.histories import AGENT, History, new_state
 
 
@@ -344,3 +345,9 @@ def test_a_run_whose_first_plan_was_not_written_ends_with_the_reason() -> None:
         "failed",
         "the first plan is not in the journal, and workers have it; resume the run",
     )
+
+
+def test_a_rank_that_joins_twice_on_one_connection_is_refused() -> None:
+    history = training()
+    with pytest.raises(ControlError, match="worker 0 has joined already"):
+        history.join(0)

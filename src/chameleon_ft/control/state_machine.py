@@ -197,7 +197,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
                 incident_records.hang_examined(draft, ending, message)
         return
     match message:
-        case messages.Hello() if (before := takeover.replaced(state, message)) is not None:
+        case messages.Hello() if (before := takeover.replaced(state, message)) not in (None, connection):
             takeover.worker_returned(draft, connection, message, before)
         case messages.HostHello() if (before := takeover.replaced(state, message)) is not None:
             takeover.host_returned(draft, connection, message, before)
