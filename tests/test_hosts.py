@@ -16,6 +16,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, Timeouts, config_to_toml
+from chameleon_ft.control.journal import LastEntry
+from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
@@ -129,3 +131,42 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
     assert ended.lost in ({0, 1}, {2, 3}), "those of one host"
     assert {failure.noticed_by for failure in ended.failures} <= {"heartbeat", "peer"}
     assert [ADDRESSES["second"] in event["host"] for event in ended.events("host_lost")] == [True]
+
+
+def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby(tmp_path: Path, network: Network) -> None:
+    config = small_config(
+        tmp_path,
+        workers=2,
+        steps=100_000,
+        parallel=Parallel(dp=2, pp=1),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        timeouts=TIMEOUTS.model_copy(update={"reconnect_s": 60.0}),
+        control=Control(host=ADDRESSES["second"], lease_s=4.0),
+    )
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, prefix=network.on("second"))
+        )
+        first.read_until(r"chameleon agent --coordinator 10\.77\.0\.3:\d+")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path, prefix=network.on("coordinator")))
+        standby.read_until(r"standing by at 10\.77\.0\.1:\d+")
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", prefix=network.on("first")))
+        first.read_until(r"^\s+5\s")
+        with every_process_ends([*agent.session(), *first.session()]):
+            network.cut_off("second")
+            standby.read_until("this one leads in term 2")
+            standby.read_until("took_over")
+            standby.read_until(r"^\s+\d+\s")
+            while (last := LastEntry.newest(run)) is None or last.state.returning:
+                time.sleep(0.05)
+            assert first.wait() == DEPOSED, first.printed
+            standby.signal(signal.SIGINT)
+            assert standby.wait() == 130, standby.printed
+            assert agent.wait() == 0, agent.printed
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.steps == list(range(len(ended.steps)))
+    assert ended.failures == []
+    assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"

@@ -332,6 +332,10 @@ def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command, run
 # --- drained hosts ---------------------------------------------------------------------------------------------------
 
 
+def acknowledged(connection: int) -> Acknowledged:
+    return Acknowledged(connection=connection, received=0, term=1, lease_s=30.0, reconnect_s=0.0)
+
+
 @contextmanager
 def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
     """Run a coordinator that has an agent start worker 0, and drains it or never does.
@@ -345,10 +349,14 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
         for text in connection:
             match decode(text):
                 case HostHello():
-                    connection.send(encode(Acknowledged(connection=1, received=0, reconnect_s=0.0)))
+                    connection.send(
+                        encode(Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
+                    )
                     connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
                 case Hello():
-                    connection.send(encode(Acknowledged(connection=2, received=0, reconnect_s=0.0)))
+                    connection.send(
+                        encode(Acknowledged(connection=2, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
+                    )
                     ranks.append(connection)
                     has_joined.set()
                 case Drain() if drains:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
@@ -121,3 +121,21 @@ def test_an_interrupt_while_there_is_no_coordinator_is_not_lost(tmp_path: Path) 
             training.interrupt_all()
             assert training.wait() == 130, training.printed
     assert complete_checkpoints(run.checkpoints) == [len(run.steps())]
+
+
+def test_the_launcher_replaces_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    config = written(tmp_path, steps=100_000, control=Control(lease_s=3.0))
+    with Command("train", config, "--output-dir", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        with every_process_ends(training.session()):
+            os.kill(run.read_control().pid, signal.SIGSTOP)
+            training.read_until(r"was ended by SIGKILL, because it did not answer for \d\.\d s; another one continues")
+            training.read_until("took_over")
+            training.read_until(r"^\s+\d+\s")
+            training.signal(signal.SIGINT)
+            assert training.wait() == 130, training.printed
+    ended = Ended(130, run)
+    assert ended.steps == list(range(len(ended.steps)))
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.failures == []

@@ -10,6 +10,7 @@
       CheckpointError        a checkpoint that is missing, incomplete, unreadable or of another model
         DamagedCheckpointError  files of a checkpoint that are not as they were written
       ControlError           the control plane: membership, messages, joining
+        DeposedError         another coordinator leads the run
         LeaseError           the place where coordinators claim leadership cannot be reached or refuses
 
 The message of each names the input, what was expected and what to try next.
@@ -30,6 +31,7 @@ __all__ = [
     "ControlError",
     "DamagedCheckpointError",
     "DataError",
+    "DeposedError",
     "LeaseError",
     "NoHolderError",
     "PlanError",
@@ -112,6 +114,15 @@ class DamagedCheckpointError(CheckpointError):
 
 class ControlError(ChameleonError):
     """The control plane refused or lost a member, or got a message it cannot accept."""
+
+
+class DeposedError(ControlError):
+    """Another coordinator leads the run, so this one may not act any more."""
+
+    def __init__(self, term: int, leader: str | None = None) -> None:
+        """Describe the coordinator that leads, if it is known, and the term of the one that does not any more."""
+        who = "another coordinator" if leader is None else f"the coordinator at {leader}"
+        super().__init__(f"{who} leads the run; this one, of term {term}, ends and leaves the run to it")
 
 
 class LeaseError(ControlError):

@@ -280,7 +280,7 @@ class History:
         self.state = State.from_json(self.state.to_json())
         self.questions.clear()
         self.considerations.clear()
-        self.happen(TookOver(at=self.at))
+        self.happen(TookOver(at=self.at, term=self.state.term + 1))
 
     def return_worker(self, worker: int, *, known: int = 0, switch_to: int = 0) -> tuple[Command, ...]:
         """Have a worker come back from its lost connection."""

@@ -61,6 +61,8 @@ class Puppet:
         self.address = name
         self.sent: list[Message] = []
         self.dropped = False
+        self.will_return = False
+        self.is_local = False
 
     def send(self, message: Message) -> None:
         self.sent.append(message)

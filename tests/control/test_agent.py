@@ -81,7 +81,7 @@ def play(
 
         async def handler(connection: ServerConnection) -> None:
             assert isinstance(decode(await connection.recv()), HostHello)
-            await tell(connection, Acknowledged(connection=1, received=0, reconnect_s=0.0))
+            await tell(connection, Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
             try:
                 await coordinator(connection)
             except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import ControlConnection
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN
 from chameleon_ft.control.wire.messages import Acknowledged, Exit, Hello, Message, Started, Stop
 
 
@@ -49,8 +51,12 @@ class Coordinators:
 
     async def acknowledge(self, connection: ServerConnection) -> None:
         number, received = 10 * len(self.hellos), len(self.received)
-        message = Acknowledged(connection=number, received=received, reconnect_s=self.reconnect_s)
+        message = Acknowledged(connection=number, received=received, term=1, lease_s=30.0, reconnect_s=self.reconnect_s)
         await connection.send(encode(message))
+
+
+def hello(resumes: int | None, term: int) -> Hello:
+    return Hello(worker=1, host="h", resumes=resumes, term=term)
 
 
 def connected(
@@ -61,7 +67,9 @@ def connected(
         async with serve(coordinators, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             connection = ControlConnection(
-                f"127.0.0.1:{port}", "token", lambda resumes: Hello(worker=1, host="h", resumes=resumes)
+                f"127.0.0.1:{port}",
+                "token",
+                lambda resumes, term: Hello(worker=1, host="h", resumes=resumes, term=term),
             )
             await connection.connect()
             await body(connection)
@@ -102,7 +110,7 @@ def test_what_a_coordinator_says_is_heard_from_its_successor_too() -> None:
     async def coordinator(connection: ServerConnection) -> None:
         hello = decode(await connection.recv())
         assert isinstance(hello, Hello)
-        await connection.send(encode(Acknowledged(connection=5, received=0, reconnect_s=30.0)))
+        await connection.send(encode(Acknowledged(connection=5, received=0, term=1, lease_s=30.0, reconnect_s=30.0)))
         await connection.send(encode(Stop(generation=1 if hello.resumes is None else 2)))
         if hello.resumes is None:
             await lost.wait()
@@ -130,3 +138,109 @@ def test_the_search_for_a_coordinator_ends() -> None:
 
     connected(coordinators, body)
     assert len(coordinators.hellos) == 1
+
+
+# --- several coordinators --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Leader:
+    """A coordinator of one term, which gives one order to each peer that it knows."""
+
+    term: int
+    standbys: list[str] = field(default_factory=list)
+    hellos: list[Hello] = field(default_factory=list)
+    is_stopped: bool = False
+    """Whether it accepts connections and says nothing."""
+    lease_s: float = 30.0
+    has_ordered: asyncio.Event = field(default_factory=asyncio.Event)
+    connections: list[ServerConnection] = field(default_factory=list)
+    address: str = ""
+
+    async def __call__(self, connection: ServerConnection) -> None:
+        hello = decode(await connection.recv())
+        assert isinstance(hello, Hello)
+        self.hellos.append(hello)
+        self.connections.append(connection)
+        if not self.is_stopped:
+            fields = {"term": self.term, "lease_s": self.lease_s, "reconnect_s": 30.0, "standbys": tuple(self.standbys)}
+            await connection.send(encode(Acknowledged(connection=len(self.hellos), received=0, **fields)))
+        await connection.send(encode(Stop(generation=self.term)))
+        self.has_ordered.set()
+        await connection.wait_closed()
+
+
+def between(
+    leaders: list[Leader], scene: Callable[[ControlConnection, list[Message]], Coroutine[Any, Any, None]]
+) -> list[Message]:
+    """Let a peer of the first of several coordinators listen during a scene, and return what it obeyed."""
+    heard: list[Message] = []
+
+    async def listen(connection: ControlConnection) -> None:
+        async for message in connection.messages():
+            heard.append(message)
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            for leader in leaders:
+                server = await stack.enter_async_context(serve(leader, "127.0.0.1", 0))
+                leader.address = f"127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            leaders[0].standbys += [leader.address for leader in leaders[1:]]
+            connection = ControlConnection(leaders[0].address, "token", hello)
+            await connection.connect()
+            listening = asyncio.create_task(listen(connection))
+            await scene(connection, heard)
+            await connection.close()
+            await listening
+
+    asyncio.run(whole())
+    return heard
+
+
+def test_a_peer_finds_the_standby_that_leads_among_all() -> None:
+    first, lower, next_one = Leader(4), Leader(3), Leader(5)
+
+    async def scene(connection: ControlConnection, heard: list[Message]) -> None:
+        await first.has_ordered.wait()
+        first.is_stopped = True
+        first.connections[0].transport.abort()
+        await next_one.has_ordered.wait()
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        assert connection.coordinator == next_one.address
+
+    assert between([first, lower, next_one], scene) == [Stop(generation=4), Stop(generation=5)]
+    assert [hello.term for hello in next_one.hellos] == [4]
+    assert [hello.resumes for hello in next_one.hellos] == [1]
+
+
+def test_nothing_is_obeyed_of_a_coordinator_of_a_lower_term() -> None:
+    first, lower = Leader(4), Leader(3)
+
+    async def scene(connection: ControlConnection, heard: list[Message]) -> None:
+        await first.has_ordered.wait()
+        first.is_stopped = True
+        first.connections[0].transport.abort()
+        await lower.has_ordered.wait()
+        first.is_stopped = False
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+
+    assert between([first, lower], scene) == [Stop(generation=4), Stop(generation=4)]
+    assert lower.hellos
+
+
+def test_a_peer_gives_up_a_silent_coordinator_and_says_so() -> None:
+    first, other = Leader(4, lease_s=0.2), Leader(5)
+
+    async def scene(connection: ControlConnection, heard: list[Message]) -> None:
+        await first.has_ordered.wait()
+        first.connections[0].transport.pause_reading()
+        await other.has_ordered.wait()
+        first.connections[0].transport.resume_reading()
+        await first.connections[0].wait_closed()
+        assert first.connections[0].close_code == WILL_RETURN
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+
+    assert between([first, other], scene) == [Stop(generation=4), Stop(generation=5)]

@@ -49,7 +49,7 @@ def timed(
 
 def slow_search(stage: Stage, clock: Clock, seconds: float) -> None:
     """From here on it takes so long to decide."""
-    planner: Any = stage.coordinator._planner
+    planner: Any = stage.coordinator._commands.planner
     recover = type(planner).recover
 
     def slowly(*arguments: Any, **named: Any) -> Any:
@@ -124,7 +124,7 @@ def test_a_look_up_does_not_count_as_a_search(tmp_path: Path, monkeypatch: pytes
         history = history.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
         history = history.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
         stage.coordinator.state = replace(stage.coordinator.state, history=history)
-        (asked,) = _asked(stage.coordinator._decisions, stage)
+        (asked,) = _asked(stage.coordinator._commands.decisions, stage)
         assert asked.phases.decide_s == 0.5, "what is prepared will be looked up"
         stage.reap(1)
         stage.quiesce(2, 4)

@@ -160,5 +160,5 @@ def test_a_loss_on_the_way_does_not_keep_the_run_going() -> None:
 def test_another_coordinator_ends_the_run_too() -> None:
     history = training()
     terminate(history)
-    history.happen(TookOver(at=history.at))
+    history.happen(TookOver(at=history.at, term=1))
     assert history.state.ending == "terminated"

@@ -202,7 +202,7 @@ class _RecordingCache:
 
 @scene(**THREE_PIPELINES)
 async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
-    decisions: Any = stage.coordinator._decisions
+    decisions: Any = stage.coordinator._commands.decisions
     cache = decisions._cache = _RecordingCache()
     stage.train(workers=6)
     assert [each.plan.workers for each in cache.asked] == [(0, 1, 2, 3, 4, 5)] * 3

@@ -114,10 +114,10 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
     stage.train()
     counts = {7: 70, 9: 3}
     last = LastEntry(stage.coordinator.state, moment(5.0), counts, [])
-    with journal_at(stage.run.journal_file) as journal, Recorder(stage.run, View()) as recorder:
+    with journal_at(stage.run.journal_file(1)) as journal, Recorder(stage.run, View()) as recorder:
         config = stage.run.config()
         Coordinator(config=config, run=stage.run, recorder=recorder, job=JOB, resume=True, journal=journal, last=last)
-    found = LastEntry.read(stage.run.journal_file)
+    found = LastEntry.read(stage.run.journal_file(1))
     assert found is not None
     assert found.received == counts
     assert found.state.returning

@@ -262,7 +262,7 @@ class _Gone(Executor):
 
 @scene(**RESPAWNING)
 async def test_a_newcomer_stays_a_spare_if_the_decision_fails(stage: Stage) -> None:
-    decisions: Any = stage.coordinator._decisions
+    decisions: Any = stage.coordinator._commands.decisions
     decisions._executor = _Gone()
     async with watched(stage):
         stage.train()
@@ -285,7 +285,7 @@ async def test_a_newcomer_stays_a_spare_if_the_decision_fails(stage: Stage) -> N
 
 @scene(**RESPAWNING)
 async def test_a_decision_on_newcomers_that_fails_after_a_loss_is_ignored(stage: Stage) -> None:
-    decisions: Any = stage.coordinator._decisions
+    decisions: Any = stage.coordinator._commands.decisions
     gone = asyncio.Event()
 
     async def consider(*_: object) -> None:

@@ -53,6 +53,9 @@ class Listener:
     def silent(self, peer: Peer, since_s: float) -> None:
         self.silences.put_nowait((peer, since_s))
 
+    def answered(self) -> None:
+        raise AssertionError("all peers are on this host")
+
     def refused(self, address: str, reason: str) -> None:
         assert address.startswith("127.0.0.1:")
         self.turned_away.append(reason)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from chameleon_ft.config import Checkpoint, Recovery
-from chameleon_ft.control.commands import Launch, Task
-from chameleon_ft.control.events import Interrupted
+from chameleon_ft.control.commands import Acknowledge, Launch, Resign, Task
+from chameleon_ft.control.events import Disconnected, EndRequested, Interrupted, TermClaimed
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     BeginCheckpoint,
@@ -18,6 +18,7 @@ from chameleon_ft.control.wire.messages import (
     Kill,
     Refused,
     Spawn,
+    StandbyHello,
     Stop,
     Switch,
 )
@@ -351,3 +352,79 @@ def test_a_rank_that_joins_twice_on_one_connection_is_refused() -> None:
     history = training()
     with pytest.raises(ControlError, match="worker 0 has joined already"):
         history.join(0)
+
+
+def test_a_coordinator_resigns_once_a_peer_has_obeyed_a_higher_term() -> None:
+    history = training()
+    history.take_over()
+    before = history.state
+    hello = Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=history.connection(0), known=1, term=2)
+    assert history.say(history.connection(0) + 10_000, hello) == (Resign(),)
+    assert history.state == before
+
+
+def test_all_peers_are_told_who_stands_by() -> None:
+    history = training()
+    history.commands.clear()
+    history.say(500, StandbyHello(address="10.0.0.9:7"))
+    told = {command.connection for command in history.commands if isinstance(command, Acknowledge)}
+    assert told == {500, AGENT, *(history.connection(worker) for worker in range(4))}
+    assert dict(history.state.standbys) == {500: "10.0.0.9:7"}
+    history.commands.clear()
+    history.depart(500)
+    assert not history.state.standbys
+    assert len([command for command in history.commands if isinstance(command, Acknowledge)]) == 5
+
+
+def test_standbys_are_expected_back_after_a_takeover() -> None:
+    history = training()
+    history.say(500, StandbyHello(address="10.0.0.9:7"))
+    history.say(501, StandbyHello(address="10.0.0.10:7"))
+    replaced(history)
+    history.say(600, StandbyHello(address="10.0.0.10:7"))
+    assert dict(history.state.standbys) == {500: "10.0.0.9:7", 600: "10.0.0.10:7"}
+    history.wait(6.0)
+    assert dict(history.state.standbys) == {600: "10.0.0.10:7"}, "the first one leads now, or is gone"
+    assert history.failures == []
+    assert history.events("host_lost") == []
+
+
+def test_standbys_are_told_the_end() -> None:
+    history = training()
+    history.say(500, StandbyHello(address="10.0.0.9:7"))
+    history.happen(EndRequested(at=history.at, status="failed", reason="enough"))
+    assert history.sent(Exit, to=500) == [Exit(reason="enough", status="failed")]
+
+
+def test_peers_are_told_a_term_that_was_claimed_again() -> None:
+    history = training()
+    history.commands.clear()
+    history.happen(TermClaimed(at=history.at, term=3))
+    assert history.state.term == 3
+    assert len([command for command in history.commands if isinstance(command, Acknowledge)]) == 5
+    assert history.state.phase is Phase.TRAINING
+
+
+def test_a_worker_that_gives_up_a_silent_connection_and_says_so_has_a_while_to_come_back() -> None:
+    history = training()
+    history.happen(Disconnected(at=history.at, connection=history.connection(2), will_return=True))
+    assert history.state.phase is Phase.TRAINING
+    history.return_worker(2)
+    history.happen(Disconnected(at=history.at, connection=history.connection(3), will_return=True))
+    history.wait(6.0)
+    history.quiesce()
+    history.start()
+    assert history.failures == [(3, "connection", "control connection closed")]
+
+
+def test_a_connection_that_was_not_acknowledged_before_the_coordinator_was_lost_is_resumed() -> None:
+    history = training()
+    acknowledged = history.now_at(history.connection(2))
+    history.take_over()
+    history.return_worker(2)
+    replaced(history, absent=(2,))
+    history.take_over()
+    history.commands.clear()
+    history.say(900, Hello(worker=2, host="10.0.0.1", incarnation=1, resumes=acknowledged, known=1, term=2))
+    assert history.sent(Refused) == []
+    assert history.state.members[2].connection == 900

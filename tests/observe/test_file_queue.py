@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.observe import FileQueue, Recorder, RunDirectory, Summary, View, file_queue
+from chameleon_ft.observe import FileQueue, Recorder, RunDirectory, Summary, View, detach, file_queue
 from chameleon_ft.observe.file_queue import CaughtUp, Late
 from tests.mounts import fill, small_disk
 from tests.observe.records import step_record
@@ -191,3 +191,74 @@ def test_a_run_whose_disk_stays_full_ends_with_its_summary(tmp_path: Path, monke
             assert f" of {run.metrics_file}, 2 lines of {run.events_file}" in message
         written = [json.loads(line) for line in run.metrics_file.read_text().splitlines(keepends=True) if "\n" in line]
         assert [line["step"] for line in written] == list(range(len(written)))
+
+
+# --- coordinators that do not lead any more --------------------------------------------------------------------------
+
+
+def test_operations_wait_while_another_coordinator_may_lead(tmp_path: Path) -> None:
+    leads, path = threading.Event(), tmp_path / "lines"
+    with FileQueue(may_write=leads.is_set) as files:
+        files.append(path, "a\n")
+        files.replace(tmp_path / "whole", lambda: "b", mode=0o600)
+        assert files.is_late
+        assert list(tmp_path.iterdir()) == []
+        leads.set()
+        until(files.wait)
+        assert path.read_text() == "a\n"
+        assert (tmp_path / "whole").read_text() == "b"
+
+
+def test_nothing_is_written_after_the_queue_was_abandoned(tmp_path: Path) -> None:
+    leads, path = threading.Event(), tmp_path / "lines"
+    with FileQueue(may_write=leads.is_set) as files:
+        files.append(path, "a\n")
+        files.abandon()
+        leads.set()
+        files.append(path, "b\n")
+        files.submit(path, path.touch)
+        assert files.wait()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_opened_too_late_is_left_as_it_is(tmp_path: Path) -> None:
+    """The process is stopped between the question whether it may write and the opening of the file."""
+    path, asked = tmp_path / "lines", []
+
+    def may_write() -> bool:
+        asked.append(path.read_text())
+        path.write_text("of the coordinator that has taken over, in the middle of a li")
+        return len(asked) == 1
+
+    path.write_text("of this one\n")
+    with FileQueue(may_write=may_write) as files:
+        files.append(path, "a\n")
+        until(lambda: len(asked) >= 2)
+        files.abandon()
+    assert path.read_text() == "of the coordinator that has taken over, in the middle of a li"
+
+
+def test_a_line_that_comes_late_goes_to_a_file_without_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with FileQueue() as lost, FileQueue() as leading:
+        lost.append(path, "a\n")
+        detach(path)
+        leading.append(path, "b\n")
+        lost.append(path, "c\n")
+        leading.append(path, "d\n")
+        assert path.read_text() == "a\nb\nd\n"
+
+
+def test_a_file_that_does_not_exist_need_not_be_detached(tmp_path: Path) -> None:
+    detach(tmp_path / "lines")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_not_detached_for_a_coordinator_that_does_not_lead_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    with FileQueue() as leading:
+        leading.append(path, "a\n")
+        detach(path, may_write=lambda: False)
+        leading.append(path, "b\n")
+    assert path.read_text() == "a\nb\n"
+    assert list(tmp_path.iterdir()) == [path]

@@ -54,7 +54,7 @@ def play(directory: Path, talk: Talk) -> int:
         async def handler(connection: ServerConnection) -> None:
             try:
                 assert isinstance(decode(await connection.recv()), Hello)
-                await tell(connection, Acknowledged(connection=1, received=0, reconnect_s=0.0))
+                await tell(connection, Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
                 await talk(connection)
             except BaseException as error:
                 mistakes.append(error)

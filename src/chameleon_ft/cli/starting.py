@@ -182,8 +182,8 @@ def lost_run(path: Path) -> PreparedRun:
             f"--take-over {path}: the coordinator at {control.address} still listens; end it first, by "
             f"`kill -9 {control.pid}` on its host"
         )
-    if not directory.journal_file.exists():
-        raise ConfigError(f"--take-over {path}: the run has no {directory.journal_file.name}; begin with --resume")
+    if not directory.journals():
+        raise ConfigError(f"--take-over {path}: the run has no journal; begin with --resume")
     return PreparedRun(directory.own(directory.config()), directory, resume=False, is_new=False)
 
 

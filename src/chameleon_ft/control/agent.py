@@ -110,10 +110,10 @@ class Agent:
             await self.end_all()
         return self._exit
 
-    def _hello(self, resumes: int | None) -> HostHello:
+    def _hello(self, resumes: int | None, term: int) -> HostHello:
         ranks = tuple({*self._ranks, *self._pending, *self._unknown})
         host = f"{socket.gethostname()} ({self._host})"
-        return HostHello(host=host, slots=self._slots, id=self._id, resumes=resumes, ranks=ranks)
+        return HostHello(host=host, slots=self._slots, id=self._id, resumes=resumes, ranks=ranks, term=term)
 
     def drain(self) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
@@ -251,7 +251,7 @@ class Agent:
 
     async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
         return await self._start_rank(
-            coordinator=self._coordinator,
+            coordinator=self._connection.coordinator,
             token=self._token,
             tls=self._tls,
             worker=worker,

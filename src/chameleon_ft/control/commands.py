@@ -16,6 +16,7 @@ from chameleon_ft.observe import RunRecord, RunStatus
 from chameleon_ft.transfer import Transfer
 
 __all__ = [
+    "Acknowledge",
     "Command",
     "CompleteCheckpoint",
     "DiscardCheckpoint",
@@ -31,6 +32,7 @@ __all__ = [
     "MeasureTransfer",
     "Migrate",
     "Record",
+    "Resign",
     "SaveEvidence",
     "Send",
     "Task",
@@ -80,6 +82,18 @@ class Send(Command):
 
     connection: int
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge(Command):
+    """Tell a peer the term, which of its messages have been handled, and the coordinators that stand by."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resign(Command):
+    """Do not act any more: a peer has obeyed another coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,28 +6,24 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
-from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.config import RunConfig
 from chameleon_ft.control import commands, events
-from chameleon_ft.control.decisions.decision_cache import DecisionCache
-from chameleon_ft.control.decisions.decisions import Decisions
-from chameleon_ft.control.decisions.planner import Planner
-from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.command_runner import CommandRunner
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.journal import Journal, LastEntry
-from chameleon_ft.control.rendezvous import RendezvousStore
-from chameleon_ft.control.run_files import Examined, RunFiles
-from chameleon_ft.control.state.checkpoint_events import describe_unreadable
+from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer
-from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
-from chameleon_ft.observe import GenerationPlan, Recorder, RunDirectory, RunStatus, line_of
+from chameleon_ft.errors import ControlError, DeposedError
+from chameleon_ft.observe import Recorder, RunDirectory, RunStatus, line_of
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
 
@@ -35,7 +31,6 @@ __all__ = ["Coordinator"]
 
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
-_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
 
 
 class Coordinator:
@@ -46,6 +41,9 @@ class Coordinator:
     loss. Every change is written to `journal` first, if the disk answers; see there. All file operations go through the
     queue of `recorder`, so that no disk can stop the event loop. With `last`, the entry of a journal, the coordinator
     continues the run of one that is lost.
+
+    While `leadership` does not hold, the coordinator does nothing: whatever happens is handled once it holds again, as
+    after a time in which the process did not run. Without it, as in tests, there is no other coordinator.
     """
 
     def __init__(
@@ -61,36 +59,40 @@ class Coordinator:
         executor: Executor | None = None,
         journal: Journal | None = None,
         last: LastEntry | None = None,
+        leadership: Leadership | None = None,
     ) -> None:
         self._config = config
         self._run = run
         self._recorder = recorder
-        self._job = job
-        self._rendezvous = RendezvousStore()
-        self._resume = resume
-        self._planner = Planner(config, job, profile=profile, plan=plan)
-        policy = config.recovery.policy
-        cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
-        self._decisions = Decisions(planner=self._planner, cache=cache, executor=executor)
-        self._files = RunFiles(
-            run,
-            recorder.files,
-            model=job.fingerprint,
-            num_layers=job.num_layers,
-            keep=config.checkpoint.keep,
-            base=config.forked.step if config.forked.run else None,
+        self._commands = CommandRunner(
+            config=config,
+            run=run,
+            recorder=recorder,
+            job=job,
+            profile=profile,
+            plan=plan,
+            resume=resume,
+            executor=executor,
+            send=self._send,
+            now=self._now,
+            handle=self._handle_answer,
+            begin_task=self._begin_task,
         )
-        self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
         self._peers: dict[int, Peer] = {}  # by number
         self._rejected = 0
-        self._has_warned = False  # that a checkpoint has no checksums
+        self._leadership = leadership
+        self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
+        self._acknowledged: dict[int, int] = {}  # likewise, of which the peer has been told
         self._clock_ahead_s = 0.0
         settings = Settings.of(config, run, num_layers=job.num_layers)
         self.state = State.before(
-            settings, last_generation=run.last_generation(), skipped=run.skipped_steps() if resume else ()
+            settings,
+            last_generation=run.last_generation(),
+            skipped=run.skipped_steps() if resume else (),
+            term=self._term,
         )
         self._journal = journal
         if last is not None:
@@ -103,60 +105,69 @@ class Coordinator:
         self.state = last.state
         self._received = dict(last.received)
         self._recorder.complete(last.records)
-        passed_s = max(0.0, time.time() - last.at.unix_s)
+        # A peer waits no longer for a coordinator. So any more is the difference between the clocks of two hosts.
+        passed_s = min(max(0.0, time.time() - last.at.unix_s), last.state.settings.timeouts.reconnect_s)
         self._clock_ahead_s = last.at.monotonic_s + passed_s - asyncio.get_running_loop().time()
         if last.state.ended is not None:
             self._finish(*last.state.ended)
-        if last.state.active is not None:
-            planned, _ = self._orders(last.state, RecoveryPlan.kept(last.state.active, None), last.state.generation)
-            self._planner.begin(planned, last.state.members.hosts())
-        if (upcoming := last.state.switching_to) is not None:
-            kept = RecoveryPlan.kept(upcoming.plan, None)
-            self._prepared, _ = self._orders(last.state, kept, upcoming.number)
+        self._commands.orders.continue_from(last.state)
         # The new journal has to know these, too, until the peers have come back.
-        self._handle(events.TookOver(at=self._now()), received=self._received)
+        self._handle(events.TookOver(at=self._now(), term=self._term), received=self._received)
 
     @property
     def first_connection(self) -> int:
         """The number of the first connection: no other coordinator of the run has used it."""
-        members = self.state.members
-        known = (
-            *members.agents,
-            *members.fenced,
-            *self.state.waiting_hosts,
-            *(worker.connection or 0 for worker in members),
-        )
-        return 1 + max(known, default=0)
+        return 1 + max((*self.state.connections, *self.state.members.fenced), default=0)
+
+    @property
+    def _term(self) -> int:
+        return 0 if self._leadership is None else self._leadership.term
+
+    def leads(self) -> bool:
+        """Return whether this coordinator leads the run now."""
+        return self._leadership is None or self._leadership.holds()
 
     async def wait(self) -> RunStatus:
-        """Return how the run ended, once it has; all records are written by then."""
-        watching = asyncio.create_task(self._watch())
-        watching.add_done_callback(self._task_done)
+        """Return how the run ended, once it has; all records are written by then.
+
+        Raises DeposedError once another coordinator leads: then nothing more is written or sent.
+        """
+        self._begin_task(self._watch())
+        if self._leadership is not None:
+            self._begin_task(self._leadership.keep(lapsed=self._lapsed, regained=self._regained))
         try:
             status, reason = await asyncio.shield(self._end)
+            await self._recorder.catch_up()
+            self._recorder.finish(status, reason=reason)
+        except DeposedError:
+            self._recorder.files.abandon()
+            raise
         finally:
-            watching.cancel()
-        await self._recorder.catch_up()
-        self._recorder.finish(status, reason=reason)
+            for task in self._tasks:
+                task.cancel()
         return status
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        self._handle(events.Interrupted(at=self._now()))
+        if self._may_act(self.interrupt):
+            self._handle(events.Interrupted(at=self._now()))
 
     def terminate(self) -> None:
         """End the run like `interrupt`, for whoever runs its machines; the user may resume it."""
-        self._handle(events.Interrupted(at=self._now(), is_termination=True))
+        if self._may_act(self.terminate):
+            self._handle(events.Interrupted(at=self._now(), is_termination=True))
 
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
-        self._handle(events.EndRequested(at=self._now(), status=status, reason=reason))
+        if self._may_act(partial(self.end, status, reason)):
+            self._handle(events.EndRequested(at=self._now(), status=status, reason=reason))
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._handle(events.Ticked(at=self._now()))
-            self._recorder.watch_files()
+            if self.leads() and not self._deferred:
+                self._handle(events.Ticked(at=self._now()))
+                self._recorder.watch_files()
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -165,55 +176,108 @@ class Coordinator:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.broken(error)
+        if task.cancelled():
+            return
+        match task.exception():
+            case DeposedError() as error:
+                self._depose(error)
+            case Exception() as error:
+                self.broken(error)
+
+    # --- leadership --------------------------------------------------------------------------------------------------
+
+    def _may_act(self, call: Callable[[], None]) -> bool:
+        """Return whether this coordinator leads; if not, `call` is made once it leads again."""
+        if self.leads() and not self._deferred:
+            return True
+        self._deferred.append(call)
+        return False
+
+    def _is_cut_off(self, since_s: float) -> bool:
+        return self._leadership is not None and self._leadership.suspend_if_cut_off(since_s)
+
+    def _lapsed(self) -> None:
+        """Let peers find the coordinator that may lead instead; without one, they train on, and wait for this one."""
+        if self.state.standbys:
+            for peer in self._peers.values():
+                peer.drop()
+
+    def _regained(self) -> None:
+        deferred, self._deferred = self._deferred, deque()
+        self._handle(events.TermClaimed(at=self._now(), term=self._term))
+        for call in deferred:
+            call()
+
+    def _depose(self, error: DeposedError) -> None:
+        if self._leadership is not None:
+            self._leadership.end()
+        if not self._end.done():
+            self._end.set_exception(error)
 
     # --- what the server calls ---------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
         self._peers[peer.number] = peer
+        if not self._may_act(partial(self._message_deferred, peer, message)):
+            return
         number = peer.number
         if isinstance(message, messages.Hello | messages.HostHello):
             received = self._received.get(message.resumes or 0, 0)
         else:
             received = self._received.get(number, 0) + 1
+        self._received[number] = received
         match message:
             case messages.Publish():
-                self._send_all(self._rendezvous.publish(number, message))
+                self._send_all(self._commands.rendezvous.publish(number, message))
             case messages.LookUp():
-                self._send_all(self._rendezvous.look_up(number, message))
+                self._send_all(self._commands.rendezvous.look_up(number, message))
             case _:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
-        self._received[number] = received
-        is_hello = isinstance(message, messages.Hello | messages.HostHello)  # a peer waits for its acknowledgement
-        if is_hello or (received % _ACKNOWLEDGE_EVERY == 0 and self._recorder.files.wait()):
-            reconnect_s = self._config.timeouts.reconnect_s
-            peer.send(messages.Acknowledged(connection=number, received=received, reconnect_s=reconnect_s))
+        if received and received % _ACKNOWLEDGE_EVERY == 0 and self._recorder.files.wait():
+            self._acknowledge(number)
+
+    def _message_deferred(self, peer: Peer, message: messages.Message) -> None:
+        try:
+            self.message(peer, message)
+        except ControlError as error:
+            self.refused(peer.address, str(error))
+            peer.send(messages.Refused(reason=str(error)))
+            peer.drop()
 
     def departed(self, peer: Peer) -> None:
         """Handle the end of a connection."""
+        if not self._may_act(partial(self.departed, peer)):
+            return
         if self._peers.pop(peer.number, None) is not None:
-            self._handle(events.Disconnected(at=self._now(), connection=peer.number))
+            will_return = peer.will_return
+            self._handle(events.Disconnected(at=self._now(), connection=peer.number, will_return=will_return))
 
     def silent(self, peer: Peer, since_s: float) -> None:
-        """Handle missing heartbeats."""
+        """Handle missing heartbeats: the peer is lost, or this coordinator is cut off and another one may lead."""
+        if not self.leads() or (self.state.standbys and not peer.is_local and self._is_cut_off(since_s)):
+            return
         if peer.number in self._peers:
             self._handle(events.Silent(at=self._now(), connection=peer.number, since_s=since_s))
         else:
             peer.drop()
 
+    def answered(self) -> None:
+        """Handle a sign of life of a peer on another host."""
+        if self._leadership is not None:
+            self._leadership.heard()
+
     def refused(self, address: str, reason: str) -> None:
         """Record that a connection was turned away; of very many, ever fewer are recorded."""
         self._rejected += 1
         is_recorded = self._rejected <= _ALL_REJECTED or self._rejected.bit_count() == 1
-        if is_recorded and self.state.phase is not Phase.OVER:
+        if is_recorded and self.leads() and self.state.phase is not Phase.OVER:
             self._recorder.event("refused", address=address, reason=reason, count=self._rejected)
 
     def broken(self, error: Exception) -> None:
         """End the run because of an error of the coordinator itself, and log it."""
-        log = self._files.log_error(error)
+        log = self._commands.files.log_error(error)
         reason = f"the coordinator failed: {type(error).__name__}: {error}; see {log}"
         try:
             self.end("failed", reason)
@@ -229,19 +293,35 @@ class Coordinator:
             received: what `Journal.write` is to note of it.
         """
         self._refresh_faults(event)
-        events = deque([event])
-        while events:
-            event = events.popleft()
+        self._handle_all(deque([event]), received)
+
+    def _handle_all(self, waiting: deque[events.Event], received: Mapping[int, int] | None = None) -> None:
+        while waiting:
+            event = waiting.popleft()
             state, orders = step(self.state, event)
-            self._require_costs(state, event)
+            self._commands.require_costs(self.state, event, state)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
                 self._journal.write(state, event.at, received=received, records=records, waits=bool(orders))
             self.state, received = state, None
-            self._planner.calibration.learn(state.detectors)
-            for command in orders:
-                if (answer := self._execute(command)) is not None:
-                    events.append(answer)
+            self._commands.planner.calibration.learn(state.detectors)
+            # The process may have been stopped since the event, for so long that another coordinator leads.
+            if not orders or self._may_act(partial(self._carry_out, orders, waiting, is_late=True)):
+                self._carry_out(orders, waiting)
+            else:
+                return
+
+    def _carry_out(
+        self, orders: Iterable[commands.Command], waiting: deque[events.Event], *, is_late: bool = False
+    ) -> None:
+        """Carry out commands, and add the events that they lead to to those that wait.
+
+        Args:
+            is_late: whether these have to be handled, too.
+        """
+        waiting.extend(answer for command in orders if (answer := self._execute(command)) is not None)
+        if is_late:
+            self._handle_all(waiting)
 
     def _refresh_faults(self, event: events.Event) -> None:
         """Read the injected failures if the event may reveal a loss or be the time to record one."""
@@ -255,22 +335,11 @@ class Coordinator:
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
             return
-        if (lines := self._files.faults()) is None:
+        if (lines := self._commands.files.faults()) is None:
             return
         faults = tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
         if faults != self.state.faults:
             self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
-
-    def _require_costs(self, state: State, event: events.Event) -> None:
-        """Raise ControlError if a rank joins a running training and no costs of its links are known."""
-        if not (isinstance(event, events.Received) and isinstance(event.message, messages.Hello)):
-            return
-        if self.state.phase in (Phase.GATHERING, Phase.OVER):
-            return
-        try:
-            self._planner.require_costs(state.members.hosts())
-        except ProfileError as error:
-            raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
 
     def _execute(self, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""
@@ -278,72 +347,37 @@ class Coordinator:
         match command:
             case commands.Send(connection=connection, message=message):
                 self._send(connection, message)
-            case commands.Welcome(connection=connection, incarnation=incarnation):
-                config, boundaries = config_to_toml(self._config), self._job.boundaries
-                run = str(self._run.path)
-                welcome = messages.Welcome(config=config, run=run, boundaries=boundaries, incarnation=incarnation)
-                self._send(connection, welcome)
+            case commands.Acknowledge(connection=connection):
+                self._acknowledge(connection)
+            case commands.Resign():
+                self._depose(DeposedError(state.term))
             case commands.Drop(connection=connection):
                 if (peer := self._peers.get(connection)) is not None:
                     peer.drop()
-            case commands.Record(record=record):
-                self._recorder.record(record)
-            case commands.Task.RECORD_SCALE_UP:
-                if (fields := self._decisions.describe_scale_up()) is not None:
-                    self._recorder.event("decision", generation=state.generation, **fields)
-            case commands.Task.PREPARE_GENERATION:
-                return self._prepare(state)
-            case commands.Task.BEGIN_GENERATION:
-                self._begin(state)
-            case commands.Migrate():
-                self._migrate(state, command)
-            case commands.LogFault(worker=worker):
-                self._files.log_kill(worker)
-            case commands.SaveEvidence(file=file, text=text):
-                self._files.save_evidence(file, text)
-            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices):
-                kept = agreed if self._config.health.check_every else None
-                self._files.complete(checkpoint, agreed=kept, slices=slices)
-            case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
-                self._files.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
-            case commands.DistrustCheckpoints(after=agreed):
-                self._files.distrust(agreed)
-            case commands.MarkDamaged(step=checkpoint):
-                self._files.mark_damaged(checkpoint)
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
-            case commands.Task.DECIDE:
-                return self._decide(state)
-            case commands.Launch(plan=plan, is_first=is_first):
-                return self._launch(state, plan, is_first=is_first)
-            case commands.Task.CONSIDER_SCALE_UP:
-                self._begin_task(self._consider(state))
-            case commands.Task.PREPARE_DECISIONS:
-                self._decisions.prepare(state)
-            case commands.Task.FORESEE_DECISION:
-                self._decisions.foresee(state)
-            case commands.Task.FORGET_DECISIONS:
-                self._decisions.forget()
-            case commands.MeasureOperations(worker=worker, step=step, times=times):
-                measured = self._planner.calibration.operations(worker, times)
-                if measured is not None:
-                    return events.OperationsMeasured(
-                        at=self._now(),
-                        worker=worker,
-                        generation=state.generation,
-                        step=step,
-                        ratio=measured[0],
-                        group=measured[1],
-                        links=self._planner.calibration.links(worker, step, times),
-                    )
-            case commands.MeasureStep(step_s=step_s):
-                self._planner.calibration.step(step_s)
-            case commands.MeasureMigration(migration=migration, seconds=seconds):
-                self._planner.migrated(migration, seconds, state.members.hosts())
-            case commands.MeasureTransfer(transfer_s=transfer_s):
-                if state.active is not None and state.active.transfer is not None:
-                    self._planner.transferred(state.active.transfer, transfer_s, state.members.hosts())
+            case _:
+                return self._commands.execute(state, command)
         return None
+
+    def _acknowledge(self, connection: int) -> None:
+        received, standbys = self._received.get(connection, 0), tuple(self.state.standbys.values())
+        if self._recorder.files.is_late:  # the journal may not have the newest ones
+            received = self._acknowledged.get(connection, received)
+        self._acknowledged[connection] = received
+        lease_s = self._config.control.lease_s
+        self._send(
+            connection,
+            messages.Acknowledged(
+                connection=connection,
+                received=received,
+                term=self.state.term,
+                lease_s=lease_s,
+                # A standby leads only once the lease is over.
+                reconnect_s=self._config.timeouts.reconnect_s + (lease_s if standbys else 0.0),
+                standbys=standbys,
+            ),
+        )
 
     def _send(self, connection: int, message: messages.Message) -> None:
         if (peer := self._peers.get(connection)) is not None:
@@ -357,147 +391,10 @@ class Coordinator:
         if not self._end.done():
             self._end.set_result((status, reason))
 
-    # --- decisions ---------------------------------------------------------------------------------------------------
-
-    def _decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
-        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage.
-
-        Returns None if the disk does not tell at once whether a checkpoint is damaged; the answer is handled then.
-
-        Args:
-            damages: checkpoints that have been found damaged meanwhile, and how.
-        """
-        damages = damages or {}
-        unreadable = {**state.checkpoints.unreadable, **damages}
-        complete = self._files.complete_checkpoints()
-        answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
-        if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
-            return answer
-
-        def examined(found: Examined) -> events.Event | None:
-            if found.damage is None:
-                self._report_checkpoint(state, step, found)
-                return answer
-            self._files.mark_damaged(step)
-            message = describe_unreadable(step, found.damage)
-            self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
-            return self._decide(state, {**damages, step: found.damage})
-
-        examining = self._files.examine(step)
-        if examining.done():
-            return examined(examining.result())
-        self._begin_task(self._handle_later(examining, examined))
-        return None
-
-    async def _handle_later(
-        self, examining: Future[Examined], examined: Callable[[Examined], events.Event | None]
-    ) -> None:
-        if (answer := examined(await asyncio.wrap_future(examining))) is not None:
-            self._handle(replace(answer, at=self._now()))
-
-    def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
-        question = state.question
-        damages = "".join(f"; {describe_unreadable(step, why)}" for step, why in sorted(unreadable.items()))
-        if state.holds_nothing:
-            if self._resume and damages and not checkpoints:
-                reason = f"there is no checkpoint that can be read{damages}"
-                return events.DecisionFailed(at=self._now(), question=question, reason=reason)
-            checkpoint = checkpoints[-1] if checkpoints and self._resume else None
-            plan = self._planner.start(state.members.live(), state.members.hosts(), checkpoint=checkpoint)
-            return events.Decided(at=self._now(), question=question, plan=plan)
-        try:
-            plan, chosen_at = self._decisions.decide(state, checkpoints)
-        except NoHolderError as error:
-            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to have some"
-            reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
-            return events.DecisionFailed(at=self._now(), question=question, reason=reason)
-        except (ControlError, ProfileError) as error:
-            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
-        return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
-
-    def _report_checkpoint(self, state: State, step: int, found: Examined) -> None:
-        """Record which checkpoints a resumed run does not use, and whether the chosen one can be checked."""
-        if state.active is None:
-            for newer in found.incomplete:
-                if newer > step:
-                    message = f"that of step {newer} is not complete and not used"
-                    self._recorder.event("checkpoint_incomplete", step=newer, message=message)
-        if not found.has_checksums and not self._has_warned:
-            self._has_warned = True
-            message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"
-            self._recorder.event("checkpoint_unchecked", step=step, message=message)
-
-    def _launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
-        """Send the orders of a generation."""
-        generation = state.generation
-        try:
-            planned, orders = self._orders(state, plan, generation)
-        except ProfileError as error:  # a link between hosts without costs
-            return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
-        for connection, order in orders.items():
-            self._send(connection, order)
-        self._planner.begin(planned, state.members.hosts())
-        launched = events.Launched(at=self._now(), generation=generation)
-        # Before any answer is handled: records of a generation mean nothing without its plan.
-        self._recorder.plan(planned, policy=plan.policy)
-        if is_first:
-            self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
-        return launched
-
-    def _prepare(self, state: State) -> events.Event | None:
-        """Send the orders of the next generation, to be prepared."""
-        upcoming = state.next
-        assert upcoming is not None
-        try:
-            self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
-        except ProfileError as error:
-            return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
-        for connection, order in orders.items():
-            self._send(connection, messages.Prepare(order=order))
-        return None
-
-    def _migrate(self, state: State, command: commands.Migrate) -> None:
-        order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
-        for worker in command.workers:
-            if (connection := state.members[worker].connection) is not None:
-                self._send(connection, order)
-
-    def _begin(self, state: State) -> None:
-        """Record the plan of the generation that was prepared last, and begin to measure it."""
-        planned, active = self._prepared, state.active
-        assert active is not None
-        assert planned is not None
-        assert planned.generation == state.active_generation
-        self._planner.begin(planned, state.members.hosts())
-        self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
-
-    def _orders(
-        self, state: State, plan: RecoveryPlan, generation: int
-    ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
-        """Return the record of a generation and the orders of its workers, by connection."""
-        self._rendezvous.forget_before(min(generation, state.active_generation))
-        planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
-        skipped = tuple(sorted(state.health.skipped))
-        orders = {worker: order.model_copy(update={"skipped": skipped}) for worker, order in orders.items()}
-        connections = {worker: state.members[worker].connection for worker in orders}
-        return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}
-
-    async def _consider(self, state: State) -> None:
-        question = state.scale_up.question
-        try:
-            found = await self._decisions.consider(state)
-        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
-            reason = f"{type(error).__name__}: {error}"
-            answer = events.Considered(at=self._now(), question=question, error=reason)
-        else:
-            answer = events.Considered(
-                at=self._now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
-            )
-        self._handle(answer)
-
-    def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
-        generation = self.state.generation
-        self._recorder.event("prepared", generation=generation, losses=losses, prepare_s=prepare_s, error=error)
+    def _handle_answer(self, event: events.Event) -> None:
+        """Handle an event that answers a command later."""
+        if self._may_act(partial(self._handle_answer, event)):
+            self._handle(replace(event, at=self._now()))
 
     def _now(self) -> events.Moment:
         monotonic_s = asyncio.get_running_loop().time() + self._clock_ahead_s

@@ -26,6 +26,7 @@ __all__ = [
     "PrepareFailed",
     "Received",
     "Silent",
+    "TermClaimed",
     "Ticked",
     "TookOver",
 ]
@@ -56,9 +57,10 @@ class Received(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnected(Event):
-    """A connection has ended."""
+    """A connection has ended; `will_return`: its peer has said that it makes another one."""
 
     connection: int
+    will_return: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,16 @@ class Ticked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TookOver(Event):
-    """This coordinator continues the run of one that is lost; all connections are."""
+    """This coordinator continues the run of one that is lost, in a higher term; all connections are lost, too."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermClaimed(Event):
+    """This coordinator, whose term had run out, has claimed the next one; no other has led meanwhile."""
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

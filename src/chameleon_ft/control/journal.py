@@ -15,7 +15,7 @@ from chameleon_ft.control.events import Moment
 from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import FileQueue, RecordLine, read_lines
+from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, read_lines
 
 __all__ = ["Journal", "LastEntry"]
 
@@ -39,6 +39,12 @@ class LastEntry:
     at: Moment
     received: Mapping[int, int]
     records: Sequence[RecordLine]
+
+    @classmethod
+    def newest(cls, run: RunDirectory) -> Self | None:
+        """Read the newest journal of a run; None if there is none. Raises ControlError if it is damaged."""
+        journals = run.journals()
+        return cls.read(journals[-1]) if journals else None
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -22,6 +22,7 @@ from chameleon_ft.control.handlers import (
     hosts,
     incident_records,
     incidents,
+    injection,
     scale_up,
     switches,
     takeover,
@@ -51,6 +52,7 @@ _OF_A_GENERATION: Final = (
     | messages.Prepared
     | messages.CheckpointUnreadable
 )
+_INTRODUCTIONS: Final = messages.Hello | messages.HostHello | messages.StandbyHello
 _WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
 
 
@@ -71,15 +73,18 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     match event:
         case events.Received(connection=connection, message=message):
             _received(draft, connection, message)
-        case events.Disconnected(connection=connection):
-            if not takeover.is_expected_back(draft, connection):
+        case events.Disconnected(connection=connection, will_return=will_return):
+            if not takeover.is_expected_back(draft, connection, will_return=will_return):
                 _disconnected(draft, connection)
         case events.Silent(connection=connection, since_s=since_s):
             _silent(draft, connection, since_s)
         case events.Ticked():
             _ticked(draft)
-        case events.TookOver():
-            takeover.took_over(draft)
+        case events.TookOver(term=term):
+            takeover.took_over(draft, term)
+        case events.TermClaimed(term=term):
+            draft.set(term=term)
+            draft.announce()
         case events.Decided():
             incidents.decided(draft, event)
         case events.DecisionFailed():
@@ -160,6 +165,8 @@ def _ticked(draft: Draft) -> None:
 def _disconnected(draft: Draft, connection: int) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
     state = draft.state
+    if connection in state.standbys:
+        takeover.standby_left(draft, connection)
     if connection in state.members.agents:
         hosts.lost(draft, connection)
     elif connection in state.waiting_hosts:
@@ -189,6 +196,11 @@ def _silent(draft: Draft, connection: int, since_s: float) -> None:
 
 def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
+    if isinstance(message, _INTRODUCTIONS):
+        if message.term > state.term:
+            draft.do(commands.Resign())
+            return
+        draft.do(commands.Acknowledge(connection))
     if connection in state.members.fenced:
         match message:
             case messages.CheckpointSaved():  # what is written counts, even if its worker has left
@@ -201,12 +213,14 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             takeover.worker_returned(draft, connection, message, before)
         case messages.HostHello() if (before := takeover.replaced(state, message)) is not None:
             takeover.host_returned(draft, connection, message, before)
+        case messages.StandbyHello():
+            takeover.standby_joined(draft, connection, message)
         case messages.Hello():
             _hello(draft, connection, message)
         case messages.HostHello():
             hosts.joined(draft, connection, message)
         case messages.Inject():
-            _inject(draft, connection, message)
+            injection.inject(draft, connection, message)
         case messages.Drain():
             drains.drain(draft, connection, message)
         case messages.WorkerExited() | messages.ProcessState() | messages.HangEvidence() if (
@@ -307,24 +321,6 @@ def _crashed(draft: Draft, worker: Worker, error: str) -> None:
     since_step = (worker.first_step or 0) if worker.takes_part else None
     log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
     incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
-
-
-def _inject(draft: Draft, connection: int, message: messages.Inject) -> None:
-    """Have a worker fail, and answer the command that asked for it."""
-    state, live, reason = draft.state, draft.state.members.live(), None
-    if message.worker not in live:
-        reason = f"worker {message.worker} is not live; live are {list(live)}"
-    elif message.step is not None and message.step < state.committed:
-        reason = f"step {message.step} is over; the run is in step {state.committed}"
-    if reason is not None:
-        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
-        return
-    worker = state.members[message.worker]
-    if message.kind == "kill" and message.phase is None and worker.agent is not None:
-        draft.do(commands.LogFault(worker.id), commands.Send(worker.agent, messages.Kill(worker=worker.id)))
-    else:
-        draft.send(worker.id, message)
-    draft.do(commands.Send(connection, message))
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

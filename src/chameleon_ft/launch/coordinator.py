@@ -9,28 +9,43 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import Journal, LastEntry
-from chameleon_ft.control.wire.address import join_address, split_address
+from chameleon_ft.control.leadership import Leadership, wait_for_silence
+from chameleon_ft.control.lease import lease_of
+from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
+from chameleon_ft.errors import DeposedError
 from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
 from chameleon_ft.launch.start import RunStart, tls_directory
-from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View
+from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 
-__all__ = ["EXIT_CODES", "Beside", "InterruptCount", "coordinate", "serve_run", "take_over"]
+__all__ = [
+    "DEPOSED",
+    "EXIT_CODES",
+    "Beside",
+    "InterruptCount",
+    "coordinate",
+    "invite",
+    "run_coordinator",
+    "serve_run",
+    "started_job",
+]
 
 EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
+DEPOSED: Final = os.EX_UNAVAILABLE
+"""Exit code of a coordinator that ends because another one leads the run."""
 
 
 class InterruptCount:
@@ -73,7 +88,7 @@ def coordinate(
     """
 
     async def coordinated() -> RunStatus:
-        start = await _start(config, run=run, resume=resume)
+        start = await started_job(config, run=run, resume=resume)
         host = config.control.host
         with listening_socket(host, config.control.port) as listener:
             address = join_address(host, listener.getsockname()[1])
@@ -84,36 +99,20 @@ def coordinate(
                 control,
                 listener=listener,
                 view=view or TerminalView(),
-                beside=beside or partial(_invite, run),
+                beside=beside or partial(invite, run),
                 processes=get_context("spawn"),
             )
 
-    return EXIT_CODES[asyncio.run(coordinated())]
+    return run_coordinator(coordinated())
 
 
-def take_over(config: RunConfig, *, run: RunDirectory) -> int:
-    """Continue a run whose coordinator is lost, at the address where that one was. Returns the exit code.
-
-    Raises:
-        ControlError: the run has no journal, or a damaged one.
-    """
-
-    async def coordinated() -> RunStatus:
-        start = await _start(config, run=run, resume=True)
-        lost, last = run.read_control(), LastEntry.read(run.journal_file)
-        with listening_socket(*split_address(lost.address)) as listener:
-            control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
-            return await serve_run(
-                start,
-                control,
-                listener=listener,
-                view=TerminalView(steps=config.steps, files=str(run.path)),
-                beside=partial(_invite, run),
-                processes=get_context("spawn"),
-                last=last,
-            )
-
-    return EXIT_CODES[asyncio.run(coordinated())]
+def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:
+    """Run a coordinator, and return its exit code."""
+    try:
+        return EXIT_CODES[asyncio.run(coordinated)]
+    except DeposedError as error:
+        print(error, file=sys.stderr, flush=True)
+        return DEPOSED
 
 
 async def serve_run(
@@ -124,7 +123,7 @@ async def serve_run(
     view: View,
     beside: Beside,
     processes: BaseContext,
-    last: LastEntry | None = None,
+    leadership: Leadership | None = None,
 ) -> RunStatus:
     """Coordinate a run until it ends.
 
@@ -132,10 +131,17 @@ async def serve_run(
         listener: the socket at the address of `control`.
         beside: entered once the coordinator listens.
         processes: starts the process of background work.
-        last: where another coordinator has left the run, to continue from there.
+        leadership: a term that this process has claimed to continue the run of another coordinator; None: begin it.
+
+    Raises:
+        DeposedError: another coordinator leads.
     """
     config, run = start.config, start.run
-    with Recorder(run, view) as recorder, background(processes) as executor:
+    last = None if leadership is None else LastEntry.newest(run)
+    leadership = leadership or await _claim(start, control.address)
+    for file in (run.metrics_file, run.events_file):  # a coordinator that is lost may have them open
+        detach(file, may_write=leadership.holds)
+    with Recorder(run, view, may_write=leadership.holds) as recorder, background(processes) as executor:
         coordinator = Coordinator(
             config=config,
             run=run,
@@ -145,9 +151,14 @@ async def serve_run(
             plan=start.plan,
             resume=start.resume or last is not None,
             executor=executor,
-            journal=Journal(run.journal_file, recorder.files),
+            journal=Journal(run.journal_file(leadership.term), recorder.files),
             last=last,
+            leadership=leadership,
         )
+        # Its own journal has the whole state by now, or it begins a run anew.
+        for journal in run.journals():
+            if journal < run.journal_file(leadership.term):
+                recorder.files.submit(journal, partial(journal.unlink, missing_ok=True))
         async with control_server(
             coordinator,
             listener=listener,
@@ -155,6 +166,7 @@ async def serve_run(
             tls=control.tls,
             heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
             first_number=coordinator.first_connection,
+            leads=coordinator.leads,
         ):
             run.write_control(control)
             try:
@@ -167,8 +179,18 @@ async def serve_run(
                 recorder.files.submit(run.control_file, run.remove_control)
 
 
+async def _claim(start: RunStart, address: str) -> Leadership:
+    """Claim the next term, once the leader of an earlier start is gone, which `control.json` of that start names."""
+    lease, lease_s, was_lost = lease_of(start.config, start.run), start.config.control.lease_s, start.run.control_file
+    while True:
+        before = await (wait_for_silence(lease, lease_s=lease_s) if was_lost.exists() else lease.newest())
+        term = 1 if before is None else before.term + 1
+        if (leadership := await Leadership.claimed(lease, term, address=address, lease_s=lease_s)) is not None:
+            return leadership
+
+
 @asynccontextmanager
-async def _invite(
+async def invite(
     run: RunDirectory, control: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount
 ) -> AsyncIterator[None]:
     """Print how to join."""
@@ -183,7 +205,7 @@ async def _invite(
     yield
 
 
-async def _start(config: RunConfig, *, run: RunDirectory, resume: bool) -> RunStart:
+async def started_job(config: RunConfig, *, run: RunDirectory, resume: bool) -> RunStart:
     """Inspect the job and load the solvers. Raises what `inspect` and `RunStart.of` raise."""
     start_fork_server()
     solvers = _start_loading_solvers()

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,13 +21,13 @@ from typing import Any, Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.server import listening_socket
-from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.errors import ChameleonError, ControlError, DeposedError
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
 from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, start_fork_server
+from chameleon_ft.launch.standby import until_lost
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
@@ -39,6 +40,8 @@ __all__ = ["train"]
 _FORK: Final = get_context("fork")
 _MOST_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
+_ALIVE: Final = b"alive"
+_ASKS: Final = 5  # within the lease
 _AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
 
 
@@ -87,10 +90,12 @@ class _Launcher:
         self._coordinator: _Child | None = None
         self._signals: list[signal.Signals] = []
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
+        self._ask_every_s = start.config.control.lease_s / _ASKS
+        self._silent_s: float | None = None  # for which the coordinator has not answered, once it has begun
+        self._end_reason: str | None = None  # why this process has ended the coordinator
 
     def wait(self) -> RunStatus:
         """Run coordinators until one says how the run ended, and return that. Raises the ChameleonError of one."""
-        self._start.run.journal_file.unlink(missing_ok=True)  # of the run that is resumed
         with _signals_passed_to(self._pass_on):
             self._start_coordinator()
             try:
@@ -112,12 +117,23 @@ class _Launcher:
         while True:
             coordinator = self._coordinator
             assert coordinator is not None
-            if coordinator.pipe in connection.wait([coordinator.pipe, *agent]):
-                if (outcome := _received(coordinator.pipe)) is not None:
+            began_s = time.monotonic()
+            ready = connection.wait([coordinator.pipe, *agent], self._ask_every_s)
+            if coordinator.pipe in ready:
+                outcome = _received(coordinator.pipe)
+                if outcome == _ALIVE:
+                    self._silent_s = 0.0
+                elif isinstance(outcome, DeposedError):
+                    print(outcome, flush=True)
+                    coordinator.process.join()
+                    self._start_coordinator()  # which stands by
+                elif outcome is not None:
                     coordinator.process.join()
                     return outcome  # type: ignore[no-any-return]
-                if (lost := self._replace(coordinator)) is not None:
+                elif (lost := self._replace(coordinator)) is not None:
                     return lost
+            elif not ready:
+                self._ask(coordinator, time.monotonic() - began_s)
             elif agent:
                 error = _received(self._agent.pipe)
                 agent.clear()
@@ -131,15 +147,41 @@ class _Launcher:
                 with contextlib.suppress(OSError):
                     coordinator.pipe.send(f"the agent of this machine failed: {error}")
 
+    def _ask(self, coordinator: _Child, waited_s: float) -> None:
+        """Ask a coordinator whether its event loop runs, and end it if it has not answered for the lease.
+
+        Its disk may hang meanwhile, which is no reason. Before it has said that it is alive, it starts or stands by.
+
+        Args:
+            waited_s: for which this process has waited for an answer, or has not run itself.
+        """
+        if self._silent_s is None:
+            return
+        if self._silent_s == 0.0:
+            with contextlib.suppress(OSError):
+                coordinator.pipe.send(_ALIVE)
+        self._silent_s += min(waited_s, self._ask_every_s)
+        if self._silent_s > self._start.config.control.lease_s:
+            self._end_reason = f"SIGKILL, because it did not answer for {self._silent_s:.1f} s"
+            coordinator.process.kill()
+
     def _start_coordinator(self) -> None:
+        self._silent_s, self._end_reason = None, None
         self._coordinator = _Child(
-            partial(_run_coordinator, self._start, self._control, self._listener, tuple(self._signals))
+            partial(
+                _run_coordinator,
+                self._start,
+                self._control,
+                self._listener,
+                tuple(self._signals),
+                takes_over=self._coordinator is not None,
+            )
         )
 
     def _replace(self, coordinator: _Child) -> RunStatus | None:
         """Start another coordinator in place of one that has died, or end the run if too many have."""
         coordinator.process.join()
-        why, run = _describe_end(coordinator.process), self._start.run
+        why, run = self._end_reason or _describe_end(coordinator.process), self._start.run
         if (deaths := self._coordinator_deaths.count()) < _MOST_DEATHS:
             self._start_coordinator()
             print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
@@ -279,8 +321,10 @@ def _run_coordinator(
     listener: socket.socket,
     signals: Sequence[signal.Signals],
     pipe: Connection,
+    *,
+    takes_over: bool,
 ) -> None:
-    """Coordinate the run, from the journal on if there is one, and send how it ended."""
+    """Coordinate the run, in place of one that is lost if it takes over, and send how it ended."""
 
     @asynccontextmanager
     async def obey(_: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount) -> AsyncIterator[None]:
@@ -292,23 +336,31 @@ def _run_coordinator(
                     coordinator.terminate()
                 case str():
                     coordinator.end("failed", order)
+                case bytes():
+                    pipe.send(order)
 
         # The first one may have reached the coordinator before.
         for number in signals[1:] if coordinator.state.ending else signals:
             obey_order(number)
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), lambda: obey_order(_received(pipe)))
+        pipe.send(_ALIVE)
         yield
         loop.remove_reader(pipe.fileno())
 
+    async def coordinated() -> RunStatus:
+        leadership = await until_lost(start, control, listener) if takes_over else None
+        if isinstance(leadership, str):
+            return leadership
+        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
+        return await serve_run(
+            start, control, listener=listener, view=view, beside=obey, processes=_FORK, leadership=leadership
+        )
+
+    control = replace(control, pid=os.getpid())
     outcome: RunStatus | ChameleonError
     try:
-        last = LastEntry.read(start.run.journal_file)
-        control = replace(control, pid=os.getpid())
-        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
-        outcome = asyncio.run(
-            serve_run(start, control, listener=listener, view=view, beside=obey, processes=_FORK, last=last)
-        )
+        outcome = asyncio.run(coordinated())
     except ChameleonError as error:
         outcome = error
     pipe.send(outcome)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from chameleon_ft.observe.files import open_for_appending, replace_file
+from chameleon_ft.observe.files import remove_unfinished_line, replace_file
 
 __all__ = ["CaughtUp", "FileQueue", "Late"]
 
@@ -41,6 +41,8 @@ _PASSING: Final = frozenset(
     }
 )
 """Errors of a file system that is full, cut off or out of order; any others are errors of an operation itself."""
+
+_NOT_NOW: Final = OSError(errno.EPERM, "another coordinator may lead the run")
 
 Result = TypeVar("Result")
 
@@ -80,12 +82,25 @@ class FileQueue(AbstractContextManager["FileQueue"]):
     done. One that fails because of the file system is tried again until it succeeds. The methods are called from one
     thread.
 
+    **Files of a coordinator that does not lead any more.** `may_write` says right before each operation whether this
+    process may still write; until it may, operations wait, and after `abandon` none is carried out. A process that is
+    stopped between that question and the operation, and continued after another coordinator has taken over, can do no
+    harm with the operation that was under way:
+
+    - A line is appended to a file that was open before the question. Whoever takes over replaces these files by copies
+      of them, see `detach`, so the late line goes to a file that has no name any more.
+    - A replaced or removed file is one that only this process writes (the journal and the plans of its term), or that
+      it replaces or removes only at its own start and end (`control.json`, `summary.json`): that one operation may come
+      late, and leave the other coordinator's content there replaced, or that file removed, until it is written again.
+
     Args:
         longest_bytes: of appended lines that wait; any more are dropped, so that the oldest are kept.
+        may_write: called in the thread.
     """
 
-    def __init__(self, *, longest_bytes: int = _LONGEST_BYTES) -> None:
+    def __init__(self, *, longest_bytes: int = _LONGEST_BYTES, may_write: Callable[[], bool] = lambda: True) -> None:
         self._longest_bytes = longest_bytes
+        self._may_write = may_write
         self._changed = threading.Condition()
         # The oldest first; that one stays here while it is carried out.
         self._waiting: OrderedDict[int, _Operation] = OrderedDict()
@@ -95,6 +110,7 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         self._late_since_s: float | None = None  # monotonic seconds
         self._is_announced = False
         self._is_closed = False
+        self._is_abandoned = False
         self._broken: Exception | None = None
         self._open: dict[Path, int] = {}  # used in the thread only
         self._thread = threading.Thread(target=self._work, name="files", daemon=True)
@@ -141,6 +157,13 @@ class FileQueue(AbstractContextManager["FileQueue"]):
             failed: called in the thread with an error that the operation itself is to blame for; it is not tried again.
         """
         self._put(_Operation(path, act, failed))
+
+    def abandon(self) -> None:
+        """Carry out no operation any more, but for one that is under way."""
+        with self._changed:
+            self._is_abandoned = True
+            self._waiting.clear()
+            self._changed.notify_all()
 
     def cancel(self, number: int) -> None:
         """Remove an operation, unless it has begun."""
@@ -206,6 +229,8 @@ class FileQueue(AbstractContextManager["FileQueue"]):
     def _put(self, operation: _Operation, *, waits: bool = True) -> int:
         with self._changed:
             self._next += 1
+            if self._is_abandoned:
+                return self._next
             self._waiting[self._next] = operation
             self._bytes += len(operation.line)
             self._changed.notify_all()
@@ -237,17 +262,22 @@ class FileQueue(AbstractContextManager["FileQueue"]):
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if not self._waiting:
                     break
+                if self._is_abandoned:
+                    self._waiting.clear()
+                    continue
                 number, operation = next(iter(self._waiting.items()))
                 if operation.begun_at_s is None:
                     operation.begun_at_s = time.monotonic()
             try:
+                if not self._may_write():
+                    raise _NOT_NOW
                 operation.act()
             except OSError as error:
-                if operation.failed is None or error.errno in _PASSING:
+                if operation.failed is None or error.errno in _PASSING or error is _NOT_NOW:
                     with self._changed:
                         operation.error = error
                         self._begin_late()
-                    time.sleep(pause_s)
+                    time.sleep(_RETRY_S if error is _NOT_NOW else pause_s)
                     pause_s = min(2 * pause_s, _RETRY_MAX_S)
                     continue
                 operation.failed(error)
@@ -255,8 +285,8 @@ class FileQueue(AbstractContextManager["FileQueue"]):
                 self._broken = error
             pause_s = _RETRY_S
             with self._changed:
-                del self._waiting[number]
-                self._bytes -= len(operation.line)
+                if self._waiting.pop(number, None) is not None:
+                    self._bytes -= len(operation.line)
                 if not self._waiting:
                     if not self._is_announced:
                         self._late_since_s = None
@@ -269,7 +299,12 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         path = operation.path
         if path not in self._open:
             path.parent.mkdir(exist_ok=True)
-            with open_for_appending(path) as file:
-                self._open[path] = os.dup(file.fileno())
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            # Only now is it certain that this is no file of a coordinator that has taken over meanwhile.
+            if not self._may_write():
+                os.close(descriptor)
+                raise _NOT_NOW
+            remove_unfinished_line(descriptor)
+            self._open[path] = descriptor
         while rest := operation.line[operation.num_written :]:
             operation.num_written += os.write(self._open[path], rest)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,10 +24,12 @@ __all__ = [
     "FaultLog",
     "RunDirectory",
     "describe_invalid",
+    "detach",
     "failures_in",
     "open_for_appending",
     "outcomes_in",
     "read_lines",
+    "remove_unfinished_line",
     "replace_file",
 ]
 
@@ -70,7 +73,6 @@ class RunDirectory:
         self.profile_file = path / "profile.json"  # a copy of the configured profile, if any
         self.metrics_file = path / "metrics.jsonl"  # one StepRecord per line
         self.events_file = path / "events.jsonl"  # one event per line: `event`, its name, and `time`, in Unix seconds
-        self.journal_file = path / "journal.jsonl"  # see `chameleon_ft.control.journal`
         self.faults_file = path / "faults.jsonl"  # see `FaultLog`
         self.summary_file = path / "summary.json"  # the Summary, written when the run ends
         self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
@@ -124,6 +126,14 @@ class RunDirectory:
                 "give the directory that a run printed as its files"
             )
         return run
+
+    def journal_file(self, term: int) -> Path:
+        """Return the journal of the coordinator of a term; see `chameleon_ft.control.journal`."""
+        return self.path / f"journal-{term:06}.jsonl"
+
+    def journals(self) -> list[Path]:
+        """Return the journals of all terms that there are, the newest last."""
+        return sorted(self.path.glob("journal-*.jsonl"))
 
     def plan_file(self, generation: int) -> Path:
         """Return the file of the GenerationPlan of a generation."""
@@ -279,10 +289,30 @@ def replace_file(path: Path, text: str, *, mode: int, is_synced: bool = False) -
 def open_for_appending(path: Path) -> TextIO:
     """Open a file of lines for appending, and remove an unfinished last line, which a crash may leave."""
     with path.open("ab+") as file:
+        remove_unfinished_line(file.fileno())
+    return path.open("a", encoding="utf-8")
+
+
+def remove_unfinished_line(descriptor: int) -> None:
+    """Remove an unfinished last line, which a crash may leave, from an open file of lines."""
+    with os.fdopen(os.dup(descriptor), "rb") as file:
         file.seek(0)
         content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+    os.truncate(descriptor, content.rfind(b"\n") + 1)
+
+
+def detach(path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Replace a file by a copy of it, if there is one, so that processes that have it open do not change it any more.
+
+    `path` names the file all the time. `may_write` is asked right before the copy gets that name.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(path, draft)
+        if may_write():
+            draft.replace(path)
+        else:
+            draft.unlink()
 
 
 class FaultLog:

@@ -90,17 +90,24 @@ class Recorder(AbstractContextManager["Recorder"]):
     """Appends records to the run directory and displays them in a view.
 
     While the disk is quick, every line is handed to the file system before the call returns, so a crash of this process
-    loses none; see `FileQueue`. `clock` returns Unix seconds.
+    loses none; see `FileQueue`, also for `may_write`. `clock` returns Unix seconds.
 
     Attributes:
         files: carries out all file operations of the run's coordinator in their order.
     """
 
-    def __init__(self, run: RunDirectory, view: View, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        view: View,
+        *,
+        clock: Callable[[], float] = time.time,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.run = run
         self._view = view
         self._clock = clock
-        self.files = FileQueue()
+        self.files = FileQueue(may_write=may_write)
         config = run.config()
         self._samples_per_step, self._first_step = config.batch.samples, config.forked.step
 

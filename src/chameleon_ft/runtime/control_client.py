@@ -93,8 +93,8 @@ class ControlClient:
         self._connection = ControlConnection(
             coordinator,
             token,
-            lambda resumes: self._hello.model_copy(
-                update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to}
+            lambda resumes, term: self._hello.model_copy(
+                update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to, "term": term}
             ),
             tls=tls,
         )

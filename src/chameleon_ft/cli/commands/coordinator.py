@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from chameleon_ft.cli.arguments import OptionalPath, metavar
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
+from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, lost_run, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
 
 __all__ = ["main"]
 
@@ -28,6 +30,17 @@ class CoordinatorArguments:
         OptionalPath,
         metavar("RUN", "Directory of a live run whose coordinator is lost: continue it in place of that one."),
     ] = None
+    standby: Annotated[
+        OptionalPath,
+        metavar(
+            "RUN",
+            "Directory of a run with a coordinator elsewhere: stand by, and continue the run, at an address of this "
+            "machine, when that coordinator is lost.",
+        ),
+    ] = None
+    host: Annotated[OptionalStr, metavar("ADDRESS")] = None
+    """With --standby, the address at which the other machines reach this one; by default that of the interface towards
+    the coordinator."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,6 +53,16 @@ def main(arguments: Sequence[str]) -> int:
         from chameleon_ft.launch import take_over
 
         return take_over(lost.config, run=lost.directory)
+    if given.standby is not None:
+        if flags or given.config is not None or given.resume is not None:
+            raise ConfigError(f"--standby {given.standby}: the run goes on as it is; leave out all but --host")
+        JoinArguments(run=given.standby).find_coordinator()
+        directory = RunDirectory.open(given.standby)
+        from chameleon_ft.launch import stand_by
+
+        return stand_by(directory.own(directory.config()), run=directory, host=given.host)
+    if given.host is not None:
+        raise ConfigError("--host: is for --standby; of this coordinator, set --control.host")
     prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
     from chameleon_ft.launch import coordinate
 

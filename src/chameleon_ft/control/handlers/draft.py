@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from chameleon_ft.control.commands import Command, Record, Send
+from chameleon_ft.control.commands import Acknowledge, Command, Record, Send
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.members import Worker
@@ -82,10 +82,12 @@ class Draft:
         self.do(*(Send(agent, message) for agent in self.state.members.agents))
 
     def tell_all(self, message: Message) -> None:
-        """Send to every worker that is connected, spares and newcomers included, and to every agent."""
-        for worker in self.state.members:
-            self.send(worker.id, message)
-        self.tell_agents(message)
+        """Send to every worker that is connected, spares and newcomers included, every agent and every standby."""
+        self.do(*(Send(connection, message) for connection in self.state.connections))
+
+    def announce(self) -> None:
+        """Tell all peers the term and the coordinators that stand by."""
+        self.do(*(Acknowledge(connection) for connection in self.state.connections))
 
     def new_generation(self) -> int:
         """Return the number of another generation."""

@@ -26,19 +26,29 @@ from chameleon_ft.control.wire.messages import (
     Kill,
     Refused,
     Spawn,
+    StandbyHello,
     Stop,
     Switch,
 )
 
-__all__ = ["host_returned", "is_expected_back", "missing", "replaced", "took_over", "worker_returned"]
+__all__ = [
+    "host_returned",
+    "is_expected_back",
+    "missing",
+    "replaced",
+    "standby_joined",
+    "standby_left",
+    "took_over",
+    "worker_returned",
+]
 
 
-def took_over(draft: Draft) -> None:
-    """Continue from the last state of a coordinator that is lost, with all of its connections."""
+def took_over(draft: Draft, term: int) -> None:
+    """Continue in a higher term from the last state of a coordinator that is lost, with all of its connections."""
     state, now = draft.state, draft.at.monotonic_s
-    connections = {worker.connection for worker in state.members if worker.connection is not None}
     draft.set(
-        returning=frozenset(connections.union(state.members.agents, state.waiting_hosts)),
+        term=term,
+        returning=frozenset(state.connections),
         return_by_s=now + state.settings.timeouts.heartbeat_timeout_s,
         ticked_at_s=now,
         scale_up=replace(state.scale_up, considering=None),
@@ -59,14 +69,31 @@ def took_over(draft: Draft) -> None:
     _orders_lost(draft)
 
 
-def is_expected_back(draft: Draft, connection: int) -> bool:
-    """Return whether a lost connection is to be made again: its peer has had no answer while this coordinator stalled.
+def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
+    """Note that a coordinator stands by at an address, perhaps again, and tell all peers."""
+    state = draft.state
+    before = {each for each, address in state.standbys.items() if address == hello.address}
+    standbys = {each: address for each, address in state.standbys.items() if each not in before}
+    draft.set(standbys={**standbys, connection: hello.address}, returning=state.returning - before)
+    draft.announce()
 
-    It has a while for that, in which it is not lost.
+
+def standby_left(draft: Draft, connection: int) -> None:
+    """Forget a coordinator that stood by, and tell all peers."""
+    draft.set(standbys={each: address for each, address in draft.state.standbys.items() if each != connection})
+    draft.announce()
+
+
+def is_expected_back(draft: Draft, connection: int, *, will_return: bool) -> bool:
+    """Return whether a lost connection is to be made again.
+
+    Its peer has said so, or has had no answer while this coordinator stalled. It has a while for that, in which it is
+    not lost.
     """
     state, now, patience_s = draft.state, draft.at.monotonic_s, draft.state.settings.timeouts.heartbeat_timeout_s
     is_member = connection in state.members.agents or state.members.worker_of(connection) is not None
-    if not is_member or state.stalled_at_s is None or now > state.stalled_at_s + patience_s:
+    has_stalled = state.stalled_at_s is not None and now <= state.stalled_at_s + patience_s
+    if not is_member or not (has_stalled or will_return):
         return False
     draft.set(returning=state.returning | {connection}, return_by_s=now + patience_s)
     _orders_lost(draft)
@@ -85,13 +112,17 @@ def _orders_lost(draft: Draft) -> None:
 def replaced(state: State, hello: Hello | HostHello) -> int | None:
     """Return the number of the connection that a peer replaces by another one; None if the peer is new.
 
-    A peer whose first connection was lost before it was acknowledged does not know that number.
+    A peer whose newest connection was lost before it was acknowledged does not know that number.
     """
     if isinstance(hello, HostHello):
         return state.members.agent_ids.get(hello.id, hello.resumes)
-    if hello.resumes is None and hello.process is not None and hello.worker in state.members:
+    if hello.worker in state.members:
         worker = state.members[hello.worker]
-        return worker.connection if (worker.process, worker.host) == (hello.process, hello.host) else None
+        is_same = hello.process is not None and (worker.process, worker.host) == (hello.process, hello.host)
+        if hello.resumes is not None and worker.connection in state.returning:
+            is_same = is_same or hello.incarnation in (0, worker.incarnation)
+        if is_same and worker.connection is not None:
+            return worker.connection
     return hello.resumes
 
 

@@ -113,6 +113,8 @@ class State:
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
     ending: RunStatus | None = None  # the status with which the run is to end after the current step; None: it goes on
     ending_since_s: float = 0.0  # since when, in monotonic seconds
+    term: int = 0  # in which this coordinator leads
+    standbys: Mapping[int, str] = FrozenMap({})  # connection -> address of each coordinator that stands by
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
     # Lost connections, with a coordinator that is lost or was held up, whose peers have not come back.
     returning: frozenset[int] = frozenset()
@@ -126,19 +128,24 @@ class State:
     def __post_init__(self) -> None:
         object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))
         object.__setattr__(self, "waiting_hosts", FrozenMap(self.waiting_hosts))
+        object.__setattr__(self, "standbys", FrozenMap(self.standbys))
 
     @classmethod
-    def before(cls, settings: Settings, *, last_generation: int = 0, skipped: Iterable[int] = ()) -> Self:
+    def before(
+        cls, settings: Settings, *, last_generation: int = 0, skipped: Iterable[int] = (), term: int = 0
+    ) -> Self:
         """Return the state of a run that no worker has joined.
 
         Args:
             last_generation: of the resumed run, whose numbering continues.
             skipped: steps that it has found to be bad.
+            term: in which the coordinator leads.
         """
         return cls(
             settings=settings,
             generation=last_generation,
             newest=last_generation,
+            term=term,
             members=Members(count=settings.workers),
             detectors=Detectors.with_timeouts(settings.timeouts),
             respawns=Respawns(settings.recovery),
@@ -177,6 +184,12 @@ class State:
         """The workers of the active generation, and of one that workers may have switched to."""
         after = () if self.switching_to is None else self.switching_to.plan.participants
         return frozenset(() if self.active is None else self.active.participants).union(after)
+
+    @property
+    def connections(self) -> tuple[int, ...]:
+        """The connections of all workers, agents, hosts that wait, and standbys."""
+        workers = (worker.connection for worker in self.members if worker.connection is not None)
+        return *workers, *self.members.agents, *self.waiting_hosts, *self.standbys
 
     def is_needed(self, worker: int) -> bool:
         """Return whether one of these generations needs a worker, to train or for its transition."""

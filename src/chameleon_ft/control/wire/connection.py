@@ -14,19 +14,20 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import watch_heartbeat
-from chameleon_ft.control.wire.messages import Acknowledged, Message
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN, watch_heartbeat
+from chameleon_ft.control.wire.messages import Acknowledged, Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 
 __all__ = ["ControlConnection", "control_connection"]
 
-# The coordinator's own pings find a lost peer fast. These only end a peer that the network has cut off, which the
-# coordinator has given up long before.
+# Until the coordinator has told its lease, by which its silence is measured then.
 _PING_EVERY_S: Final = 10.0
 _PING_TIMEOUT_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.05  # wait before the first attempt to reconnect; twice as long before each that follows
-_RETRY_MAX_S: Final = 1.0
+_RETRY_MAX_S: Final = 0.5
+_CLOSE_S: Final = 0.1  # for the close frame of a connection that is given up
+_ANSWER_S: Final = 30.0  # for the answer to a handshake; a coordinator may have been held up
 
 
 class _Connection(ClientConnection):
@@ -54,6 +55,7 @@ def control_connection(coordinator: str, token: str, *, tls: Path | None = None)
         ssl=tls_context(tls),
         additional_headers=bearer(token),
         ping_interval=_PING_EVERY_S,  # otherwise `keepalive` is not called
+        open_timeout=_ANSWER_S,
         close_timeout=_CLOSE_TIMEOUT_S,
         create_connection=_Connection,
         compression=None,
@@ -63,56 +65,85 @@ def control_connection(coordinator: str, token: str, *, tls: Path | None = None)
 
 
 class ControlConnection:
-    """A connection to the coordinator that is made again, with one that replaces it, when it is lost.
+    """A connection to the coordinator that leads, which is made again when it is lost.
 
-    Messages are kept until they are acknowledged, and sent again after a reconnection. All methods are called in the
-    thread of the event loop.
+    It tries the coordinator that it has lost and those that stand by in turn, and obeys the one of the highest term
+    only. Messages are kept until they are acknowledged, and sent again after a reconnection. All methods are called in
+    the thread of the event loop.
 
     Args:
         coordinator: host:port.
         token: the join token of the run.
-        hello: returns the first message; its argument is the number of the lost connection that it resumes, if any.
+        hello: returns the first message; its arguments are the number of the lost connection that it resumes, if any,
+            and the highest term known.
         tls: directory for `tls_context`; None: no TLS.
     """
 
     def __init__(
-        self, coordinator: str, token: str, hello: Callable[[int | None], Message], *, tls: Path | None = None
+        self, coordinator: str, token: str, hello: Callable[[int | None, int], Message], *, tls: Path | None = None
     ) -> None:
-        self._coordinator = coordinator
+        self._addresses: deque[str] = deque([coordinator])  # to try; the present one first
         self._token = token
         self._hello = hello
         self._tls = tls
         self._connection: ClientConnection | None = None
         self._number: int | None = None  # of the newest connection that the coordinator has acknowledged
+        self._term = 0  # highest of a coordinator that was obeyed
+        self._lease_s = _PING_EVERY_S
         self._reconnect_s = 0.0
+        self._lost_at_s: float | None = None  # when the last connection that was acknowledged ended
         self._is_over = False
         self._kept: deque[Message] = deque()  # messages that are not acknowledged
         self._acknowledged = 0  # messages before these
         self._sent = 0  # messages that were sent on this connection, or are known to have been received
         self._changed = asyncio.Event()  # whether a message has been added or sent
 
+    @property
+    def coordinator(self) -> str:
+        """The host:port of the coordinator."""
+        return self._addresses[0]
+
     async def connect(self) -> None:
         """Connect and introduce this peer. Raises OSError or InvalidHandshake."""
-        self._connection = await control_connection(self._coordinator, self._token, tls=self._tls)
-        await self._connection.send(encode(self._hello(self._number)))
+        await self._introduce(await control_connection(self.coordinator, self._token, tls=self._tls))
+
+    async def _introduce(self, connection: ClientConnection) -> None:
+        try:
+            await connection.send(encode(self._hello(self._number, self._term)))
+        except BaseException:
+            connection.transport.abort()
+            raise
+        self._connection = connection
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yield what the coordinator sends, until it is lost for good, or `end` is called and the connection ends."""
-        while self._connection is not None:
-            sending: asyncio.Task[None] | None = None
+        """Yield what the coordinator sends, until it is lost for good, or `end` is called and the connection ends.
+
+        Nothing counts before the coordinator has told its term, but for its refusal, and nothing of a lower term.
+        """
+        while (connection := self._connection) is not None:
+            tasks: list[asyncio.Task[None]] = []
             try:
-                async for text in self._connection:
+                async for text in connection:
                     message = decode(text)
-                    if isinstance(message, Acknowledged):
+                    if isinstance(message, Acknowledged) and message.term >= self._term:
                         self._acknowledge(message)
-                        sending = sending or asyncio.create_task(self._send_all(self._connection))
-                    else:
+                        tasks = tasks or [
+                            asyncio.create_task(self._send_all(connection)),
+                            asyncio.create_task(self._watch(connection)),
+                        ]
+                    elif isinstance(message, Refused) or (tasks and not isinstance(message, Acknowledged)):
                         yield message
+                    else:
+                        connection.transport.abort()
             except ConnectionClosed:
                 pass
             finally:
-                if sending is not None:
-                    sending.cancel()
+                for task in tasks:
+                    task.cancel()
+            if tasks:
+                self._lost_at_s = asyncio.get_running_loop().time()
+            else:
+                self._addresses.rotate(-1)
             await self._reconnect()
 
     def send(self, message: Message) -> None:
@@ -145,10 +176,24 @@ class ControlConnection:
         if message.connection != self._number:
             self._number = message.connection
             self._sent = max(message.received, self._acknowledged)
-        self._reconnect_s = message.reconnect_s
+        self._term, self._lease_s, self._reconnect_s = message.term, message.lease_s, message.reconnect_s
+        self._addresses = deque(dict.fromkeys([self.coordinator, *message.standbys]))
         while self._acknowledged < message.received:
             self._kept.popleft()
             self._acknowledged += 1
+
+    async def _watch(self, connection: ClientConnection) -> None:
+        """Cut the connection if the coordinator does not answer for its lease: it is stopped, or cut off."""
+
+        def give_up(_: float) -> None:
+            self._addresses.rotate(-1)
+            closing.append(asyncio.ensure_future(connection.close(WILL_RETURN)))
+            loop.call_soon(connection.transport.close)  # does not wait for the answer to the close frame
+            loop.call_later(_CLOSE_S, connection.transport.abort)  # nor for the network
+
+        closing: list[asyncio.Future[None]] = []  # the loop itself keeps none alive
+        loop = asyncio.get_running_loop()
+        await watch_heartbeat(connection, every_s=self._lease_s / 2, timeout_s=self._lease_s / 2, silent=give_up)
 
     async def _send_all(self, connection: ClientConnection) -> None:
         with contextlib.suppress(ConnectionClosed):
@@ -161,12 +206,31 @@ class ControlConnection:
                 await self._changed.wait()
 
     async def _reconnect(self) -> None:
+        """Try all coordinators at the same time, until one takes this peer."""
         self._connection = None
-        loop, pause_s = asyncio.get_running_loop(), _RETRY_S
-        until_s = loop.time() + self._reconnect_s
-        while not self._is_over and loop.time() < until_s:
+        loop = asyncio.get_running_loop()
+        # What ends before it is acknowledged was no connection to a coordinator that leads.
+        until_s = self._reconnect_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
+        attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses)]
+        try:
+            while attempts and not self._is_over and loop.time() < until_s:
+                done, _ = await asyncio.wait(attempts, timeout=_RETRY_MAX_S, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in done:
+                    attempts.remove(attempt)
+                    self._addresses.rotate(-self._addresses.index(attempt.result()[0]))
+                    with contextlib.suppress(ConnectionClosed):
+                        return await self._introduce(attempt.result()[1])
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+                if attempt.done() and not attempt.cancelled():
+                    attempt.result()[1].transport.abort()
+
+    async def _attempt(self, place: int, address: str) -> tuple[str, ClientConnection]:
+        """Connect to a coordinator as soon as it leads."""
+        pause_s = _RETRY_S * (1 + place)
+        while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_MAX_S)
             with contextlib.suppress(OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError):
-                await self.connect()
-                return
+                return address, await control_connection(address, self._token, tls=self._tls)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Final
 
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-__all__ = ["watch_heartbeat"]
+__all__ = ["WILL_RETURN", "watch_heartbeat"]
+
+WILL_RETURN: Final = 4000
+"""Close code of a peer that gives up a silent connection, and makes another one."""
 
 
 async def watch_heartbeat(
-    connection: Connection, *, every_s: float, timeout_s: float, silent: Callable[[float], None]
+    connection: Connection,
+    *,
+    every_s: float,
+    timeout_s: float,
+    silent: Callable[[float], None],
+    answered: Callable[[], None] = lambda: None,
 ) -> None:
     """Ping the other end every `every_s` seconds until the connection is closed.
 
@@ -22,6 +31,7 @@ async def watch_heartbeat(
     Args:
         silent: called once a ping is unanswered for `timeout_s`, and from then on every `every_s` until it is answered,
             with the seconds since it was sent.
+        answered: called after every answer.
     """
     loop = asyncio.get_running_loop()
     with contextlib.suppress(ConnectionClosed):
@@ -39,3 +49,4 @@ async def watch_heartbeat(
                     silent(waited_s)
                     silent_s += every_s
             await pong
+            answered()

@@ -1,4 +1,4 @@
-"""The messages between coordinator, agents and ranks; `codec` writes each as one JSON object.
+"""The messages between coordinators, agents and ranks; `codec` writes each as one JSON object.
 
 A rank is one process of the run. `generation` is the number of a membership with its plan; receivers drop messages of a
 generation that is over.
@@ -48,6 +48,7 @@ from chameleon_ft.control.wire.reports import (
     Quiesced,
     Ready,
     SlowIO,
+    StandbyHello,
     Started,
     StateDiffers,
     Switched,
@@ -90,6 +91,7 @@ __all__ = [
     "Refused",
     "SlowIO",
     "Spawn",
+    "StandbyHello",
     "StartGeneration",
     "Started",
     "StateDiffers",

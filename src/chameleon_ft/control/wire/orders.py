@@ -48,12 +48,19 @@ __all__ = [
 
 
 class Acknowledged(Message):
-    """Answer to the first message on a connection, and sent from time to time: messages that need not be sent again."""
+    """The coordinator leads in `term`, and some messages need not be sent again.
+
+    First message on a connection of a rank, an agent or a coordinator that stands by: nothing else that is sent there
+    counts before it, and none of it counts if the peer has obeyed a higher term. Sent again from time to time.
+    """
 
     type: Literal["acknowledged"] = "acknowledged"
     connection: int  # its number
     received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
-    reconnect_s: float  # seconds for which to look for a coordinator if the connection is lost
+    term: int
+    lease_s: float  # seconds without an answer after which the peer is to look for another coordinator
+    reconnect_s: float  # seconds for which to look for one
+    standbys: tuple[str, ...] = ()  # host:port of each coordinator that may take over
 
 
 class Published(Message):

@@ -25,6 +25,7 @@ __all__ = [
     "Quiesced",
     "Ready",
     "SlowIO",
+    "StandbyHello",
     "Started",
     "StateDiffers",
     "Switched",
@@ -43,6 +44,7 @@ class Hello(Message):
     known: int = 0  # if it resumes: the newest generation of which it has an order
     switch_to: int = 0  # if it resumes: the newest generation that it was told to switch to
     process: RankProcess | None = None  # by which another agent of its host finds it, should its own end
+    term: int = 0  # the highest term of a coordinator that it has obeyed
 
 
 class HostHello(Message):
@@ -54,6 +56,15 @@ class HostHello(Message):
     id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
     ranks: tuple[tuple[int, int], ...] = ()  # (worker, incarnation) of the ranks that it runs
+    term: int = 0  # the highest term of a coordinator that it has obeyed
+
+
+class StandbyHello(Message):
+    """First message of a coordinator that stands by, and will listen at `address` once it leads."""
+
+    type: Literal["standby_hello"] = "standby_hello"
+    address: str
+    term: int = 0  # the highest term of a coordinator that it knows
 
 
 class Ready(Message):

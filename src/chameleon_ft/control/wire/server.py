@@ -7,7 +7,7 @@ import hmac
 import http
 import itertools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,14 @@ from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import watch_heartbeat
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN, watch_heartbeat
 from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Handler", "Peer", "control_server", "listening_socket"]
+__all__ = ["DOES_NOT_LEAD", "Handler", "Peer", "control_server", "listening_socket"]
 
+DOES_NOT_LEAD: Final = "this coordinator does not lead the run; try the others\n"
 _BACKLOG: Final = 4096  # peers that may reconnect at the same moment
 
 
@@ -35,11 +36,17 @@ class Peer:
 
     def __init__(self, connection: ServerConnection, number: int) -> None:
         self.number = number
+        self.is_local = _is_local(connection)  # whether it is on this host
         self._connection = connection
 
     @property
     def address(self) -> str:
         return _address_of(self._connection)
+
+    @property
+    def will_return(self) -> bool:
+        """Whether it has closed this connection to make another one."""
+        return self._connection.close_code == WILL_RETURN
 
     def send(self, message: Message) -> None:
         """Hand a message to the network without waiting; a closing connection drops it."""
@@ -61,6 +68,9 @@ class Handler(Protocol):
 
     def silent(self, peer: Peer, since_s: float) -> None:
         """Handle missing heartbeats: a ping has been unanswered for `since_s` seconds. Called until it is answered."""
+
+    def answered(self) -> None:
+        """Handle a sign of life of a peer on another host."""
 
     def refused(self, address: str, reason: str) -> None:
         """Handle a connection that was turned away, or a peer that does not speak this protocol."""
@@ -90,6 +100,7 @@ class _Server:
     token: str
     numbers: Iterator[int]
     heartbeat_timeout_s: float
+    leads: Callable[[], bool]
 
     async def connected(self, connection: ServerConnection) -> None:
         peer = Peer(connection, next(self.numbers))
@@ -108,7 +119,11 @@ class _Server:
         every_s, timeout_s = self.heartbeat_timeout_s / 4, self.heartbeat_timeout_s / 2
         with self._mistakes_reported():
             await watch_heartbeat(
-                connection, every_s=every_s, timeout_s=timeout_s, silent=partial(self.handler.silent, peer)
+                connection,
+                every_s=every_s,
+                timeout_s=timeout_s,
+                silent=partial(self.handler.silent, peer),
+                answered=(lambda: None) if peer.is_local else self.handler.answered,
             )
 
     @contextmanager
@@ -133,7 +148,9 @@ class _Server:
     def authorize(self, connection: ServerConnection, request: Request) -> Response | None:
         given = "".join(request.headers.get_all("Authorization"))  # with a second header it matches nothing
         if hmac.compare_digest(given.encode(), bearer(self.token)["Authorization"].encode()):
-            return None
+            if not _is_local(connection):
+                self.handler.answered()
+            return None if self.leads() else connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, DOES_NOT_LEAD)
         self.handler.refused(_address_of(connection), "wrong join token")
         return connection.respond(http.HTTPStatus.UNAUTHORIZED, "wrong join token\n")
 
@@ -146,13 +163,16 @@ def control_server(
     heartbeat_timeout_s: float,
     tls: Path | None = None,
     first_number: int = 1,
+    leads: Callable[[], bool] = lambda: True,
 ) -> AbstractAsyncContextManager[Server]:
     """Listen for peers that know `token`. One silent for `heartbeat_timeout_s` is reported, and stays.
+
+    None is taken while `leads` returns False; it is to try another coordinator, or again.
 
     With `tls`, a directory for `tls_context`, peers also need a certificate of its authority. Connections are numbered
     from `first_number` on.
     """
-    server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s)
+    server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s, leads)
     return serve(
         server.connected,
         sock=listener,
@@ -170,6 +190,11 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens on host:port; connections wait there for a coordinator to take them."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+
+
+def _is_local(connection: ServerConnection) -> bool:
+    own, other = connection.local_address, connection.remote_address  # unknown once the connection is gone
+    return own is not None and other is not None and own[0] == other[0]
 
 
 def _address_of(connection: ServerConnection) -> str:

@@ -1,0 +1,175 @@
+"""The commands of the state machine, carried out: decisions, orders, records and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any
+
+from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
+from chameleon_ft.control.decisions.decisions import Decisions
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.orders import Orders
+from chameleon_ft.control.questions import Questions
+from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.run_files import RunFiles
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.wire import messages
+from chameleon_ft.errors import ControlError, ProfileError
+from chameleon_ft.observe import Recorder, RunDirectory
+from chameleon_ft.plan import Plan
+from chameleon_ft.profiles import Profile
+
+__all__ = ["CommandRunner"]
+
+
+class CommandRunner:
+    """Carries out all commands but those that concern connections and the end of the run.
+
+    Args:
+        send: sends a message on a connection, if it is there.
+        now: returns the time.
+        handle: takes an event that answers a command later.
+        begin_task: runs a coroutine beside everything else.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        run: RunDirectory,
+        recorder: Recorder,
+        job: JobInfo,
+        profile: Profile | None,
+        plan: Plan | None,
+        resume: bool,
+        executor: Executor | None,
+        send: Callable[[int, messages.Message], None],
+        now: Callable[[], events.Moment],
+        handle: Callable[[events.Event], None],
+        begin_task: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._recorder = recorder
+        self._job = job
+        self._send = send
+        self._now = now
+        self._begin_task = begin_task
+        self._generation = 0  # of the newest state
+        self.rendezvous = RendezvousStore()
+        self.planner = Planner(config, job, profile=profile, plan=plan)
+        policy = config.recovery.policy
+        cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
+        self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
+        self.files = RunFiles(
+            run,
+            recorder.files,
+            model=job.fingerprint,
+            num_layers=job.num_layers,
+            keep=config.checkpoint.keep,
+            base=config.forked.step if config.forked.run else None,
+        )
+        self.questions = Questions(
+            config,
+            planner=self.planner,
+            decisions=self.decisions,
+            files=self.files,
+            recorder=recorder,
+            resume=resume,
+            now=now,
+            handle=handle,
+            begin_task=begin_task,
+        )
+        self.orders = Orders(
+            run,
+            planner=self.planner,
+            decisions=self.decisions,
+            rendezvous=self.rendezvous,
+            recorder=recorder,
+            send=send,
+            now=now,
+        )
+
+    def require_costs(self, before: State, event: events.Event, after: State) -> None:
+        """Raise ControlError if a rank joins a running training and no costs of its links are known."""
+        if not (isinstance(event, events.Received) and isinstance(event.message, messages.Hello)):
+            return
+        if before.phase in (Phase.GATHERING, Phase.OVER):
+            return
+        try:
+            self.planner.require_costs(after.members.hosts())
+        except ProfileError as error:
+            raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
+
+    def execute(self, state: State, command: commands.Command) -> events.Event | None:
+        """Carry out a command; return the event that it leads to at once, if any."""
+        self._generation = state.generation
+        match command:
+            case commands.Welcome(connection=connection, incarnation=incarnation):
+                config, boundaries = config_to_toml(self._config), self._job.boundaries
+                run = str(self._run.path)
+                welcome = messages.Welcome(config=config, run=run, boundaries=boundaries, incarnation=incarnation)
+                self._send(connection, welcome)
+            case commands.Record(record=record):
+                self._recorder.record(record)
+            case commands.Task.RECORD_SCALE_UP:
+                if (fields := self.decisions.describe_scale_up()) is not None:
+                    self._recorder.event("decision", generation=state.generation, **fields)
+            case commands.Task.PREPARE_GENERATION:
+                return self.orders.prepare(state)
+            case commands.Task.BEGIN_GENERATION:
+                self.orders.begin(state)
+            case commands.Migrate():
+                self.orders.migrate(state, command)
+            case commands.LogFault(worker=worker):
+                self.files.log_kill(worker)
+            case commands.SaveEvidence(file=file, text=text):
+                self.files.save_evidence(file, text)
+            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices):
+                kept = agreed if self._config.health.check_every else None
+                self.files.complete(checkpoint, agreed=kept, slices=slices)
+            case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
+                self.files.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
+            case commands.DistrustCheckpoints(after=agreed):
+                self.files.distrust(agreed)
+            case commands.MarkDamaged(step=checkpoint):
+                self.files.mark_damaged(checkpoint)
+            case commands.Task.DECIDE:
+                return self.questions.decide(state)
+            case commands.Launch(plan=plan, is_first=is_first):
+                return self.orders.launch(state, plan, is_first=is_first)
+            case commands.Task.CONSIDER_SCALE_UP:
+                self._begin_task(self.questions.consider(state))
+            case commands.Task.PREPARE_DECISIONS:
+                self.decisions.prepare(state)
+            case commands.Task.FORESEE_DECISION:
+                self.decisions.foresee(state)
+            case commands.Task.FORGET_DECISIONS:
+                self.decisions.forget()
+            case commands.MeasureOperations(worker=worker, step=step, times=times):
+                measured = self.planner.calibration.operations(worker, times)
+                if measured is not None:
+                    return events.OperationsMeasured(
+                        at=self._now(),
+                        worker=worker,
+                        generation=state.generation,
+                        step=step,
+                        ratio=measured[0],
+                        group=measured[1],
+                        links=self.planner.calibration.links(worker, step, times),
+                    )
+            case commands.MeasureStep(step_s=step_s):
+                self.planner.calibration.step(step_s)
+            case commands.MeasureMigration(migration=migration, seconds=seconds):
+                self.planner.migrated(migration, seconds, state.members.hosts())
+            case commands.MeasureTransfer(transfer_s=transfer_s):
+                if state.active is not None and state.active.transfer is not None:
+                    self.planner.transferred(state.active.transfer, transfer_s, state.members.hosts())
+        return None
+
+    def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
+        self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)

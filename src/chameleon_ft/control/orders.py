@@ -1,0 +1,111 @@
+"""The orders of generations: worked out from plans, recorded, and sent to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.decisions.decisions import Decisions
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.state.state import State
+from chameleon_ft.control.wire import messages
+from chameleon_ft.errors import ProfileError
+from chameleon_ft.observe import GenerationPlan, Recorder, RunDirectory
+
+__all__ = ["Orders"]
+
+
+class Orders:
+    """Works out the orders of each generation, and sends them.
+
+    Args:
+        send: sends a message on a connection, if it is there.
+        now: returns the time.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        planner: Planner,
+        decisions: Decisions,
+        rendezvous: RendezvousStore,
+        recorder: Recorder,
+        send: Callable[[int, messages.Message], None],
+        now: Callable[[], events.Moment],
+    ) -> None:
+        self._run = run
+        self._planner = planner
+        self._decisions = decisions
+        self._rendezvous = rendezvous
+        self._recorder = recorder
+        self._send = send
+        self._now = now
+        self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
+
+    def continue_from(self, state: State) -> None:
+        """Take in the generations of a coordinator that is lost; send nothing."""
+        if state.active is not None:
+            planned, _ = self._orders(state, RecoveryPlan.kept(state.active, None), state.generation)
+            self._planner.begin(planned, state.members.hosts())
+        if (upcoming := state.switching_to) is not None:
+            self._prepared, _ = self._orders(state, RecoveryPlan.kept(upcoming.plan, None), upcoming.number)
+
+    def launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
+        """Send the orders of a generation."""
+        generation = state.generation
+        try:
+            planned, orders = self._orders(state, plan, generation)
+        except ProfileError as error:  # a link between hosts without costs
+            return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
+        for connection, order in orders.items():
+            self._send(connection, order)
+        self._planner.begin(planned, state.members.hosts())
+        launched = events.Launched(at=self._now(), generation=generation)
+        # Before any answer is handled: records of a generation mean nothing without its plan.
+        self._recorder.plan(planned, policy=plan.policy)
+        if is_first:
+            self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
+        return launched
+
+    def prepare(self, state: State) -> events.Event | None:
+        """Send the orders of the next generation, to be prepared."""
+        upcoming = state.next
+        assert upcoming is not None
+        try:
+            self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
+        except ProfileError as error:
+            return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
+        for connection, order in orders.items():
+            self._send(connection, messages.Prepare(order=order))
+        return None
+
+    def migrate(self, state: State, command: commands.Migrate) -> None:
+        """Send the orders to move layers."""
+        order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
+        for worker in command.workers:
+            if (connection := state.members[worker].connection) is not None:
+                self._send(connection, order)
+
+    def begin(self, state: State) -> None:
+        """Record the plan of the generation that was prepared last, and begin to measure it."""
+        planned, active = self._prepared, state.active
+        assert active is not None
+        assert planned is not None
+        assert planned.generation == state.active_generation
+        self._planner.begin(planned, state.members.hosts())
+        self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
+
+    def _orders(
+        self, state: State, plan: RecoveryPlan, generation: int
+    ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
+        """Return the record of a generation and the orders of its workers, by connection."""
+        self._rendezvous.forget_before(min(generation, state.active_generation))
+        planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
+        skipped = tuple(sorted(state.health.skipped))
+        orders = {worker: order.model_copy(update={"skipped": skipped}) for worker, order in orders.items()}
+        connections = {worker: state.members[worker].connection for worker in orders}
+        return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}

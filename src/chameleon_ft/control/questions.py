@@ -1,0 +1,139 @@
+"""The answers to questions of the state machine: how to start, and how to continue after a loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, Final
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control import events
+from chameleon_ft.control.decisions.decisions import Decisions
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.run_files import Examined, RunFiles
+from chameleon_ft.control.state.checkpoint_events import describe_unreadable
+from chameleon_ft.control.state.state import State
+from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
+from chameleon_ft.observe import Recorder
+
+__all__ = ["Questions"]
+
+_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
+
+
+class Questions:
+    """Answers `Task.DECIDE` and `Task.CONSIDER_SCALE_UP`, now or later.
+
+    Args:
+        resume: whether to begin with a checkpoint.
+        now: returns the time.
+        handle: takes an answer that comes later.
+        begin_task: runs a coroutine beside everything else.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        planner: Planner,
+        decisions: Decisions,
+        files: RunFiles,
+        recorder: Recorder,
+        resume: bool,
+        now: Callable[[], events.Moment],
+        handle: Callable[[events.Event], None],
+        begin_task: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._config = config
+        self._planner = planner
+        self._decisions = decisions
+        self._files = files
+        self._recorder = recorder
+        self._resume = resume
+        self._now = now
+        self._handle = handle
+        self._begin_task = begin_task
+        self._has_warned = False  # that a checkpoint has no checksums
+
+    def decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
+        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage.
+
+        Returns None if the disk does not tell at once whether a checkpoint is damaged; the answer is handled then.
+
+        Args:
+            damages: checkpoints that have been found damaged meanwhile, and how.
+        """
+        damages = damages or {}
+        unreadable = {**state.checkpoints.unreadable, **damages}
+        complete = self._files.complete_checkpoints()
+        answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
+        if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+            return answer
+
+        def examined(found: Examined) -> events.Event | None:
+            if found.damage is None:
+                self._report_checkpoint(state, step, found)
+                return answer
+            self._files.mark_damaged(step)
+            message = describe_unreadable(step, found.damage)
+            self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
+            return self.decide(state, {**damages, step: found.damage})
+
+        examining = self._files.examine(step)
+        if examining.done():
+            return examined(examining.result())
+        self._begin_task(self._handle_later(examining, examined))
+        return None
+
+    async def _handle_later(
+        self, examining: Future[Examined], examined: Callable[[Examined], events.Event | None]
+    ) -> None:
+        if (answer := examined(await asyncio.wrap_future(examining))) is not None:
+            self._handle(answer)
+
+    def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
+        question = state.question
+        damages = "".join(f"; {describe_unreadable(step, why)}" for step, why in sorted(unreadable.items()))
+        if state.holds_nothing:
+            if self._resume and damages and not checkpoints:
+                reason = f"there is no checkpoint that can be read{damages}"
+                return events.DecisionFailed(at=self._now(), question=question, reason=reason)
+            checkpoint = checkpoints[-1] if checkpoints and self._resume else None
+            plan = self._planner.start(state.members.live(), state.members.hosts(), checkpoint=checkpoint)
+            return events.Decided(at=self._now(), question=question, plan=plan)
+        try:
+            plan, chosen_at = self._decisions.decide(state, checkpoints)
+        except NoHolderError as error:
+            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to have some"
+            reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
+            return events.DecisionFailed(at=self._now(), question=question, reason=reason)
+        except (ControlError, ProfileError) as error:
+            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
+        return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
+
+    def _report_checkpoint(self, state: State, step: int, found: Examined) -> None:
+        """Record which checkpoints a resumed run does not use, and whether the chosen one can be checked."""
+        if state.active is None:
+            for newer in found.incomplete:
+                if newer > step:
+                    message = f"that of step {newer} is not complete and not used"
+                    self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+        if not found.has_checksums and not self._has_warned:
+            self._has_warned = True
+            message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"
+            self._recorder.event("checkpoint_unchecked", step=step, message=message)
+
+    async def consider(self, state: State) -> None:
+        """Decide beside training, and hand in the answer."""
+        question = state.scale_up.question
+        try:
+            found = await self._decisions.consider(state)
+        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
+            reason = f"{type(error).__name__}: {error}"
+            answer = events.Considered(at=self._now(), question=question, error=reason)
+        else:
+            answer = events.Considered(
+                at=self._now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
+            )
+        self._handle(answer)

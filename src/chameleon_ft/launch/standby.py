@@ -1,0 +1,172 @@
+"""A coordinator that stands by, and continues the run at its own address when the one that leads is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Final
+
+from websockets.asyncio.server import Server, serve
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.journal import LastEntry
+from chameleon_ft.control.leadership import POLLS, Leadership, wait_for_silence
+from chameleon_ft.control.lease import Lease, lease_of
+from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.messages import Exit, StandbyHello
+from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
+from chameleon_ft.control.wire.tls import tls_context
+from chameleon_ft.errors import ControlError, LeaseError
+from chameleon_ft.launch.coordinator import invite, run_coordinator, serve_run, started_job
+from chameleon_ft.launch.start import RunStart
+from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
+from chameleon_ft.observe.terminal import TerminalView
+
+__all__ = ["stand_by", "take_over", "until_lost"]
+
+_RETRY_S: Final = 0.5
+
+
+def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -> int:
+    """Wait until the coordinator of a run is lost, and continue the run. Returns the exit code.
+
+    Args:
+        host: address at which the other machines reach this one; by default that of the route to the coordinator.
+
+    Raises:
+        ControlError: the lease cannot be used, or the journal is damaged.
+    """
+
+    async def stood_by() -> RunStatus:
+        start = replace(await started_job(config, run=run, resume=False), resume=True)
+        leader = run.read_control()
+        own_host = host or local_address_towards(leader.address)
+        # Beside the coordinator that leads, its port is taken.
+        port = 0 if own_host == split_address(leader.address)[0] else config.control.port
+        with listening_socket(own_host, port) as listener:
+            address = join_address(own_host, listener.getsockname()[1])
+            print(f"standing by at {address} for the coordinator of {run.path}", flush=True)
+            control = ControlAddress(address=address, token=leader.token, pid=os.getpid(), tls=leader.tls)
+            leadership = await until_lost(start, control, listener)
+            if not isinstance(leadership, Leadership):
+                print(f"the run is over: {leadership}", flush=True)
+                return leadership
+            print(f"the coordinator is lost; this one leads in term {leadership.term}", flush=True)
+            return await serve_run(
+                start,
+                control,
+                listener=listener,
+                view=TerminalView(steps=config.steps, files=str(run.path)),
+                beside=_alone,
+                processes=get_context("spawn"),
+                leadership=leadership,
+            )
+
+    return run_coordinator(stood_by())
+
+
+def take_over(config: RunConfig, *, run: RunDirectory) -> int:
+    """Continue a run whose coordinator is lost, at the address where that one was. Returns the exit code.
+
+    Raises:
+        ControlError: the run has a damaged journal, or its lease cannot be used.
+    """
+
+    async def coordinated() -> RunStatus:
+        start = await started_job(config, run=run, resume=True)
+        lost = run.read_control()
+        with listening_socket(*split_address(lost.address)) as listener:
+            control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
+            leadership = await until_lost(start, control, listener)
+            if not isinstance(leadership, Leadership):
+                return leadership
+            return await serve_run(
+                start,
+                control,
+                listener=listener,
+                view=TerminalView(steps=config.steps, files=str(run.path)),
+                beside=partial(invite, run),
+                processes=get_context("spawn"),
+                leadership=leadership,
+            )
+
+    return run_coordinator(coordinated())
+
+
+async def until_lost(start: RunStart, control: ControlAddress, listener: socket.socket) -> Leadership | RunStatus:
+    """Stand by until this process has claimed a term, or the run is over; return how it ended then.
+
+    Args:
+        control: of this process.
+        listener: the socket at its address, where it refuses all connections meanwhile.
+
+    Raises:
+        LeaseError: the lease cannot be used.
+    """
+    lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
+    claiming = asyncio.create_task(_claim(lease, start.run, control.address, lease_s))
+    following = asyncio.create_task(_follow(lease, control))
+    try:
+        async with _refusing(listener, control):
+            done, _ = await asyncio.wait({claiming, following}, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        claiming.cancel()
+        following.cancel()
+
+
+async def _claim(lease: Lease, run: RunDirectory, address: str, lease_s: float) -> Leadership | RunStatus:
+    """Claim the next term once the leader of this one is gone; return how the run ended if it is over."""
+    while True:
+        lost = await wait_for_silence(lease, lease_s=lease_s)
+        if not run.control_file.exists():
+            last = LastEntry.newest(run)
+            return last.state.ended[0] if last is not None and last.state.ended is not None else "failed"
+        with contextlib.suppress(LeaseError):
+            term = 1 if lost is None else lost.term + 1
+            leadership = await Leadership.claimed(lease, term, address=address, lease_s=lease_s)
+            if leadership is not None:
+                return leadership
+        await asyncio.sleep(lease_s / POLLS)
+
+
+async def _follow(lease: Lease, own: ControlAddress) -> RunStatus:
+    """Tell whichever coordinator leads that this one stands by; return how the run ended once it says so."""
+    while True:
+        errors = (OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError, ControlError)
+        with contextlib.suppress(*errors):
+            leader = await lease.newest()
+            if leader is not None and leader.address != own.address:
+                async with control_connection(leader.address, own.token, tls=own.tls) as connection:
+                    await connection.send(encode(StandbyHello(address=own.address, term=leader.term)))
+                    async for text in connection:
+                        order = decode(text)
+                        if isinstance(order, Exit) and order.status is not None:
+                            return order.status
+        await asyncio.sleep(_RETRY_S)
+
+
+def _refusing(listener: socket.socket, own: ControlAddress) -> Server:
+    """Refuse all connections to the address at which this coordinator listens once it leads."""
+    return serve(
+        lambda connection: connection.close(),
+        sock=listener.dup(),
+        ssl=tls_context(own.tls, server=True),
+        process_request=lambda connection, _: connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, DOES_NOT_LEAD),
+    )
+
+
+@asynccontextmanager
+async def _alone(*_: object) -> AsyncIterator[None]:
+    yield

@@ -1,0 +1,134 @@
+"""A coordinator whose term has run out does nothing until it leads again, and nothing at all if another one leads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.wire.messages import Acknowledged, Committed, Hello, StandbyHello, Stop
+from chameleon_ft.control.wire.parts import OperationTimes
+from chameleon_ft.control.wire.server import Peer
+from chameleon_ft.errors import DeposedError
+from tests.control.stage import Puppet, Stage, scene, vote
+
+COMMITTED = {
+    "generation": 1,
+    "step": 3,
+    "vote": vote(3),
+    "grad_norm": 0.5,
+    "lr": 0.1,
+    "step_s": 0.1,
+    "times": OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01),
+}
+
+
+@dataclass
+class Term:
+    """Stands in for the leadership of a coordinator."""
+
+    coordinator: Coordinator
+    term: int = 0
+    leads: bool = True
+
+    def __post_init__(self) -> None:
+        self.coordinator._leadership = cast(Any, self)
+
+    def holds(self) -> bool:
+        return self.leads
+
+    def end(self) -> None:
+        self.leads = False
+
+    async def keep(self, **_: Any) -> None:
+        await asyncio.Event().wait()
+
+    def regain(self) -> None:
+        self.leads, self.term = True, self.term + 1
+        self.coordinator._regained()
+
+
+@scene()
+async def test_what_happens_meanwhile_is_handled_once_it_leads_again(stage: Stage) -> None:
+    stage.train()
+    term = Term(stage.coordinator)
+    before, sent = stage.coordinator.state, stage.ranks[0].count(Stop)
+    term.leads = False
+    stage.commit(3)
+    stage.depart(stage.ranks[1])
+    assert stage.coordinator.state is before
+    assert stage.ranks[0].count(Stop) == sent
+    assert len(stage.run.steps()) == 3
+    term.regain()
+    assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3]
+    assert stage.ranks[0].count(Stop) == sent + 1, "the loss of worker 1 is handled"
+    assert stage.ranks[0].last(Acknowledged).term == 1
+
+
+@scene()
+async def test_orders_wait_if_the_term_runs_out_while_they_are_worked_out(stage: Stage) -> None:
+    stage.train()
+    term = Term(stage.coordinator)
+
+    def write(*_: Any, **__: Any) -> None:
+        term.leads = False
+
+    stage.coordinator._journal = cast(Any, SimpleNamespace(write=write))
+    stage.reap(1)
+    assert stage.ranks[0].count(Stop) == 0
+    stage.coordinator._journal = None
+    term.regain()
+    assert stage.ranks[0].count(Stop) == 1
+
+
+@scene()
+async def test_a_mistake_of_a_peer_is_found_later(stage: Stage) -> None:
+    stage.train()
+    term = Term(stage.coordinator)
+    term.leads = False
+    stranger = Puppet("stranger")
+    stage.say(stranger, Committed.model_validate(COMMITTED))
+    assert stranger.sent == []
+    term.regain()
+    assert stranger.dropped
+    assert stage.events("refused")
+
+
+@scene()
+async def test_a_coordinator_that_is_deposed_does_nothing_any_more(stage: Stage) -> None:
+    stage.train()
+    Term(stage.coordinator, term=1)
+    waiting = asyncio.create_task(stage.coordinator.wait())
+    hello = Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=stage.ranks[0].number, known=1, term=7)
+    returned = Puppet("worker 0")
+    stage.say(returned, hello)
+    with pytest.raises(DeposedError, match="another coordinator leads the run"):
+        await waiting
+    before = stage.run.events_file.read_text()
+    stage.commit(3)
+    stage.depart(stage.ranks[1])
+    stage.coordinator.interrupt()
+    assert returned.sent == []
+    assert stage.ranks[0].count(Stop) == 0
+    assert stage.run.events_file.read_text() == before
+    assert not stage.run.summary_file.exists()
+
+
+@scene()
+async def test_peers_are_let_go_only_if_another_coordinator_may_lead(stage: Stage) -> None:
+    stage.train()
+    term = Term(stage.coordinator)
+    term.leads = False
+    stage.coordinator._lapsed()
+    assert len(stage.live()) == 4
+    term.regain()
+    standby = Puppet("standby")
+    stage.coordinator.message(cast(Peer, standby), StandbyHello(address="10.0.0.9:7"))
+    assert stage.ranks[0].last(Acknowledged).standbys == ("10.0.0.9:7",)
+    term.leads = False
+    stage.coordinator._lapsed()
+    assert stage.live() == []

@@ -1,0 +1,76 @@
+"""Coordinators that stand by, and take over from one that is lost, stopped or cut off."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
+from chameleon_ft.launch.coordinator import DEPOSED
+from chameleon_ft.observe import RunDirectory
+from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+
+pytestmark = pytest.mark.multiprocess
+
+LEASE_S = 3.0
+
+
+def written(directory: Path, **changes: Any) -> Path:
+    """Write the configuration of a run of two workers, and return its file."""
+    layout = {"workers": 2, "parallel": Parallel(dp=2, pp=1), "batch": Batch(micro_batches=4, micro_batch_size=2)}
+    file = directory / "config.toml"
+    timeouts = PATIENT.model_copy(update={"reconnect_s": 10.0})
+    fields = {"control": Control(lease_s=LEASE_S), "timeouts": timeouts, **layout, **changes}
+    file.write_text(config_to_toml(small_config(directory, **fields)))
+    return file
+
+
+def assert_complete(ended: Ended, *, steps: int) -> None:
+    """Check that every step has one line, with the plain loop's loss, and no worker was lost."""
+    assert ended.steps == list(range(steps)), "no line is missing, none is there twice"
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.failures == []
+    assert {step.generation for step in ended.run.steps()} == {1}, "no worker stops for it"
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> None:
+    run, steps = RunDirectory(tmp_path / "run"), 600
+    with ExitStack() as stack:
+        first = stack.enter_context(Command("coordinator", written(tmp_path, steps=steps), "--output-dir", run.path))
+        first.read_until("waiting for 2 workers")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path, "--host", "127.0.0.2"))
+        standby.read_until("standing by at 127.0.0.2:")
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2"))
+        first.read_until(r"^\s+5\s")
+        with every_process_ends([*agent.session(), *standby.session()]):
+            first.signal(kind)
+            standby.read_until("this one leads in term 2")
+            if kind is signal.SIGSTOP:
+                standby.read_until("took_over")
+                first.signal(signal.SIGCONT)
+                assert first.wait() == DEPOSED, first.printed
+                assert "leads the run; this one, of term 1, ends" in first.printed
+            assert standby.wait() == 0, standby.printed
+            agent.wait()  # its exit code is 1 if the run, which trains on meanwhile, has ended before it was back
+    assert_complete(Ended(0, run), steps=steps)
+    assert len(Ended(0, run).events("took_over")) == 1
+    assert not run.control_file.exists()
+
+
+def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        with Command("coordinator", "--standby", run.path) as standby:
+            standby.read_until("standing by at 127.0.0.1:")
+            os.kill(training.pid, signal.SIGINT)
+            assert training.wait() == 130, training.printed
+            assert standby.wait() == 130, standby.printed
+        assert "the run is over: interrupted" in standby.printed
+    assert len({*run.terms.iterdir()}) == 1
