@@ -21,9 +21,9 @@ from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.execution import commit, executor
-from chameleon_ft.runtime.execution.commit import Reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector

@@ -13,9 +13,8 @@ from torch import Tensor
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
-from chameleon_ft.runtime.execution import commit
-from chameleon_ft.runtime.execution.commit import Reductions
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment
 from tests.runtime.toy import SEED, toy_job
@@ -143,7 +142,7 @@ def test_a_reduction_is_recorded_with_its_own_end() -> None:
 def test_a_gradient_is_a_contribution_until_its_bucket_is_complete(
     bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr("chameleon_ft.runtime.execution.reductions._BUCKET_BYTES", bucket_bytes)
     whole = Segment(LayerRange(0, 5), (0, 1))
     messages = 6 if bucket_bytes == 1 else 2  # of layers with one or two element types; of two element types
     for fails_at in range(messages):

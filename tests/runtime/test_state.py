@@ -27,8 +27,9 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError
-from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.sync import Segment

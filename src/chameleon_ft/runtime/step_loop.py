@@ -16,8 +16,9 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter
 from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
-from chameleon_ft.runtime.execution.commit import AppliedStep, Committer, Reductions
+from chameleon_ft.runtime.execution.commit import AppliedStep, Committer
 from chameleon_ft.runtime.execution.executor import Executor
+from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
 from chameleon_ft.runtime.generation import Generation

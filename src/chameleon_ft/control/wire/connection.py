@@ -209,7 +209,7 @@ class ControlConnection:
         """Try all coordinators at the same time, until one takes this peer."""
         self._connection = None
         loop = asyncio.get_running_loop()
-        # What ends before it is acknowledged was no connection to a coordinator that leads.
+        # A connection that ends before it is acknowledged was not to a coordinator that leads.
         until_s = self._reconnect_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
         attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses)]
         try:
