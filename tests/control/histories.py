@@ -54,6 +54,7 @@ from chameleon_ft.control.wire.messages import (
     Prepared,
     Quiesced,
     Ready,
+    Refused,
     Started,
     Stop,
     Switch,
@@ -545,9 +546,10 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
         for command in commands
         if isinstance(command, Send) and isinstance(command.message, Exit) and command.message.is_drained
     }
+    refused = {each.connection for each in commands if isinstance(each, Send) and isinstance(each.message, Refused)}
     told_to_end = {each.told_to_end for each in after.members}
     dropped = {command.connection for command in commands if isinstance(command, Drop)}
-    assert dropped - told_to_end == newly_fenced - drained - told_to_end
+    assert dropped - told_to_end == newly_fenced - drained - refused - told_to_end
     for worker in before.members:
         if worker.agent in drained:
             assert after.members[worker.id].draining, "its agent exits"

@@ -19,6 +19,7 @@ from chameleon_ft.control.wire.messages import (
     Refused,
     Spawn,
     StandbyHello,
+    Started,
     Stop,
     Switch,
 )
@@ -293,6 +294,7 @@ def test_a_lost_worker_is_refused_and_its_agent_ends_it() -> None:
     assert history.sent(Kill, to=history.now_at(AGENT)) == [Kill(worker=1)]
     history.say(77, Hello(worker=1, host="10.0.0.1", incarnation=1, resumes=21))
     assert history.sent(Refused, to=77) == [Refused(reason="worker 1 is not in the run any more")]
+    history.say(77, Started(generation=1))  # sent before it knew: ignored
 
 
 def test_a_rank_that_was_not_started_is_started() -> None:

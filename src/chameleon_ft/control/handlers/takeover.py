@@ -130,7 +130,7 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
     """Take a worker back on another connection, and repeat the orders that it may lack."""
     worker = draft.state.members.worker_of(before)
     if worker is None or worker.id != hello.worker:
-        draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
+        _refuse(draft, connection, f"worker {hello.worker} is not in the run any more")
         return
     _reconnected(draft, before, connection)
     if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
@@ -175,7 +175,7 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
         hosts.joined(draft, connection, hello)
         return
     if before not in draft.state.members.agents:
-        draft.do(Send(connection, Refused(reason=f"host {hello.host} is not in the run any more")))
+        _refuse(draft, connection, f"host {hello.host} is not in the run any more")
         return
     _reconnected(draft, before, connection)
     own = [worker for worker in draft.state.members if worker.agent == connection]
@@ -204,6 +204,12 @@ def missing(draft: Draft) -> list[int]:
         return []
     draft.set(returning=frozenset())
     return sorted(state.returning)
+
+
+def _refuse(draft: Draft, connection: int, reason: str) -> None:
+    """Refuse a peer that is lost, and ignore what it has kept and sends before it knows."""
+    draft.set(members=draft.state.members.fence_connection(connection))
+    draft.do(Send(connection, Refused(reason=reason)))
 
 
 def _reconnected(draft: Draft, before: int, connection: int) -> None:
