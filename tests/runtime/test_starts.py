@@ -23,20 +23,20 @@ _WORKER = 2
 _TIMEOUTS = Timeouts(heartbeat_timeout_s=6.0, watchdog_min_s=8.0, collective_timeout_s=12.0, rendezvous_s=15.0)
 
 
-def dies(**arguments: Any) -> None:
+def dies(*lifelines: int, **arguments: Any) -> None:
     """Run a rank; the first process of a worker dies before it connects."""
-    _run_rank(partial(os.kill, os.getpid(), signal.SIGKILL), **arguments)
+    _run_rank(partial(os.kill, os.getpid(), signal.SIGKILL), *lifelines, **arguments)
 
 
-def hangs(**arguments: Any) -> None:
+def hangs(*lifelines: int, **arguments: Any) -> None:
     """Run a rank; the first process of a worker hangs before it connects."""
-    _run_rank(signal.pause, **arguments)
+    _run_rank(signal.pause, *lifelines, **arguments)
 
 
-def _run_rank(fail: Callable[[], object], *, worker: int, incarnation: int, **arguments: Any) -> None:
+def _run_rank(fail: Callable[[], object], *lifelines: int, worker: int, incarnation: int, **arguments: Any) -> None:
     if (worker, incarnation) == (_WORKER, 1):
         fail()
-    spawned_rank_main(worker=worker, incarnation=incarnation, **arguments)
+    spawned_rank_main(*lifelines, worker=worker, incarnation=incarnation, **arguments)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
