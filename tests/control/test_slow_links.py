@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import Health
 from chameleon_ft.control.decisions.calibration import Corrections
 from chameleon_ft.control.decisions.links import Ends, LinkTimes, assumed_shares
 from chameleon_ft.control.detectors.base import Fenced, Finding, LinksMeasured, RecoveredLink, SlowLink
@@ -223,8 +224,8 @@ def test_the_number_of_a_link_is_no_other_ones(one: int, other: int) -> None:
 # --- what the coordinator does about them ----------------------------------------------------------------------------
 
 
-def trained(speeds: Mapping[Ends, float]) -> History:
-    history = History(new_state(steps=1000))
+def trained(speeds: Mapping[Ends, float], **settings: Health) -> History:
+    history = History(new_state(steps=1000, **settings))
     history.link_speeds = {(0, 1): 1.0}
     history.train(steps=10)
     go_on(history, speeds)
@@ -252,6 +253,12 @@ def test_a_slow_link_is_reported_decided_on_and_undone() -> None:
     assert len(history.records(JoinRecord)) == 1
     history.wait(30.0)
     assert not history.considerations, "the plan in force is for this link"
+
+
+def test_slowness_is_not_looked_for_if_that_is_turned_off() -> None:
+    history = trained({(1, 2): 0.5}, health=Health(detect_slow=False))
+    assert not history.events("slow_link")
+    assert not history.considerations
 
 
 def test_a_link_that_recovers_is_reported_and_decided_on() -> None:

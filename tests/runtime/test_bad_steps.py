@@ -116,7 +116,10 @@ def test_the_samples_of_a_bad_step_are_left_out_and_the_place_is_named(tmp_path:
 @pytest.mark.multiprocess
 def test_all_return_to_a_checkpoint_and_leave_the_samples_out_then(tmp_path: Path) -> None:
     config = config_with(
-        tmp_path, bad=[sample_of(5, 2)], checkpoint=Checkpoint(every=2), health=Health(on_bad_step="rollback")
+        tmp_path,
+        bad=[sample_of(5, 2)],
+        checkpoint=Checkpoint(every=2),
+        health=Health(detect_slow=False, on_bad_step="rollback"),
     )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0, ended.summary["reason"]
@@ -131,7 +134,7 @@ def test_all_return_to_a_checkpoint_and_leave_the_samples_out_then(tmp_path: Pat
 
 @pytest.mark.multiprocess
 def test_the_run_ends_with_the_state_before_a_bad_step(tmp_path: Path) -> None:
-    config = config_with(tmp_path, bad=[sample_of(5, 1)], health=Health(on_bad_step="stop"))
+    config = config_with(tmp_path, bad=[sample_of(5, 1)], health=Health(detect_slow=False, on_bad_step="stop"))
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 1
     reason = ended.summary["reason"]
@@ -140,7 +143,7 @@ def test_the_run_ends_with_the_state_before_a_bad_step(tmp_path: Path) -> None:
     )
     assert "resume with --health.on-bad-step skip" in reason
     assert complete_checkpoints(ended.run.checkpoints) == [5]
-    resumed = resume_here(ended, health=Health(on_bad_step="skip"))
+    resumed = resume_here(ended, health=Health(detect_slow=False, on_bad_step="skip"))
     assert resumed.code == 0
     assert [row.step for row in resumed.run.steps() if row.is_skipped] == [5]
     assert Verification.of(repeat_run(ended.run), tolerance=TOLERANCE).first_step_outside is None
@@ -157,7 +160,9 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Pat
 
 @pytest.mark.multiprocess
 def test_a_spike_is_a_bad_step(tmp_path: Path) -> None:
-    config = config_with(tmp_path, bad=[sample_of(30, 3)], value="80.0", steps=36, health=Health(spike_factor=50.0))
+    config = config_with(
+        tmp_path, bad=[sample_of(30, 3)], value="80.0", steps=36, health=Health(detect_slow=False, spike_factor=50.0)
+    )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0, ended.summary["reason"]
     event = only_bad_step(ended)

@@ -17,7 +17,7 @@ def test_of_three_holders_the_one_that_differs_is_lost(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,
         failures=(fails(2, step=4, kind="corrupt"),),
-        health=Health(check_every=3),
+        health=Health(detect_slow=False, check_every=3),
         checkpoint=Checkpoint(every=0),
     )
     ended = train_here(config, tmp_path / "run")
@@ -37,7 +37,7 @@ def test_of_two_holders_all_return_to_the_checkpoint_from_before(tmp_path: Path)
         parallel=Parallel(dp=2, pp=2),
         batch=Batch(micro_batches=4, micro_batch_size=2),
         failures=(fails(1, step=4, kind="corrupt"),),
-        health=Health(check_every=3),
+        health=Health(detect_slow=False, check_every=3),
         checkpoint=Checkpoint(every=1, keep=1),
     )
     ended = train_here(config, tmp_path / "run")
@@ -58,7 +58,7 @@ def test_without_a_checkpoint_from_before_the_run_ends_and_names_layers_workers_
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=4, micro_batch_size=2),
         failures=(fails(1, step=1, kind="corrupt"),),
-        health=Health(check_every=2),
+        health=Health(detect_slow=False, check_every=2),
     )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 1
@@ -72,7 +72,7 @@ def test_a_wrong_state_is_found_before_the_last_checkpoint_is_written(tmp_path: 
         workers=3,
         parallel=Parallel(dp=3, pp=1),
         failures=(fails(1, step=9, phase="optimizer", kind="corrupt"),),
-        health=Health(check_every=1),
+        health=Health(detect_slow=False, check_every=1),
     )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0
@@ -94,7 +94,7 @@ def test_nothing_is_found_where_layers_move_steps_are_completed_and_parameters_a
         model=model,
         failures=(fails(2, step=3, phase="backward"), fails(5, step=12, phase="sync")),
         recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.2),
-        health=Health(check_every=1),
+        health=Health(detect_slow=False, check_every=1),
     )
     run = RunDirectory(tmp_path / "run")
     view = StoppingView(run, is_over=lambda ended: len(ended.lost) == 2 and ended.events("join"))

@@ -448,7 +448,7 @@ def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_ends_the_run_if_so_configured(tmp_path: Path) -> None:
     config = broken_job(tmp_path, optimizer="partial(torch.optim.SGD, lr=1e18)")
-    stopping = config.model_copy(update={"health": Health(on_bad_step="stop")})
+    stopping = config.model_copy(update={"health": Health(detect_slow=False, on_bad_step="stop")})
     ended = train_here(stopping, tmp_path / "run")
     assert ended.code == 1
     assert "also when it was computed again, first in the forward of micro-batch" in ended.summary["reason"]

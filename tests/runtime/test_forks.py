@@ -96,7 +96,7 @@ def test_the_samples_of_a_fork_follow_those_before() -> None:
 
 @pytest.mark.multiprocess
 def test_what_a_fork_may_not_change_and_what_it_needs(tmp_path: Path) -> None:
-    source = parent(tmp_path, checkpoint=Checkpoint(every=0), health=Health(check_every=0)).run
+    source = parent(tmp_path, checkpoint=Checkpoint(every=0), health=Health(detect_slow=False, check_every=0)).run
     out = tmp_path / "fork"
     for flags, refused in (
         ({"model": {"dim": 64}}, "its checkpoint was written with model.dim = 32, not 64; keep model unchanged"),

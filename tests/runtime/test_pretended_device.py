@@ -64,7 +64,7 @@ def test_an_interrupted_step_is_completed_on_a_device(tmp_path: Path) -> None:
         steps=8,
         parallel=Parallel(dp=2, pp=2),
         checkpoint=Checkpoint(every=5),
-        health=Health(check_every=2),
+        health=Health(detect_slow=False, check_every=2),
         recovery=Recovery(policy="reroute"),
         failures=(Failure(worker=3, step=3, phase="backward"),),
     )

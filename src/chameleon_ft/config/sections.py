@@ -284,6 +284,11 @@ class Health(Section):
         description="A loss or gradient norm is bad, too, if it is above the median of the last 64 steps by more than "
         "this many standard deviations; 0: only if it is not finite.",
     )
+    detect_slow: bool = Field(
+        default=True,
+        description="Whether workers and links that stay slower than the others are reported, and a better plan is "
+        "looked for. Turn it off where workers share processors with other work, which looks like slowness.",
+    )
 
 
 class Timelines(Section):

@@ -94,7 +94,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
         case events.Considered():
             scale_up.considered(draft, event)
         case events.OperationsMeasured(worker=worker, generation=generation):
-            if generation == state.generation and state.members[worker].is_live:
+            is_present = generation == state.generation and state.members[worker].is_live
+            if is_present and state.settings.health.detect_slow:
                 incidents.detect(
                     draft, signals.OperationsMeasured(worker, generation, event.step, event.ratio, event.group)
                 )
