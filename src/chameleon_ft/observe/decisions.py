@@ -194,8 +194,10 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
             case "started":
                 session += 1
             case "decision":
-                # The generation of a no-op has its plan already.
-                decided.append((session, _decision(event), event["generation"] in policies))
+                found = _decision(event)
+                # The plan of a loss may be recorded before its decision, for which no worker waits.
+                is_noop = found.chosen in (None, "stay") and found.generation in policies
+                decided.append((session, found, is_noop))
             case "plan":
                 policies[event["generation"]] = event["policy"]
             case "failure":
