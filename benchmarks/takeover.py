@@ -12,7 +12,7 @@ The launcher of `chameleon train` replaces it (--by launcher), or a coordinator 
 (--by standby), where a stopped one is continued once the other leads. A run passes if it finishes, every step has one
 line in metrics.jsonl with the loss of the plain loop, no worker is lost but the killed one, and no process is left.
 
-Printed for each kind: the runs that passed, the seconds from the signal to the takeover (of a standby less the lease),
+Printed for each kind: the runs that passed, the seconds from the signal to the takeover (after a stop less the lease),
 and of the steps within 2 s of the takeover the longest one over the median step, in runs that lost no worker.
 """
 
@@ -224,7 +224,7 @@ def _measured(draw: Draw, run: RunDirectory) -> Result:
     steps = run.steps()
     near = [each.step_s for each in steps if struck_s - _NEAR_S <= each.time <= took_over_s + _NEAR_S and each.step > 2]
     longest = None if draw.loses_a_worker or not near else max(near) / statistics.median(each.step_s for each in steps)
-    return Result(draw, "", took_over_s - struck_s - (_LEASE_S if draw.by == "standby" else 0.0), longest)
+    return Result(draw, "", took_over_s - struck_s - (_LEASE_S if draw.is_stopped else 0.0), longest)
 
 
 def main() -> int:
