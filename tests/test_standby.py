@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,12 +51,12 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
         first.read_until(r"^\s+5\s")
         with every_process_ends([*agent.session(), *standby.session()]):
             first.signal(kind)
-            standby.read_until("this one leads in term 2")
+            standby.read_until(r"this one leads in term \d")  # one more for each stall of the machine
             if kind is signal.SIGSTOP:
                 standby.read_until("took_over")
                 first.signal(signal.SIGCONT)
                 assert first.wait() == DEPOSED, first.printed
-                assert "leads the run; this one, of term 1, ends" in first.printed
+                assert re.search(r"leads the run; this one, of term \d, ends", first.printed)
             assert standby.wait() == 0, standby.printed
             agent.wait()  # its exit code is 1 if the run, which trains on meanwhile, has ended before it was back
     assert_complete(Ended(0, run), steps=steps)
@@ -73,4 +74,4 @@ def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
             assert training.wait() == 130, training.printed
             assert standby.wait() == 130, standby.printed
         assert "the run is over: interrupted" in standby.printed
-    assert len({*run.terms.iterdir()}) == 1
+        assert "leads in term" not in standby.printed
