@@ -20,7 +20,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError
-from chameleon_ft.runtime.execution import commit, executor
+from chameleon_ft.runtime.execution import executor, reductions
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
@@ -361,7 +361,7 @@ def test_a_rest_that_is_interrupted_has_a_rest(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("lost", [1, 2, 4])
 def test_totals_of_an_interrupted_sync_are_kept(lost: int, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_BUCKET_BYTES", 1)
+    monkeypatch.setattr(reductions, "_BUCKET_BYTES", 1)
     plan = plan_of_pairs(split=True, recompute=False)
     found = set()
     for sums in range(1, 25, 3):
