@@ -65,7 +65,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a part has found: a table, limits to reach, remarks, and everything as JSON."""
+    """The results of a part: a table, bars, remarks, and the raw data as JSON values."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]

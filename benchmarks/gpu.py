@@ -1,4 +1,4 @@
-"""What does it do on a GPU? All that a single one can show within ten minutes, in one report.
+"""Measure what a single GPU can show within ten minutes, and write one report.
 
   profiles    measured layers of published models in bf16, beside those derived from the device's data sheet
   memory      predicted peaks beside those of the device's allocator

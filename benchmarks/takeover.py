@@ -1,4 +1,4 @@
-"""What does a run lose when its coordinator does, at any moment?
+"""Measure what the loss of the coordinator costs a run, at drawn moments.
 
 Each run trains with a coordinator that is killed, or stopped and later continued, at a drawn moment:
 

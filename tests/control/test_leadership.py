@@ -71,7 +71,7 @@ class Candidate:
     watch: Watch
     tenure: Tenure | None = None
     next: Callable[[], Any] | None = None
-    """What it does when it runs again: the rest of a look, a claim or a renewal."""
+    """Its next instruction: the rest of a look, a claim or a renewal."""
 
 
 class Terms(RuleBasedStateMachine):

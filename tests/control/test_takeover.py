@@ -164,8 +164,8 @@ def test_a_run_that_waits_for_workers_waits_on() -> None:
     assert len(history.questions) == 1
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_prepared: bool) -> None:
+def preparing() -> tuple[History, int]:
+    """Have a worker come back; return the number of the generation that is prepared for it, too."""
     history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
     history.reap(3)
     history.quiesce()
@@ -176,7 +176,12 @@ def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_p
     history.wait(0.7)
     history.consider(0, 1, 2, 3)
     assert history.state.next is not None
-    number = history.state.next.number
+    return history, history.state.next.number
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_prepared: bool) -> None:
+    history, number = preparing()
     if is_prepared:
         history.prepare()
     replaced(history)
@@ -195,17 +200,7 @@ def test_a_prepared_generation_is_given_up_unless_workers_may_have_switched(is_p
 @pytest.mark.parametrize("has_moved", [False, True])
 def test_a_switch_that_the_journal_lacks_is_found_by_what_workers_have_been_told(has_moved: bool) -> None:
     """The disk did not answer when all had prepared, and the coordinator was lost after they had switched."""
-    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
-    history.reap(3)
-    history.quiesce()
-    history.start()
-    history.commit()
-    history.wait(0.3)
-    history.come_back(3)
-    history.wait(0.7)
-    history.consider(0, 1, 2, 3)
-    assert history.state.next is not None
-    number = history.state.next.number
+    history, number = preparing()
     history.prepare(0, 1, 2)
     journaled = history.state
     history.prepare(3)

@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from chameleon_ft.estimate import estimate_rest, estimate_step
-from chameleon_ft.schedule import best_rest, list_schedule, replay
-from tests.schedule.interruptions import Interruption
+from chameleon_ft.schedule import list_schedule, replay
+from tests.schedule.interruptions import Interruption, sound_rest
 from tests.strategies import Shape, equal_costs, pipelines, shapes
 
 _LATENCY_S = 0.25
@@ -33,7 +33,7 @@ def test_the_rest_ends_when_the_survivors_have_reduced_all_gradients(shape: Shap
     interruption = Interruption(plan, replay(program, costs), 0, at * step.program_s)
     rest = interruption.rest(interruption.progress(lambda *_: True))
     left = replace(costs, cluster=replace(costs.cluster, workers=costs.cluster.workers[1:]))
-    scheduled = best_rest(rest, left, in_flight_limits={})
+    scheduled = sound_rest(rest, left)
     found = estimate_rest(rest, scheduled, left)
 
     timed = scheduled.timeline.operations

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import Hop, LayerRange, Plan
 from chameleon_ft.plan.rest import PartialHop, PartialRoute, RestOfStep, StepProgress
-from chameleon_ft.schedule import Operation, OperationKind, Program, Timeline
+from chameleon_ft.schedule import (
+    CostModel,
+    InFlightLimit,
+    Operation,
+    OperationKind,
+    Program,
+    ScheduledRest,
+    Timeline,
+    check_rest,
+    rest_schedules,
+)
 from chameleon_ft.schedule.rest_operations import Resend
 
 F, B, I, W = OperationKind  # noqa: E741
 
 Keeps = Callable[[int, int], bool]
 """Whether the worker of a hop can send its gradient again, by micro-batch and first layer."""
+
+
+def sound_rest(
+    rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[int, InFlightLimit] | None = None
+) -> ScheduledRest:
+    """Return the first schedule of a rest that passes its check."""
+    for found in rest_schedules(rest, costs, in_flight_limits=in_flight_limits or {}):
+        with suppress(ProgramError):
+            check_rest(found.program, found.resends, rest)
+            return found
+    raise AssertionError("no schedule passes")
 
 
 @dataclass(frozen=True)

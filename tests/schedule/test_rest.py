@@ -19,12 +19,11 @@ from chameleon_ft.schedule import (
     OperationKind,
     Program,
     ScheduledRest,
-    best_rest,
     check_rest,
     list_schedule,
     replay,
 )
-from tests.schedule.interruptions import Executor, Interruption
+from tests.schedule.interruptions import Executor, Interruption, sound_rest
 from tests.strategies import mixed, pipelined, planned, survivable
 
 F, _, _, W = OperationKind
@@ -64,7 +63,7 @@ def limits() -> st.SearchStrategy[Mapping[int, InFlightLimit]]:
 
 
 def scheduled(case: Interrupted, limits: Mapping[int, InFlightLimit] | None = None) -> ScheduledRest:
-    return best_rest(case.rest, case.costs, in_flight_limits=limits or {})
+    return sound_rest(case.rest, case.costs, in_flight_limits=limits)
 
 
 @given(interrupted(), limits())
@@ -147,7 +146,7 @@ def test_messages_may_be_sent_again_in_any_order(case: Interrupted) -> None:
 @given(interrupted())
 def test_after_the_rest_nothing_remains(case: Interrupted) -> None:
     rest = replace(case.rest, routes=())
-    found = best_rest(rest, case.costs, in_flight_limits={})
+    found = sound_rest(rest, case.costs)
 
     check_rest(found.program, found.resends, rest)
     assert found.program_s == found.busy_s == 0

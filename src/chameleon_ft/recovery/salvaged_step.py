@@ -13,8 +13,7 @@ from chameleon_ft.estimate import estimate_rest, workload_memory
 from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.plan.rest import RestOfStep, StepProgress
 from chameleon_ft.recovery.salvage import Salvage, salvage
-from chameleon_ft.schedule import CostModel, InFlightLimit, ScheduledRest, check_rest
-from chameleon_ft.schedule.rest import rest_schedules
+from chameleon_ft.schedule import CostModel, InFlightLimit, ScheduledRest, check_rest, rest_schedules
 
 __all__ = ["SalvagedStep", "complete_step", "limits_by_memory"]
 

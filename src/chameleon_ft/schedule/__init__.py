@@ -14,7 +14,7 @@ from chameleon_ft.schedule.check import check_program, check_rest
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
 from chameleon_ft.schedule.list_scheduler import InFlightLimit, default_limits
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
-from chameleon_ft.schedule.rest import ScheduledRest, best_rest
+from chameleon_ft.schedule.rest import ScheduledRest, rest_schedules
 from chameleon_ft.schedule.rest_operations import Resend
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
 
@@ -33,11 +33,11 @@ __all__ = [
     "TimedOperation",
     "Timeline",
     "best_program",
-    "best_rest",
     "check_program",
     "check_rest",
     "default_limits",
     "list_schedule",
     "pipeline_schedule",
     "replay",
+    "rest_schedules",
 ]

@@ -10,12 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.schedule.check import check_rest
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
@@ -31,7 +29,7 @@ from chameleon_ft.schedule.records import CHANNEL, PROGRAM_RECORD, SLOT, Floats,
 from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline
 
-__all__ = ["ScheduledRest", "best_rest", "rest_schedules"]
+__all__ = ["ScheduledRest", "rest_schedules"]
 
 # By how many micro-batches the limits exceed the default ones, and whether forwards go first. Each gained most over the
 # ones before it, on losses at random times with fused and split backward.
@@ -71,33 +69,18 @@ class ScheduledRest:
         return Timeline(tuple(map(TimedOperation, workers, operations, self.starts_s.tolist(), self.ends_s.tolist())))
 
 
-def best_rest(rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[int, InFlightLimit]) -> ScheduledRest:
-    """Return the fastest of a few list schedules of the rest of a step that pass `check_rest`; some milliseconds.
-
-    A worker that is not in the cluster is lost, and not in the program. Limits are as in `best_program`, and bound what
-    a worker keeps from before the interruption as well.
-
-    Raises:
-        ProgramError: none of them passes.
-        PlanError: the workload has fewer layers than the plan.
-        ConfigError: a lost worker has operations left to run.
-    """
-    refused: ProgramError | None = None
-    for scheduled in rest_schedules(rest, costs, in_flight_limits=in_flight_limits):
-        try:
-            check_rest(scheduled.program, scheduled.resends, rest)
-        except ProgramError as error:
-            refused = refused or error
-        else:
-            return scheduled
-    assert refused is not None
-    raise refused
-
-
 def rest_schedules(
     rest: RestOfStep, costs: CostModel, *, in_flight_limits: Mapping[int, InFlightLimit]
 ) -> Iterator[ScheduledRest]:
-    """Yield list schedules of the rest of a step, the fastest first, for `best_rest`; they are not checked."""
+    """Yield a few list schedules of the rest of a step, about the fastest first; `check_rest` may refuse some of them.
+
+    A worker that is not in the cluster is lost, and not in the program. Limits are as in `best_program`, and bound what
+    a worker keeps from before the interruption as well. A schedule takes some milliseconds.
+
+    Raises:
+        PlanError: the workload has fewer layers than the plan.
+        ConfigError: a lost worker has operations left to run.
+    """
     operations = rest_operations(rest)
     live = tuple(worker.id for worker in costs.cluster.workers)
     workers = tuple(sorted(set(rest.plan.workers).intersection(live)))

@@ -26,7 +26,7 @@ class _Stream:
 
 
 class _Module:
-    """What is to be `torch.npu`."""
+    """The module that becomes `torch.npu`."""
 
     @staticmethod
     def is_available() -> bool:
