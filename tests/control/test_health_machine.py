@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chameleon_ft.config import Health as HealthConfig
 from chameleon_ft.control.commands import Command, DistrustCheckpoints, Launch, Send
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, _resume_point
+from chameleon_ft.control.decisions.cluster_state import ClusterState
+from chameleon_ft.control.decisions.recovery_plan import _resume_point
 from chameleon_ft.control.events import Decided, DecisionFailed, Event
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import BadStep, Committed, Message, Quiesced, Started, StateDiffers, Stop

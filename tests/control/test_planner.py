@@ -9,8 +9,9 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
+from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.planner import Planner, _rest_of
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.estimate import StallModel

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
+from chameleon_ft.control.decisions.cluster_state import ClusterState
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ControlError, NoHolderError

@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, Literal
 
 from chameleon_ft import recovery
+from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.foreseen import Foreseen
 from chameleon_ft.control.decisions.planner import Planner
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.decisions.switch import decide_on_switch
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import State

@@ -8,6 +8,7 @@ from dataclasses import replace
 from chameleon_ft import recovery
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
+from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
 from chameleon_ft.control.decisions.owners import (
     lacks_copies,
@@ -15,13 +16,7 @@ from chameleon_ft.control.decisions.owners import (
     with_owners,
     with_owners_after,
 )
-from chameleon_ft.control.decisions.recovery_plan import (
-    ClusterState,
-    RecoveryPlan,
-    decide,
-    decide_in_place,
-    describe_pipelines,
-)
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
 from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan

@@ -3,118 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
 from chameleon_ft import recovery
+from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen, without_search
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.state.health import Disagreement
-from chameleon_ft.control.state.state import State
-from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ControlError, NoHolderError, NoOwnerError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.rest import RestOfStep, StepProgress
-from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.quantities import counted, in_ranges, listed
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
-__all__ = ["ClusterState", "RecoveryPlan", "decide", "decide_in_place", "describe_pipelines", "describe_transfer"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterState:
-    """The part of a run's state that determines the recovery plan, once all survivors have quiesced."""
-
-    plan: Plan  # the plan whose placement is in force
-    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # of its workers
-    live: Collection[int]  # available workers, spares included
-    quiesced: Mapping[int, Quiesced]  # the report of each live worker
-    committed: int  # steps that some worker, live or lost, has applied
-    last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
-    checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
-    newcomers: Collection[int] = ()  # live workers that have joined since the last decision
-    shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
-    rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
-    is_unloaded: bool = (
-        False  # whether workers wait for a checkpoint, for one could not be read, or their state is wrong
-    )
-    disagreement: Disagreement | None = None  # why their state is wrong
-    sharding: Sharding | None = None  # the owners of slices under `plan`
-
-    @classmethod
-    def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
-        """Extract it from a run's state; `checkpoints` are the complete ones on disk."""
-        assert state.in_force is not None
-        return cls(
-            plan=state.in_force.plan,
-            in_flight_limits=state.in_force.in_flight_limits,
-            live=state.members.live(),
-            quiesced=state.quiesced,
-            committed=state.committed,
-            last_vote=state.last_vote,
-            checkpoints=checkpoints,
-            newcomers=state.scale_up.newcomers,
-            shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
-            rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
-            is_unloaded=state.checkpoints.is_reread,
-            disagreement=state.health.disagreement,
-            sharding=state.in_force.sharding,
-        )
-
-    @property
-    def owners_left(self) -> Sharding | None:
-        """The live owners of slices; None if each holder has all of the optimizer's state."""
-        return None if self.sharding is None else self.sharding.left_to(self.held)
-
-    @property
-    def ownerless_layers(self) -> tuple[int, ...]:
-        """The layers of which no live worker owns some slice, whoever holds the parameters."""
-        left = self.owners_left
-        return () if left is None else left.lost_layers
-
-    @property
-    def held(self) -> dict[int, tuple[int, ...]]:
-        """Live worker -> layers it holds; none for a worker outside the plan, unless it holds some as a shadow holder.
-
-        The state of any other may be outdated.
-        """
-        reached = max((self.quiesced[worker].committed for worker in self.survivors), default=0)
-
-        def is_holder(worker: int, report: Quiesced) -> bool:
-            is_current = report.committed == reached or (report.committed == reached - 1 and report.reduced)
-            return worker in self.plan.placement.ranges or (worker in self.shadows and is_current)
-
-        reports = ((worker, self.quiesced[worker]) for worker in sorted(self.live))
-        return {worker: report.layers if is_holder(worker, report) else () for worker, report in reports}
-
-    @property
-    def survivors(self) -> list[int]:
-        """Workers of the plan that have reported, ascending."""
-        return [worker for worker in self.plan.workers if worker in self.quiesced]
-
-    @property
-    def progress(self) -> dict[int, StepProgress] | None:
-        """Survivor of the plan -> what it holds of the interrupted step; None if none has begun one.
-
-        None too if some worker has applied it, since then all can.
-        """
-        states = {worker: self.quiesced[worker] for worker in self.survivors}
-        if {state.committed for state in states.values()} != {self.committed}:
-            return None
-        if all(state.progress is None for state in states.values()):
-            return None
-        return {
-            worker: StepProgress() if state.progress is None else state.progress.unpack()
-            for worker, state in states.items()
-        }
+__all__ = ["RecoveryPlan", "decide", "decide_in_place", "describe_pipelines", "describe_transfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

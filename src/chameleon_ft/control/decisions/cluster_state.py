@@ -1,0 +1,105 @@
+"""The facts that a recovery plan depends on, once all survivors have reported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from chameleon_ft.control.state.health import Disagreement
+from chameleon_ft.control.state.state import State
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import Vote
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.rest import RestOfStep, StepProgress
+from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.schedule import InFlightLimit
+
+__all__ = ["ClusterState"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterState:
+    """The part of a run's state that determines the recovery plan, once all survivors have quiesced."""
+
+    plan: Plan  # the plan whose placement is in force
+    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # of its workers
+    live: Collection[int]  # available workers, spares included
+    quiesced: Mapping[int, Quiesced]  # the report of each live worker
+    committed: int  # steps that some worker, live or lost, has applied
+    last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
+    checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
+    newcomers: Collection[int] = ()  # live workers that have joined since the last decision
+    shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
+    rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
+    is_unloaded: bool = False  # whether workers wait for a checkpoint: one could not be read, or their state is wrong
+    disagreement: Disagreement | None = None  # why their state is wrong
+    sharding: Sharding | None = None  # the owners of slices under `plan`
+
+    @classmethod
+    def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
+        """Extract it from a run's state; `checkpoints` are the complete ones on disk."""
+        assert state.in_force is not None
+        return cls(
+            plan=state.in_force.plan,
+            in_flight_limits=state.in_force.in_flight_limits,
+            live=state.members.live(),
+            quiesced=state.quiesced,
+            committed=state.committed,
+            last_vote=state.last_vote,
+            checkpoints=checkpoints,
+            newcomers=state.scale_up.newcomers,
+            shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
+            rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
+            is_unloaded=state.checkpoints.is_reread,
+            disagreement=state.health.disagreement,
+            sharding=state.in_force.sharding,
+        )
+
+    @property
+    def owners_left(self) -> Sharding | None:
+        """The live owners of slices; None if each holder has all of the optimizer's state."""
+        return None if self.sharding is None else self.sharding.left_to(self.held)
+
+    @property
+    def ownerless_layers(self) -> tuple[int, ...]:
+        """The layers of which no live worker owns some slice, whoever holds the parameters."""
+        left = self.owners_left
+        return () if left is None else left.lost_layers
+
+    @property
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """Live worker -> layers it holds; none for a worker outside the plan, unless it holds some as a shadow holder.
+
+        The state of any other may be outdated.
+        """
+        reached = max((self.quiesced[worker].committed for worker in self.survivors), default=0)
+
+        def is_holder(worker: int, report: Quiesced) -> bool:
+            is_current = report.committed == reached or (report.committed == reached - 1 and report.reduced)
+            return worker in self.plan.placement.ranges or (worker in self.shadows and is_current)
+
+        reports = ((worker, self.quiesced[worker]) for worker in sorted(self.live))
+        return {worker: report.layers if is_holder(worker, report) else () for worker, report in reports}
+
+    @property
+    def survivors(self) -> list[int]:
+        """Workers of the plan that have reported, ascending."""
+        return [worker for worker in self.plan.workers if worker in self.quiesced]
+
+    @property
+    def progress(self) -> dict[int, StepProgress] | None:
+        """Survivor of the plan -> what it holds of the interrupted step; None if none has begun one.
+
+        None too if some worker has applied it, since then all can.
+        """
+        states = {worker: self.quiesced[worker] for worker in self.survivors}
+        if {state.committed for state in states.values()} != {self.committed}:
+            return None
+        if all(state.progress is None for state in states.values()):
+            return None
+        return {
+            worker: StepProgress() if state.progress is None else state.progress.unpack()
+            for worker, state in states.items()
+        }
