@@ -14,17 +14,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, Final
+from typing import Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.server import listening_socket
-from chameleon_ft.errors import ChameleonError, ControlError, DeposedError
+from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.agent import create_agent
+from chameleon_ft.launch.child import FORK, Child, describe_end, received
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
 from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, start_fork_server
 from chameleon_ft.launch.standby import until_lost
@@ -33,11 +33,10 @@ from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStat
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.fork_server import receive
-from chameleon_ft.runtime.process import Lifeline, end_with_parent, exit_immediately
+from chameleon_ft.runtime.process import Lifeline
 
 __all__ = ["train"]
 
-_FORK: Final = get_context("fork")
 _MOST_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
 _ALIVE: Final = b"alive"
@@ -57,7 +56,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
         control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
         with closing(Lifeline()) as lifeline:
-            agent = _Child(partial(_run_agent, config, control, listener, lifeline))
+            agent = Child(partial(_run_agent, config, control, listener, lifeline))
             try:
                 # Before any process is forked that needs them, and while the agent loads the job.
                 _load_solvers()
@@ -80,14 +79,14 @@ class _Launcher:
         control: ControlAddress,
         listener: socket.socket,
         lifeline: Lifeline,
-        agent: _Child,
+        agent: Child,
     ) -> None:
         self._start = start
         self._control = control
         self._listener = listener
         self._lifeline = lifeline
         self._agent = agent
-        self._coordinator: _Child | None = None
+        self._coordinator: Child | None = None
         self._signals: list[signal.Signals] = []
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
         self._ask_every_s = start.config.control.lease_s / _ASKS
@@ -120,7 +119,7 @@ class _Launcher:
             began_s = time.monotonic()
             ready = connection.wait([coordinator.pipe, *agent], self._ask_every_s)
             if coordinator.pipe in ready:
-                outcome = _received(coordinator.pipe)
+                outcome = received(coordinator.pipe)
                 if outcome == _ALIVE:
                     self._silent_s = 0.0
                 elif isinstance(outcome, DeposedError):
@@ -135,7 +134,7 @@ class _Launcher:
             elif not ready:
                 self._ask(coordinator, time.monotonic() - began_s)
             elif agent:
-                error = _received(self._agent.pipe)
+                error = received(self._agent.pipe)
                 agent.clear()
                 self._agent.process.join()
                 if error is None and self._agent.process.exitcode == 0:
@@ -143,11 +142,11 @@ class _Launcher:
                 if error is None and self._replace_agent():
                     agent.append(self._agent.pipe)
                     continue
-                error = error or f"it was ended by {_describe_end(self._agent.process)}"
+                error = error or f"it was ended by {describe_end(self._agent.process)}"
                 with contextlib.suppress(OSError):
                     coordinator.pipe.send(f"the agent of this machine failed: {error}")
 
-    def _ask(self, coordinator: _Child, waited_s: float) -> None:
+    def _ask(self, coordinator: Child, waited_s: float) -> None:
         """Ask a coordinator whether its event loop runs, and end it if it has not answered for the lease.
 
         Its disk may hang meanwhile, which is no reason. Before it has said that it is alive, it starts or stands by.
@@ -167,7 +166,7 @@ class _Launcher:
 
     def _start_coordinator(self) -> None:
         self._silent_s, self._end_reason = None, None
-        self._coordinator = _Child(
+        self._coordinator = Child(
             partial(
                 _run_coordinator,
                 self._start,
@@ -178,10 +177,10 @@ class _Launcher:
             )
         )
 
-    def _replace(self, coordinator: _Child) -> RunStatus | None:
+    def _replace(self, coordinator: Child) -> RunStatus | None:
         """Start another coordinator in place of one that has died, or end the run if too many have."""
         coordinator.process.join()
-        why, run = self._end_reason or _describe_end(coordinator.process), self._start.run
+        why, run = self._end_reason or describe_end(coordinator.process), self._start.run
         if (deaths := self._coordinator_deaths.count()) < _MOST_DEATHS:
             self._start_coordinator()
             print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
@@ -198,8 +197,8 @@ class _Launcher:
         """Start another agent in place of one that was killed; return False if too many have been."""
         if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MOST_DEATHS:
             return False
-        why, config = _describe_end(self._agent.process), self._start.config
-        self._agent = _Child(partial(_run_next_agent, config, self._control, self._listener, self._lifeline))
+        why, config = describe_end(self._agent.process), self._start.config
+        self._agent = Child(partial(_run_next_agent, config, self._control, self._listener, self._lifeline))
         print(f"the agent of this machine was ended by {why}; another one adopts its workers", flush=True)
         return True
 
@@ -232,53 +231,6 @@ class _Deaths:
         return file.stat().st_size if file.exists() else 0
 
 
-class _Child:
-    """A process that is forked from this one, with a pipe to it."""
-
-    def __init__(self, target: Callable[[Connection], None]) -> None:
-        self.pipe, theirs = _FORK.Pipe()
-        self.process: BaseProcess = _FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has the handlers of this process at first
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
-
-    def answer(self) -> Any:
-        """Return what the process sends, or raise it if it is an error."""
-        found = _received(self.pipe)
-        if found is None:
-            raise ControlError(f"the agent of this machine was ended by {_describe_end(self.process)}")
-        if isinstance(found, ChameleonError):
-            raise found
-        return found
-
-    def begin(self) -> None:
-        """Let the process go on, after its answer; if it has ended, `pipe` tells."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(None)
-
-    def kill(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.join()
-
-
-def _received(pipe: Connection) -> Any:
-    """Return the next message of a process; None once it has ended."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _describe_end(process: BaseProcess) -> str:
-    process.join()
-    code = process.exitcode or 0
-    return signal.Signals(-code).name if code < 0 else f"an error (exit code {code})"
-
-
 @contextmanager
 def _signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
     before = {
@@ -303,16 +255,6 @@ def _load_solvers() -> None:
 
 
 # --- the children ----------------------------------------------------------------------------------------------------
-
-
-def _run_child(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
-    end_with_parent()
-    launchers.close()
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    target(pipe)
-    exit_immediately(0)
 
 
 def _run_coordinator(
@@ -343,7 +285,7 @@ def _run_coordinator(
         for number in signals[1:] if coordinator.state.ending else signals:
             obey_order(number)
         loop = asyncio.get_running_loop()
-        loop.add_reader(pipe.fileno(), lambda: obey_order(_received(pipe)))
+        loop.add_reader(pipe.fileno(), lambda: obey_order(received(pipe)))
         pipe.send(_ALIVE)
         yield
         loop.remove_reader(pipe.fileno())
@@ -354,7 +296,7 @@ def _run_coordinator(
             return leadership
         view = TerminalView(steps=start.config.steps, files=str(start.run.path))
         return await serve_run(
-            start, control, listener=listener, view=view, beside=obey, processes=_FORK, leadership=leadership
+            start, control, listener=listener, view=view, beside=obey, processes=FORK, leadership=leadership
         )
 
     control = replace(control, pid=os.getpid())

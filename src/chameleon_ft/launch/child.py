@@ -1,0 +1,77 @@
+"""The children of a launcher: processes that are forked from it, each with a pipe to it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.launch.processes import SIGNALS
+from chameleon_ft.runtime.process import end_with_parent, exit_immediately
+
+__all__ = ["FORK", "Child", "describe_end", "received"]
+
+FORK: Final = get_context("fork")
+
+
+class Child:
+    """A process that is forked from this one, with a pipe to it."""
+
+    def __init__(self, target: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = FORK.Pipe()
+        self.process: BaseProcess = FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has the handlers of this process at first
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+    def answer(self) -> Any:
+        """Return what the process sends, or raise it if it is an error."""
+        found = received(self.pipe)
+        if found is None:
+            raise ControlError(f"the agent of this machine was ended by {describe_end(self.process)}")
+        if isinstance(found, ChameleonError):
+            raise found
+        return found
+
+    def begin(self) -> None:
+        """Let the process go on, after its answer; if it has ended, `pipe` tells."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+
+    def kill(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def received(pipe: Connection) -> Any:
+    """Return the next message of a process; None once it has ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def describe_end(process: BaseProcess) -> str:
+    """Wait for the end of a process, and return its signal or its exit code in words."""
+    process.join()
+    code = process.exitcode or 0
+    return signal.Signals(-code).name if code < 0 else f"an error (exit code {code})"
+
+
+def _run_child(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
+    end_with_parent()
+    launchers.close()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    target(pipe)
+    exit_immediately(0)
