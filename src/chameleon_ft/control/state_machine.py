@@ -23,6 +23,7 @@ from chameleon_ft.control.handlers import (
     incident_records,
     incidents,
     injection,
+    regrouping,
     scale_up,
     switches,
     takeover,
@@ -86,11 +87,11 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             draft.set(term=term)
             draft.announce()
         case events.Decided():
-            incidents.decided(draft, event)
+            regrouping.decided(draft, event)
         case events.DecisionFailed():
-            incidents.decision_failed(draft, event)
+            regrouping.decision_failed(draft, event)
         case events.Launched():
-            incidents.launched(draft, event)
+            regrouping.launched(draft, event)
         case events.Considered():
             scale_up.considered(draft, event)
         case events.OperationsMeasured(worker=worker, generation=generation):
@@ -254,9 +255,9 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
         case messages.Quiesced() if message.generation == generation:
             incidents.quiesced(draft, worker.id, message)
         case messages.Switched() if message.generation == generation:
-            incidents.switched(draft, message)
+            regrouping.switched(draft, message)
         case messages.Started() if message.generation == generation:
-            incidents.started(draft)
+            regrouping.started(draft)
         case messages.PeerFailed() if message.generation in draft.state.reported:
             incidents.peer_failed(draft, worker.id, message)
         case messages.Finished() if message.generation == generation:
