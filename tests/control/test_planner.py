@@ -10,10 +10,10 @@ import pytest
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
 from chameleon_ft.control.decisions.cluster_state import ClusterState
-from chameleon_ft.control.decisions.planner import Planner, _rest_of
+from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.wire.messages import Quiesced
-from chameleon_ft.control.wire.parts import OperationTimes
+from chameleon_ft.control.wire.parts import OperationTimes, Rest
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
@@ -248,7 +248,7 @@ def test_a_worker_knows_which_gradients_it_is_sent_again() -> None:
         assert step is not None
         sent = [each for own in step.scheduled.resends.values() for each in own if not each.forward]
         for worker in progress:
-            known = _rest_of(step, worker).resent_gradients
+            known = Rest.of(step.rest, step.scheduled, worker, rest_s=step.rest_s).resent_gradients
             assert sorted(known) == sorted((each.micro_batch, each.layer) for each in sent if each.receiver == worker)
         seen += len(sent)
     assert seen

@@ -285,6 +285,7 @@ class Planner:
             (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
             for segment in (*gradient_rounds(reduced, tied).order, *alone)
         )
+        rest = recovery_plan.salvaged
         return planned, {
             worker: StartGeneration(
                 generation=generation,
@@ -301,7 +302,7 @@ class Planner:
                     moves=transition.moves_of(worker, costs.workload.layers),
                     shards=transition.sharding and pack_shards(transition.sharding),
                 ),
-                rest=recovery_plan.salvaged and _rest_of(recovery_plan.salvaged, worker),
+                rest=rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
                 shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
                 gather=recovery_plan.gather,
             )
@@ -387,19 +388,3 @@ class Planner:
         """Corrections of the costs; those of whole steps and transfers are in the context."""
         operations = 1.0 if self._profile is None else self.calibration.both
         return replace(self.calibration.corrections, operations=operations)
-
-
-def _rest_of(salvaged: recovery.SalvagedStep, worker: int) -> Rest:
-    """Return a worker's part in the rest of a step."""
-    scheduled, rest = salvaged.scheduled, salvaged.rest
-    every = (each for own in scheduled.resends.values() for each in own)
-    return Rest(
-        operations=pack_operations(scheduled.program.records_of(worker)),
-        rest_s=salvaged.rest_s,
-        resends=scheduled.resends.get(worker, ()),
-        resent_gradients=tuple(
-            (each.micro_batch, each.layer) for each in every if (each.forward, each.receiver) == (False, worker)
-        ),
-        counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
-        sources=rest.sources,
-    )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.plan.rest import GradientKey, StepProgress
+from chameleon_ft.plan.rest import GradientKey, RestOfStep, StepProgress
 from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
-from chameleon_ft.schedule import Operation
+from chameleon_ft.schedule import Operation, ScheduledRest
 from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
@@ -162,6 +163,21 @@ class Rest(MessagePart):
     the output of the layer below, which this worker sends, has been used."""
     counted: tuple[int, ...]  # micro-batches whose loss some surviving worker has counted
     sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
+
+    @classmethod
+    def of(cls, rest: RestOfStep, scheduled: ScheduledRest, worker: int, *, rest_s: float) -> Self:
+        """Return the part of a worker; `rest_s` as the attribute."""
+        every = (each for own in scheduled.resends.values() for each in own)
+        return cls(
+            operations=pack_operations(scheduled.program.records_of(worker)),
+            rest_s=rest_s,
+            resends=scheduled.resends.get(worker, ()),
+            resent_gradients=tuple(
+                (each.micro_batch, each.layer) for each in every if (each.forward, each.receiver) == (False, worker)
+            ),
+            counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
+            sources=rest.sources,
+        )
 
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program for the rest."""
