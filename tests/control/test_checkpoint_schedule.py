@@ -15,7 +15,8 @@ from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import BeginCheckpoint, CheckpointSaved, CheckpointUnreadable, Stop
 from chameleon_ft.recovery.checkpoints import daly_interval_s
-from tests.control.histories import LAYERS, History, a_plan, new_state
+from tests.control.histories import History, new_state
+from tests.control.plans import LAYERS, a_plan
 
 EVENTS = st.lists(
     st.one_of(

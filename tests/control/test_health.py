@@ -17,7 +17,8 @@ from chameleon_ft.control.state.health import Health
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import BadStep, CheckpointSaved, Finish, PeerFailed, StateDiffers
 from chameleon_ft.plan import LayerRange, Placement
-from tests.control.histories import History, a_plan, new_state
+from tests.control.histories import History, new_state
+from tests.control.plans import a_plan
 
 
 def differs(history: History, checksums: dict[int, int], *, layer: int = 1) -> StateDiffers:

@@ -23,7 +23,8 @@ from chameleon_ft.control.events import Decided, DecisionFailed, Event
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import BadStep, Committed, Message, Quiesced, Started, StateDiffers, Stop
 from chameleon_ft.control.wire.parts import OperationTimes
-from tests.control.histories import LAYERS, History, a_plan, new_state, vote
+from tests.control.histories import History, new_state, vote
+from tests.control.plans import LAYERS, a_plan
 
 WORKERS = st.integers(0, 3)
 

@@ -57,7 +57,8 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import JoinRecord, StepRecord
 from chameleon_ft.observe.evidence import ENTRIES, activity_entry
-from tests.control.histories import AGENT, History, a_plan, new_state
+from tests.control.histories import AGENT, History, new_state
+from tests.control.plans import a_plan
 
 RESPAWNING = Recovery(respawn=True, respawn_delay_s=4.0, max_respawns=1)
 

@@ -9,7 +9,7 @@ import pytest
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.observe import OutcomeRecord
-from tests.control.histories import a_plan
+from tests.control.plans import a_plan
 
 
 class Followed:

@@ -18,7 +18,8 @@ from chameleon_ft.control.wire.messages import HostHello
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
-from tests.control.histories import AGENT, History, a_plan, new_state
+from tests.control.histories import AGENT, History, new_state
+from tests.control.plans import a_plan
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from chameleon_ft.control.commands import DistrustCheckpoints
 from chameleon_ft.control.events import Decided, Interrupted
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import BadStep, HostHello, StateDiffers, Stop
-from tests.control.histories import AGENT, History, a_plan, new_state
+from tests.control.histories import AGENT, History, new_state
+from tests.control.plans import a_plan
 
 
 def training(**changes: object) -> History:
