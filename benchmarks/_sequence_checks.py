@@ -192,7 +192,15 @@ def _lost_workers(records: _Records) -> Iterator[str]:
     noticed_s = max(event.get("time", 0.0) for event in records.events) - records.config.timeouts.rendezvous_s
     hangs = (fault for fault in records.faults if (fault["kind"], fault["phase"]) == ("hang", "preparation"))
     unnoticed = Counter(fault["worker"] for fault in hangs if fault["time"] > noticed_s)
-    if lost - failed or failed - lost - unnoticed:
+    # While the coordinator may have been out of reach, a worker whose connection is cut may make another one.
+    patience_s = records.config.timeouts.heartbeat_timeout_s
+    absences = [event["time"] for event in records.events if event["event"] in ("stalled", "took_over")]
+    kept = Counter(
+        fault["worker"]
+        for fault in records.faults
+        if fault["kind"] == "disconnect" and any(abs(fault["time"] - end) <= patience_s for end in absences)
+    )
+    if lost - failed or failed - lost - unnoticed - kept:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
     losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss

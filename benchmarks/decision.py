@@ -55,7 +55,7 @@ _LIMITS_MS: Final = {
     "two": 60.0,
     "prepared": 5.0,
     "host": 5.0,
-    "run": 60.0,
+    "run": 10.0,
     "run, prepared": 5.0,
 }
 _RUNS: Final = 3

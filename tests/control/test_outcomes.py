@@ -148,6 +148,36 @@ def test_before_the_first_decision_there_is_nothing_to_report(followed: Followed
     assert followed.reported == []
 
 
+def test_the_cost_of_a_loss_in_the_step_after_another_is_over_the_predicted_step(followed: Followed) -> None:
+    for generation, step in ((2, 3), (3, 4)):
+        followed.now += 0.3
+        followed.follow(
+            followed.outcomes.decided(
+                generation=generation,
+                policy="reroute",
+                predicted_step_s=0.5,
+                predicted_stall_s=0.1,
+                repeated_steps=0,
+                is_salvaged=True,
+                now=followed.now,
+            )
+        )
+        followed.outcomes = followed.outcomes.hit(step, generation=generation)
+        followed.resume(after=0.1)
+        followed.now += 0.2
+        followed.follow(followed.outcomes.committed(0.2, followed.now, is_rest=True))
+        followed.outcomes, cost = followed.outcomes.cost(step, followed.now)
+        assert cost is not None
+        # Each interrupted step takes 0.6 s, of the first plan 0.4 s otherwise, of the second 0.5 s as predicted.
+        usual_s = 0.4 if generation == 2 else 0.5
+        assert cost.failure_cost_steps == pytest.approx(0.6 / usual_s - 1)
+        assert cost.predicted_steps == pytest.approx(0.1 / usual_s)
+    followed.commit(0.55)
+    followed.end()
+    (record,) = followed.reported
+    assert record.measured_stall_s == pytest.approx(0.1)
+
+
 def test_layers_that_move_make_an_interrupted_step_longer() -> None:
     outcomes = Outcomes()
     for number in range(5):

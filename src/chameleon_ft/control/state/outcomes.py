@@ -36,7 +36,7 @@ class InterruptedStep:
     step: int
     incident_generations: tuple[int, ...]  # the one after each incident
     since: float  # Unix time of the commit before it
-    usual_s: float  # median duration of the steps before it
+    usual_s: float  # duration of a usual step of the interrupted plan
     predicted_s: float | None  # predicted cost of the last incident, in seconds
 
 
@@ -58,6 +58,7 @@ class Outcomes:
     pending: PendingOutcome | None = None
     since: float | None = None  # when the latest commit, start, resumption or decision happened
     recent_s: tuple[float, ...] = ()  # durations of recent steps of this generation
+    usual_s: float | None = None  # their median; before the first of them as predicted, or that of the plan before
     committed_at: float | None = None  # when the latest commit happened
     interrupted: InterruptedStep | None = None
 
@@ -86,16 +87,18 @@ class Outcomes:
             predicted_stall_s=predicted_stall_s,
             since=(self.committed_at if is_salvaged else self.since) or now,
             is_salvaged=is_salvaged,
-            repeated_s=repeated_steps * statistics.median(self.recent_s) if self.recent_s else 0.0,
+            repeated_s=repeated_steps * (self.usual_s or 0.0),
         )
         return replace(self, pending=pending, since=now), self.outcome
 
     def resumed(self, now: float) -> Self:
         """Note that the first operation of a generation, whose steps may take another time, is about to run."""
-        pending = self.pending
+        pending, usual_s = self.pending, self.usual_s
         if pending is not None and pending.stall_s is None and not pending.is_salvaged:
             pending = replace(pending, stall_s=max(0.0, now - pending.since) + pending.repeated_s)
-        return replace(self, since=now, pending=pending, recent_s=())
+        if pending is not None:
+            usual_s = pending.predicted_step_s or usual_s
+        return replace(self, since=now, pending=pending, recent_s=(), usual_s=usual_s)
 
     def hit(self, step: int, *, generation: int) -> Self:
         """Note that an incident has interrupted `step`, and that `generation` goes on with it.
@@ -103,9 +106,9 @@ class Outcomes:
         Nothing is noted before the first commit, because there is nothing to compare with.
         """
         pending, before = self.pending, self.interrupted
-        if self.committed_at is None or not (self.recent_s or before):
+        usual_s = self.usual_s if before is None else before.usual_s
+        if self.committed_at is None or usual_s is None:
             return self
-        usual_s = statistics.median(self.recent_s) if before is None else before.usual_s
         predicted_s = None if pending is None else pending.predicted_stall_s
         if predicted_s is not None and pending is not None and not pending.is_salvaged:
             predicted_s += (pending.predicted_step_s or usual_s) - usual_s
@@ -146,14 +149,20 @@ class Outcomes:
         """
         pending = self.pending
         if is_rest:
-            if pending is not None and pending.is_salvaged and pending.stall_s is None:
-                usual_s = step_s if self.interrupted is None else self.interrupted.usual_s
-                pending = replace(pending, stall_s=max(0.0, now - pending.since - usual_s))
+            if pending is not None and pending.is_salvaged and pending.stall_s is None and self.interrupted is not None:
+                pending = replace(pending, stall_s=max(0.0, now - pending.since - self.interrupted.usual_s))
             return replace(self, since=now, committed_at=now, pending=pending), None
         if pending is not None:
             pending = replace(pending, steps_s=(*pending.steps_s, step_s))
         recent_s = (*self.recent_s, step_s)[-_STEPS:]
-        after = replace(self, since=now, committed_at=now, recent_s=recent_s, pending=pending)
+        after = replace(
+            self,
+            since=now,
+            committed_at=now,
+            recent_s=recent_s,
+            usual_s=statistics.median(recent_s),
+            pending=pending,
+        )
         return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
 
     def migrating(self, plan: ActivePlan, now: float) -> Self:
