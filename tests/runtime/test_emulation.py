@@ -27,16 +27,18 @@ from chameleon_ft.config import (
     Timelines,
     config_to_toml,
 )
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ConfigError, ProfileError
+from chameleon_ft.job import load_job
 from chameleon_ft.models.stand_in import stand_in, stand_in_scale
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
-from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
+from chameleon_ft.profiles import Fingerprint, Profile, profile_of_run, read_profile, write_profile
 from chameleon_ft.runtime import device
 from chameleon_ft.runtime.communicators import CommunicationError, Membership, Rendezvous, emulated
 from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
 from chameleon_ft.runtime.device import EmulatedPace
+from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload
 from tests.harness import (
@@ -290,8 +292,9 @@ def emulated_config(folder: Path, **changes: Any) -> RunConfig:
     return RunConfig(**{**fields, **changes})
 
 
-def test_the_stand_in_is_a_part_of_the_model_in_every_tensor(tmp_path: Path) -> None:
-    config = emulated_config(tmp_path)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_stand_in_is_a_part_of_the_model_in_every_tensor(tmp_path: Path, precision: str) -> None:
+    config = emulated_config(tmp_path, precision=precision)
     profile_scale = stand_in_scale(
         Profile(
             name="",
@@ -302,15 +305,28 @@ def test_the_stand_in_is_a_part_of_the_model_in_every_tensor(tmp_path: Path) -> 
             intra_host=Link(0, 1),
         )
     )
-    job = stand_in(config)
+    job = load_job(config.job, config)
     boundary = torch.zeros(2, 1)
-    for cost, factory in zip(LAYERS, job.layers, strict=True):
-        layer = factory()
-        boundary = layer(boundary)
+    for number, cost in enumerate(LAYERS):
+        layer = HeldLayer.initial(job, number, seed=0, device=torch.device("cpu"))
+        boundary = layer.module(boundary)
+        assert boundary.dtype is (torch.bfloat16 if precision == "bf16" else torch.float32)
         assert boundary.nbytes * profile_scale == cost.output_bytes
-        assert sum(p.nbytes for p in layer.parameters()) * profile_scale == cost.gradient_bytes
+        boundary.sum().backward(retain_graph=True)
+        gradients = [parameter.grad for parameter in layer.parameters]
+        assert sum(each.nbytes for each in gradients if each is not None) * profile_scale == cost.gradient_bytes
     assert profile_scale == 256
     assert job.relative_costs == pytest.approx([0.010] * 5)
+
+
+def test_an_emulated_device_has_the_precision_of_its_profile(tmp_path: Path) -> None:
+    config = emulated_config(tmp_path, precision="bf16")
+    assert config.profile is not None
+    profile = read_profile(config.profile)
+    other = dataclasses.replace(profile.fingerprint, dtype="float32")
+    write_profile(dataclasses.replace(profile, fingerprint=other), config.profile)
+    with pytest.raises(ProfileError, match=r'precision = "bf16": the profile of five layers was made for float32'):
+        profile_of_run(config)
 
 
 def test_the_stand_in_needs_a_profile() -> None:
@@ -367,6 +383,7 @@ def test_a_run_starts_with_the_plan_that_it_is_given(tmp_path: Path) -> None:
 def test_state_moves_at_the_speed_of_the_emulated_links(tmp_path: Path) -> None:
     config = emulated_config(
         tmp_path,
+        precision="bf16",
         workers=6,
         parallel=Parallel(dp=2, pp=3),
         recovery=Recovery(policy="repartition"),

@@ -188,7 +188,7 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
     if batch.profile is not None:
         values["profile"] = str(batch.profile)
     config = parse_config(config_type(values), values, source=str(path))
-    per_host = config.emulation.workers_per_host if config.device == "emulated" else given.workers_per_host
+    per_host = config.emulation.workers_per_host if config.is_emulated else given.workers_per_host
     return _build(
         given,
         _profile_of_config(config, path, device_name=given.preset.device),
@@ -273,7 +273,7 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
     if config.profile is None:
         return measured_or_cached(config, path)
     profile = profile_of_run(config)
-    if config.device != "emulated":
+    if not config.is_emulated:
         # Loads torch, and is the only way to know the layers of the job.
         from chameleon_ft.runtime.inspection import inspect_job
 

@@ -346,7 +346,7 @@ def _check_inputs(config: RunConfig) -> None:
     """Raise ConfigError if the profile or the plan that `config` names cannot be used with it."""
     if config.profile is not None:
         profile = profile_of_run(config)
-        if config.device == "emulated":
+        if config.is_emulated:
             costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
     read_start_plan(config)
 

@@ -99,6 +99,11 @@ class RunConfig(Section):
         return self.forked.samples + (step - self.forked.step) * self.batch.samples
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether workers compute nothing, and operations last as long as the profile says."""
+        return self.device == "emulated"
+
+    @property
     def receives_block(self) -> bool:
         """Whether steps can be salvaged, and layers can move while the run trains; see `Backend`."""
         return BACKENDS[self.backend].receives_block
@@ -155,16 +160,9 @@ class RunConfig(Section):
             )
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
-        emulated = self.device == "emulated"
-        if emulated and self.precision != "fp32":
-            yield (
-                "precision",
-                "an emulated device computes nothing, and its messages have the bytes of the profile; leave it out, "
-                "and take a profile that was made with this precision",
-            )
-        if emulated and self.profile is None:
+        if self.is_emulated and self.profile is None:
             yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
-        if emulated != (self.job == STAND_IN_JOB):
+        if self.is_emulated != (self.job == STAND_IN_JOB):
             yield (
                 "job",
                 f'device = "emulated" and job = "{STAND_IN_JOB}" go together: an emulated device computes nothing, and '

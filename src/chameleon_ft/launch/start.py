@@ -82,7 +82,7 @@ def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
     if config.profile is None:
         return None
     profile = profile_of_run(config)
-    if config.device != "emulated":
+    if not config.is_emulated:
         wanted = asdict(job.profiled_as(config))
         if not job.device:
             del wanted["device"]  # the workers are on other hosts

@@ -26,7 +26,8 @@ __all__ = ["stand_in", "stand_in_scale"]
 # Upper limits of a layer of the stand-in.
 _BOUNDARY_BYTES: Final = 4096
 _GRADIENT_BYTES: Final = 65536
-_ELEMENT_BYTES: Final = 4
+_GRADIENT_ELEMENT_BYTES: Final = 4
+_ACTIVATION_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}  # by precision
 _SAMPLES: Final = 1 << 16
 
 
@@ -35,13 +36,15 @@ def stand_in(config: RunConfig) -> Job:
     if config.profile is None:
         raise ConfigError("the stand-in for a model is made of its profile; set profile")
     profile = read_profile(config.profile)
-    element_bytes = stand_in_scale(profile) * _ELEMENT_BYTES  # of the model, for one element of the stand-in
-    width_bytes = element_bytes * profile.fingerprint.micro_batch_size
+    # Bytes of the model for one element of the stand-in.
+    gradient_bytes = stand_in_scale(profile) * _GRADIENT_ELEMENT_BYTES
+    activation_bytes = stand_in_scale(profile) * _ACTIVATION_ELEMENT_BYTES[config.precision]
+    width_bytes = activation_bytes * profile.fingerprint.micro_batch_size
     return Job(
         layers=[
             partial(
                 _Layer,
-                num_params=math.ceil(layer.gradient_bytes / element_bytes),
+                num_params=math.ceil(layer.gradient_bytes / gradient_bytes),
                 width=max(1, round(layer.output_bytes / width_bytes)),
             )
             for layer in profile.layers

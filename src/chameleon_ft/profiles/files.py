@@ -30,6 +30,8 @@ __all__ = [
     "write_profile",
 ]
 
+_BF16 = ("bf16", "bfloat16")  # as presets name it, and torch
+
 _logger = logging.getLogger(__name__)
 
 
@@ -115,14 +117,20 @@ def profile_of_run(config: RunConfig) -> Profile:
     """Return the profile of a run; an emulated device may be slower than the file says.
 
     Raises:
-        ProfileError: it cannot be read, or is of another micro-batch size.
+        ProfileError: it cannot be read, is of another micro-batch size, or lacks the precision that emulated devices
+            are to have.
     """
     if config.profile is None:
         raise ProfileError("this run has no profile; set profile")
     profile = read_profile(config.profile)
     profile.require({"micro_batch_size": config.batch.micro_batch_size})
-    if config.device != "emulated":
+    if not config.is_emulated:
         return profile
+    if config.precision == "bf16" and profile.fingerprint.dtype not in _BF16:
+        raise ProfileError(
+            f'precision = "bf16": the profile of {profile.name} was made for {profile.fingerprint.dtype}, and the '
+            "messages of an emulated device have its bytes; make one for bf16, or leave precision out"
+        )
     return profile.slowed(config.emulation.time_scale, least_latency_s=config.emulation.least_message_s)
 
 
@@ -137,6 +145,6 @@ def costs_of_run(config: RunConfig, profile: Profile, hosts: Mapping[int, str]) 
 
 def hosts_of_run(config: RunConfig, hosts: Mapping[int, str]) -> Mapping[int, str]:
     """Return the host of each worker of `hosts`; of emulated devices, the emulated host."""
-    if config.device != "emulated":
+    if not config.is_emulated:
         return hosts
     return {worker: f"host{worker // config.emulation.workers_per_host}" for worker in hosts}

@@ -63,7 +63,7 @@ def inspect_job(config: RunConfig) -> JobInfo:
         )
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
-    device = "" if run_on.type == "meta" or config.device == "emulated" else device_name(run_on)
+    device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     sizes, tied = param_bytes(job), tied_bytes(job)
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]

@@ -371,7 +371,7 @@ class Planner:
         """Return the costs that observations are divided by: the profile's, or one second for the whole model."""
         if self._profile is not None:
             costs = costs_of_run(self._config, self._profile, hosts)
-            if self._config.device != "emulated":
+            if not self._config.is_emulated:
                 return self._job.completed(costs)
             # The layers of emulated devices stand for those of the profile, and so do their bytes. They share nothing.
             return replace(costs, workload=replace(costs.workload, tied=()))

@@ -73,7 +73,7 @@ class Settings:
             recovery=config.recovery,
             timeouts=config.timeouts,
             health=config.health,
-            workers_per_host=config.emulation.workers_per_host if config.device == "emulated" else None,
+            workers_per_host=config.emulation.workers_per_host if config.is_emulated else None,
             logs=str(run.logs),
             checkpoints=str(run.checkpoints),
         )

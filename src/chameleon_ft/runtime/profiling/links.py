@@ -77,7 +77,6 @@ def measure_link_to(peer: str, config: RunConfig, *, token: str, message_bytes: 
     """
     here = local_address_towards(peer)
     exchange = Exchange(message_bytes=message_bytes, repeats=repeats)
-    assert config.device != "emulated"
     request = _Request(backend=config.backend, device=config.device, exchange=exchange)
     try:
         connection = socket.create_connection(split_address(peer), timeout=_CONNECT_S)

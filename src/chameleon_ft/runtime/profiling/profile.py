@@ -34,7 +34,7 @@ def measure_profile(
         ConfigError: the job cannot be trained with `config`, there is no such device, or no process answers on `peer`.
         ControlError: the processes that measure links cannot reach each other.
     """
-    if config.device == "emulated":
+    if config.is_emulated:
         raise ConfigError('device = "emulated": there is nothing to be measured of it; name the real device')
     device = claim_device(config)
     info = inspect_job(config)
