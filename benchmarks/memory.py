@@ -1,4 +1,4 @@
-"""Does a worker hold as much as predicted? Peak memory of plans of two models, predicted and counted on a CPU.
+"""Does a worker hold as much as predicted? Peak memory of plans of models, predicted and counted on a CPU.
 
 Predicted: the replay of each worker's program with the bytes of a measured profile, layer by layer. Counted: that
 worker's own executor, layers, gradients, optimizer and commit, in this process, without peers, and every allocation and
@@ -37,8 +37,13 @@ _UNDERESTIMATE: Final = 0.01
 _LINK: Final = Link(1e-4, 1e9)
 _WORKERS: Final = 16
 _CPU: Final = torch.device("cpu")
-# Share of its layers that each worker recomputes, the lowest first.
-_RECOMPUTED: Final = {"": 0.0, ", lower half recomputed": 0.5, ", recomputed": 1.0}
+# Share of its layers that each worker recomputes, the lowest first, and whether it does so selectively.
+_RECOMPUTED: Final = {
+    "": (0.0, False),
+    ", lower half recomputed": (0.5, False),
+    ", recomputed": (1.0, False),
+    ", recomputed selectively": (1.0, True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def main() -> int:
     folder = new_folder(given.out)
     torch.set_num_threads(1)
     found: list[Counted] = []
-    for model in (_llama(given.config, folder), _own_model()):
+    for model in (*_llamas(given.config, folder), _own_model()):
         for name, plan in _plans(model):
             progress(f"{model.name}: {name}")
             found += count(model, name, plan, storages=given.storages)
@@ -114,10 +119,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _llama(path: Path, folder: Path) -> Model:
-    config = base_config(path, stamped=False).model_copy(update={"output_dir": folder})
-    prepare_data_of(config)
-    return measured_model("Llama", config)
+def _llamas(path: Path, folder: Path) -> Iterator[Model]:
+    for name, precision in (("Llama", "fp32"), ("Llama in bf16", "bf16")):
+        config = base_config(path, stamped=False).model_copy(update={"output_dir": folder, "precision": precision})
+        prepare_data_of(config)
+        yield measured_model(name, config)
 
 
 def _own_model() -> Model:
@@ -140,18 +146,25 @@ def measured_model(name: str, config: RunConfig, device: torch.device = _CPU) ->
 
 
 def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
-    for how, part in _RECOMPUTED.items():
+    for how, (part, selectively) in _RECOMPUTED.items():
+        if selectively and all(layer.selective_bytes is None for layer in model.layers):
+            continue
         for split in (False, True):
             kind = "split" if split else "fused"
             for name, plan in _fused_plans(model):
-                recompute = {worker: _lowest(plan.placement, worker, part) for worker in plan.workers if part}
+                recompute = {
+                    worker: _lowest(plan.placement, worker, part, selectively=selectively)
+                    for worker in plan.workers
+                    if part
+                }
                 yield f"{name}, {kind}{how}", Plan(plan.placement, plan.routes, split, recompute)
 
 
-def _lowest(placement: Placement, worker: int, part: float) -> RecomputedLayers:
+def _lowest(placement: Placement, worker: int, part: float, *, selectively: bool) -> RecomputedLayers:
     """Return this share of the layers that `worker` holds."""
     held = [layer for layers in placement.ranges_of(worker) for layer in layers]
-    return RecomputedLayers(held[0], held[math.ceil(part * len(held)) - 1] + 1)
+    stop = held[math.ceil(part * len(held)) - 1] + 1
+    return RecomputedLayers(held[0], stop, stop - held[0] if selectively else 0)
 
 
 def _fused_plans(model: Model) -> Iterator[tuple[str, Plan]]:

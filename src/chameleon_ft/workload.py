@@ -30,11 +30,15 @@ class LayerCost:
         gradient_bytes: bytes of the parameter gradients, which stay allocated and are reduced by gradient sync.
         optimizer_bytes: bytes of optimizer state, including master copies of the parameters.
         master_bytes: the part of `optimizer_bytes` that are master copies, which every holder keeps.
-        working_bytes: peak of the additional bytes while one of the layer's operations runs.
+        working_bytes: peak of the additional bytes while the forward or the whole backward of the layer runs.
+        halves_working_bytes: that while I or W runs; None: as `working_bytes`.
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
         unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates,
             and parameters that it rounds from their masters.
         selective_bytes: the part of `activation_bytes` that selective recomputation keeps; None if it is not possible.
+        selective_weight_grad_bytes: `weight_grad_bytes` with selective recomputation; None: as without it.
+        selective_working_bytes: `working_bytes` with selective recomputation; None: those without it, and all that is
+            made again.
         selective_s: additional seconds of the backward with selective recomputation.
 
     With tensor parallelism, all bytes are per rank of the worker.
@@ -55,10 +59,13 @@ class LayerCost:
     optimizer_bytes: int = 0
     master_bytes: int = 0
     working_bytes: int = 0
+    halves_working_bytes: int | None = None
     fused_backward_s: float | None = None
     sample_bytes: int = 0
     unmoved_bytes: int = 0
     selective_bytes: int | None = None
+    selective_weight_grad_bytes: int | None = None
+    selective_working_bytes: int | None = None
     selective_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,6 +77,11 @@ class LayerCost:
     def held_bytes(self) -> int:
         """Bytes that a holder keeps throughout a step: parameters, gradients and optimizer state."""
         return self.param_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def working_in_halves(self) -> int:
+        """Peak of the additional bytes while I or W of the layer runs."""
+        return self.working_bytes if self.halves_working_bytes is None else self.halves_working_bytes
 
     @property
     def backward_s(self) -> float:
@@ -100,13 +112,38 @@ class LayerCost:
         upper bound for a forward, and for an I that leaves the activations for W.
         """
         rerun_s, fused_s = self.forward_s, self.fused_backward_s
+        made_again = max(0, self.activation_bytes - input_bytes) + self.output_bytes
         return dataclasses.replace(
             self,
             input_grad_s=self.input_grad_s + rerun_s,
             fused_backward_s=None if fused_s is None else fused_s + rerun_s,
             activation_bytes=input_bytes,
-            working_bytes=self.working_bytes + max(0, self.activation_bytes - input_bytes) + self.output_bytes,
+            working_bytes=self.working_bytes + made_again,
+            halves_working_bytes=self.working_in_halves + made_again,
             selective_bytes=None,
+            selective_weight_grad_bytes=None,
+            selective_working_bytes=None,
+            selective_s=0.0,
+        )
+
+    def recomputed_selectively(self) -> LayerCost:
+        """Return the cost on a worker that recomputes the layer selectively; the cost itself if that is impossible."""
+        if self.selective_bytes is None:
+            return self
+        left, working = self.selective_weight_grad_bytes, self.selective_working_bytes
+        again = max(0, self.activation_bytes - self.selective_bytes)
+        fused_s = self.fused_backward_s
+        return dataclasses.replace(
+            self,
+            input_grad_s=self.input_grad_s + self.selective_s,
+            fused_backward_s=None if fused_s is None else fused_s + self.selective_s,
+            activation_bytes=self.selective_bytes,
+            weight_grad_bytes=self.weight_grad_bytes if left is None else left,
+            working_bytes=self.working_bytes + again if working is None else working,
+            halves_working_bytes=self.working_in_halves,
+            selective_bytes=None,
+            selective_weight_grad_bytes=None,
+            selective_working_bytes=None,
             selective_s=0.0,
         )
 
@@ -200,20 +237,18 @@ class Workload:
         """Samples in the global batch."""
         return self.micro_batches * self.micro_batch_size
 
-    @property
-    def selective_bytes(self) -> tuple[int, ...]:
-        """Bytes that each layer keeps with selective recomputation; all its activations if that is not possible."""
-        return tuple(
-            layer.activation_bytes
-            if layer.selective_bytes is None or not is_recomputed(number, len(self.layers))
-            else layer.selective_bytes
-            for number, layer in enumerate(self.layers)
-        )
-
     def recomputed(self) -> Workload:
         """Return the workload with full recomputation on every worker; see `is_recomputed`."""
         layers = [
             layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
+            for number, layer in enumerate(self.layers)
+        ]
+        return dataclasses.replace(self, layers=tuple(layers))
+
+    def recomputed_selectively(self) -> Workload:
+        """Return the workload with selective recomputation on every worker, of the layers that allow it."""
+        layers = [
+            layer.recomputed_selectively() if is_recomputed(number, len(self.layers)) else layer
             for number, layer in enumerate(self.layers)
         ]
         return dataclasses.replace(self, layers=tuple(layers))

@@ -41,9 +41,12 @@ def sized(draw: st.DrawFn) -> Planned:
                 optimizer_bytes=draw(sizes),
                 activation_bytes=slow + (fast := draw(sizes)),
                 selective_bytes=slow if fast else None,
+                selective_weight_grad_bytes=draw(st.none() | sizes),
+                selective_working_bytes=draw(st.none() | sizes),
                 weight_grad_bytes=draw(sizes),
                 output_bytes=draw(sizes),
                 working_bytes=draw(sizes),
+                halves_working_bytes=draw(st.none() | sizes),
                 sample_bytes=draw(sizes),
             )
         )
@@ -85,9 +88,23 @@ class Tensors:
             if layer in self.partly
             else cost.activation_bytes,
             "output again": cost.output_bytes,
-            "left": cost.weight_grad_bytes,
+            "left": self._left(layer),
             "work": cost.working_bytes,
+            "work in halves": cost.working_bytes if cost.halves_working_bytes is None else cost.halves_working_bytes,
+            "work again": self._work_again(cost),
         }[str(kind)]
+
+    def _left(self, layer: int) -> int:
+        cost = self.layers[layer]
+        if layer not in self.partly or cost.selective_bytes is None or cost.selective_weight_grad_bytes is None:
+            return cost.weight_grad_bytes
+        return cost.selective_weight_grad_bytes
+
+    def _work_again(self, cost: LayerCost) -> int:
+        """Return the work space of F and B of a layer that is recomputed selectively."""
+        again = 0 if cost.selective_bytes is None else cost.activation_bytes - cost.selective_bytes
+        known = None if cost.selective_bytes is None else cost.selective_working_bytes
+        return cost.working_bytes + again if known is None else known
 
     def _slow(self, layer: int) -> int:
         cost = self.layers[layer]
@@ -116,23 +133,25 @@ class Tensors:
         moments: list[set[Name]] = []
         for at, layer in enumerate(layers):
             below, above = layers[: at + 1], layers[at:]
-            now: set[Name] = {("work", m, layer)}
+            now: set[Name] = {("work in halves", m, layer)}
+            whole: set[Name] = self.made_again(m, layer) | {("work", m, layer)}
+            if layer in self.partly:
+                whole = {("work again", m, layer)}
             match kind:
                 case OperationKind.FORWARD:
-                    now |= {("between", m, layer)} | self.made_again(m, layer)
+                    now = {("between", m, layer)} | whole
                     now |= set().union(*(self.of_layer(m, i) for i in below))
                 case OperationKind.BACKWARD:
-                    now |= {("gradient", m, top), ("gradient", m, layer), ("gradient", m, layer - 1)}
+                    now = whole | {("gradient", m, top), ("gradient", m, layer), ("gradient", m, layer - 1)}
                     now |= self.kept_output(m, top)
                     now |= set().union(*(self.of_layer(m, i) for i in below))
-                    now |= self.made_again(m, layer)
                     now |= {("output again", m, layer)} if layer in self.again else set()
                 case OperationKind.INPUT_GRAD:
-                    left = {i for i in above if self.layers[i].weight_grad_bytes >= self.size(("kept", m, i))}
+                    left = {i for i in above if self._left(i) >= self.size(("kept", m, i))}
                     now |= self.kept_output(m, top) | {("gradient", m, layer - 1)}
                     now |= {("left", m, i) for i in above} | {("kept", m, i) for i in layers if i not in left}
                     now |= {("output again", m, layer)} if layer in self.again else set()
-                    if self.layers[layer].weight_grad_bytes < self.layers[layer].activation_bytes:
+                    if self._left(layer) < self.layers[layer].activation_bytes:
                         now |= self.made_again(m, layer)
                 case OperationKind.WEIGHT_GRAD:
                     now |= {("left", m, i) for i in layers}

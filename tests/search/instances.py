@@ -63,7 +63,12 @@ def _some_recomputable(layer: LayerCost) -> LayerCost:
     rng = random.Random(repr(layer))
     selective_bytes = rng.choice([None, 1, 1, layer.activation_bytes // 2])
     return dataclasses.replace(
-        layer, selective_bytes=selective_bytes, selective_s=layer.forward_s * rng.choice([0.0, 0.05, 0.5])
+        layer,
+        selective_bytes=selective_bytes,
+        selective_weight_grad_bytes=rng.choice([None, layer.weight_grad_bytes + 1]),
+        halves_working_bytes=rng.choice([None, layer.working_bytes + 2]),
+        selective_working_bytes=rng.choice([None, layer.working_bytes + 1]),
+        selective_s=layer.forward_s * rng.choice([0.0, 0.05, 0.5]),
     )
 
 

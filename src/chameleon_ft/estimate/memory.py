@@ -13,7 +13,8 @@ A worker holds:
 - messages: posted receives that are not yet used; the latest few gradients sent to each worker; and gradients passed
   between two of its own hops, until the lower hop has used them.
 
-An operation runs its layers one by one, and the running layer needs `working_bytes` in addition:
+An operation runs its layers one by one, and the running layer needs `working_bytes` in addition, or in I and W
+`halves_working_bytes`:
 
 - F, upwards: activations of the layers so far, and the output of the running layer;
 - B, downwards: activations of the remaining layers, the hop's output if it is kept, the incoming gradient until the
@@ -24,9 +25,9 @@ An operation runs its layers one by one, and the running layer needs `working_by
 - W: the tensors that the layers have kept.
 
 A layer recomputed in full keeps only its input; if it is the last layer of a hop, the arrival of the gradient frees the
-hop's output. A layer recomputed selectively keeps `selective_bytes` and its output. The rest exists while the layer's
-own F runs, and again, in full with the output, while its B or I runs; an I that leaves the activations for W creates
-them there.
+hop's output. The rest exists while the layer's own F runs, and again, with the output, while its B or I runs; an I that
+leaves the activations for W creates them there. A layer recomputed selectively keeps `selective_bytes` and its output;
+F and B need `selective_working_bytes`, and I leaves `selective_weight_grad_bytes` for W.
 
 Vote and update are left out, because no activations are held then. The logits are activations and working bytes of the
 last layer. With tensor parallelism all bytes are those of one rank.
@@ -48,7 +49,7 @@ from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.schedule.records import Integers, Records
-from chameleon_ft.workload import Workload
+from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
 
@@ -167,10 +168,9 @@ class WorkloadMemory:
 
     def __init__(self, workload: Workload) -> None:
         layers = self._layers = workload.layers
-        names = ("activation_bytes", "weight_grad_bytes", "working_bytes")
-        # By layer: bytes kept, left for W, of work space, and kept if recomputed selectively.
-        own = [*([getattr(layer, name) for layer in layers] for name in names), workload.selective_bytes]
-        self._activations, self._weight_grads, self._working, self._selective = np.array(own, np.int64)
+        # Bytes of each layer: kept, left for W and of work space; those if it is recomputed selectively.
+        self._kept = _bytes_of(layers)
+        self._selective = _bytes_of(workload.recomputed_selectively().layers)
         # Bytes of each layer's input: none for the first. The output of the last layer is a loss.
         self._inputs = np.array([0, *(layer.output_bytes for layer in layers[:-1]), 0], np.int64)
         self._owners = workload.owners
@@ -256,29 +256,33 @@ class WorkloadMemory:
         is_inner = (layer > 0) & (layer < len(self._layers) - 1)
         is_again = is_inner & (again_start <= layer) & (layer < again_stop)
         in_full = is_again & (layer < again_stop - num_selective)
-        activations, weight_grads, working = self._activations[own], self._weight_grads[own], self._working[own]
+        in_part = is_again & ~in_full
+        activations = self._kept[0, own]
         inputs, outputs = self._inputs[own], self._inputs[start + 1 : stop + 1]
-        # Bytes kept from F to B or I, and the part of these that I leaves for W.
-        kept = np.select([in_full, is_again], [inputs, self._selective[own]], activations)
+        # Bytes kept from F to B or I, left for W, and of work space: of F and B, and of I and W.
+        kept, weight_grads, working, in_halves = np.where(in_part, self._selective[:, own], self._kept[:, own])
+        kept = np.where(in_full, inputs, kept)
         left = np.where(weight_grads >= kept, kept, 0)
         kept_output = 0 if in_full[-1] else int(outputs[-1])
         # While the backward of a layer runs: recomputed tensors, and the gradient of its input.
         rest = np.maximum(0, activations - kept)
-        again = working + np.where(in_full, outputs, 0)
+        working = working + np.where(in_full, rest, 0)
+        again = np.where(in_full, outputs, 0)
         sent = np.where(layer == start, inputs, 0)
         from_above = np.append(outputs[:-1], 0)
 
         # `_MOMENT` by kind while each layer runs; sums over layers below or above include that layer.
         moments = np.zeros((len(KINDS), 4, len(layer)), np.int64)
-        moments[_FORWARD] = kept.cumsum() + outputs, 0 * rest, 0 * rest, working + rest
-        moments[_BACKWARD] = kept.cumsum() + kept_output, 0 * rest, sent, again + rest + from_above + inputs - sent
+        moments[_FORWARD] = kept.cumsum() + outputs, 0 * rest, 0 * rest, working
+        received = from_above + inputs - sent
+        moments[_BACKWARD] = kept.cumsum() + kept_output, 0 * rest, sent, working + again + received
         moments[_INPUT_GRAD] = (
             kept.sum() - left[::-1].cumsum()[::-1] + kept_output,
             weight_grads[::-1].cumsum()[::-1],
             sent,
-            again + np.where(weight_grads >= activations, 0, rest) + inputs - sent,
+            in_halves + again + np.where(weight_grads >= activations, 0, rest) + inputs - sent,
         )
-        moments[_WEIGHT_GRAD, 1], moments[_WEIGHT_GRAD, 3] = weight_grads.sum(), working
+        moments[_WEIGHT_GRAD, 1], moments[_WEIGHT_GRAD, 3] = weight_grads.sum(), in_halves
         worst = moments.sum(axis=1).argmax(axis=1)
         stage = int(inputs[0]), int(outputs[-1]), int(kept.sum()), int(weight_grads.sum()), kept_output
         return stage, moments[np.arange(len(KINDS)), :, worst]
@@ -362,6 +366,15 @@ def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: in
     changes[order] = gradient[order]
     changes[later] -= np.where(alike, gradient[earlier], 0)
     return changes
+
+
+def _bytes_of(layers: Sequence[LayerCost]) -> Integers:
+    """Return bytes kept from F, left for W, and of work space of F and B, and of I and W; int64 [4, layers]."""
+    own = [
+        (layer.activation_bytes, layer.weight_grad_bytes, layer.working_bytes, layer.working_in_halves)
+        for layer in layers
+    ]
+    return np.array(own, np.int64).T
 
 
 def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:

@@ -99,22 +99,10 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
     """
     model, hop = resident.model, Hop(resident, resident.layers)
     layer = resident.layers.start
-    before, behind = model.boundary_bytes(layer - 1), model.boundary_bytes(layer)
-    _warm_up(hop)
-    fused = held_in_phases(hop.fused_phases(), model.device)
-    base = fused["enter"].before
-    activations = max(0, fused["F"].after - base - behind)
-    working = [
-        resident.commit_bytes - activations - behind,
-        fused["F"].peak - base - activations - behind,
-        fused["B"].peak - base - activations - 2 * behind - before,
-    ]
-    kept_for_weights = activations
-    if not hop.is_first:
-        split = held_in_phases(hop.split_phases(), model.device)
-        base = split["enter"].before
-        kept_for_weights = max(activations, split["I"].after - base - before - behind)
-        working += [split[half].peak - base - kept_for_weights - behind - before for half in ("I", "W")]
+    own = _bytes_of(hop)
+    again = _bytes_if_selective(resident, own.kept)
+    behind = model.boundary_bytes(layer)
+    halves = own.working_halves if again is None else max(own.working_halves, again.working_halves)
     samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in model.samples)
     return LayerCost(
         f"{model.kind(layer)} {layer}",
@@ -125,25 +113,50 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
         gradient_bytes=resident.gradient_bytes,
         optimizer_bytes=resident.optimizer_bytes,
         master_bytes=resident.held.master_bytes,
-        activation_bytes=activations,
-        weight_grad_bytes=kept_for_weights,
+        activation_bytes=own.kept,
+        weight_grad_bytes=own.left,
         output_bytes=behind,
-        working_bytes=max(0, *working),
+        working_bytes=max(0, own.working, resident.commit_bytes - own.kept - behind),
+        halves_working_bytes=max(0, halves),
         sample_bytes=samples if hop.is_first or hop.is_last else 0,
-        selective_bytes=_selective_bytes(resident, activations),
+        selective_bytes=None if again is None else again.kept,
+        selective_weight_grad_bytes=None if again is None else again.left,
+        selective_working_bytes=None if again is None else max(0, again.working),
     )
 
 
-def _selective_bytes(resident: ResidentLayers, activation_bytes: int) -> int | None:
-    """Return the bytes that the layer keeps if it is recomputed selectively; None if that saves nothing."""
-    model, layer = resident.model, resident.layers.start
-    if not is_recomputed(layer, model.num_layers):
-        return None
-    hop = Hop(resident, resident.layers, selective=True)
+@dataclass(frozen=True, slots=True)
+class _HopBytes:
+    """Bytes of the one layer of a hop: kept from F, left for W, and the most beyond those in F or B, and in I or W."""
+
+    kept: int
+    left: int
+    working: int
+    working_halves: int
+
+
+def _bytes_of(hop: Hop) -> _HopBytes:
+    before, behind = (hop.model.boundary_bytes(layer) for layer in (hop.layers.start - 1, hop.layers.stop - 1))
     _warm_up(hop)
-    held = held_in_phases(hop.fused_phases(), model.device)
-    kept = max(0, held["F"].after - held["enter"].before - model.boundary_bytes(layer))
-    return kept if kept < activation_bytes else None
+    fused = held_in_phases(hop.fused_phases(), hop.model.device)
+    base = fused["enter"].before
+    kept = max(0, fused["F"].after - base - behind)
+    working = max(fused["F"].peak - behind, fused["B"].peak - 2 * behind - before) - base - kept
+    if hop.is_first:
+        return _HopBytes(kept, kept, working, 0)
+    split = held_in_phases(hop.split_phases(), hop.model.device)
+    base = split["enter"].before
+    left = max(kept, split["I"].after - base - before - behind)
+    halves = max(split["I"].peak, split["W"].peak) - base - left - behind - before
+    return _HopBytes(kept, left, working, halves)
+
+
+def _bytes_if_selective(resident: ResidentLayers, activation_bytes: int) -> _HopBytes | None:
+    """Return the bytes of the layer if it is recomputed selectively; None if that saves nothing."""
+    if not is_recomputed(resident.layers.start, resident.model.num_layers):
+        return None
+    found = _bytes_of(Hop(resident, resident.layers, selective=True))
+    return found if found.kept < activation_bytes else None
 
 
 def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerTimes:

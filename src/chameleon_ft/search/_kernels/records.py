@@ -41,8 +41,9 @@ class LayerBytes(NamedTuple):
         selective: what stays of these when the layer is recomputed selectively; as much if that is not possible.
         recomputable: whether the layer may be recomputed, bool [L].
         output: message to the next layer; zero for the last.
-        weight_grad: what I leaves for W.
-        working: needed only while the layer runs.
+        weight_grad, selective_weight_grad: what I leaves for W; that if the layer is recomputed selectively.
+        working, halves_working: needed only while the layer runs F or B, and I or W.
+        selective_working: needed by F or B if the layer is recomputed selectively.
         selective_s, forward_s: seconds of recomputation, selective and in full, at speed 1; float64 [L].
     """
 
@@ -54,7 +55,10 @@ class LayerBytes(NamedTuple):
     recomputable: Booleans
     output: Integers
     weight_grad: Integers
+    selective_weight_grad: Integers
     working: Integers
+    halves_working: Integers
+    selective_working: Integers
     selective_s: Floats
     forward_s: Floats
 

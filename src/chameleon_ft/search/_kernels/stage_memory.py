@@ -154,32 +154,41 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
     for layer in range(start, stop):
         in_full = layer < full and layers.recomputable[layer]
         own = layers.boundary[layer] if in_full else _kept(layers, layer, until)
-        restored = max(0, layers.activation[layer] - own)
+        extra = layers.selective_working[layer] if not in_full and layer < until else layers.working[layer]
+        if in_full:
+            extra += max(0, layers.activation[layer] - own)
         kept += own
         state += layers.state[layer]
         sample = max(sample, layers.sample[layer])
-        working = max(working, layers.working[layer])
-        forward = max(forward, kept + layers.output[layer] + layers.working[layer] + restored)
+        working = max(working, layers.halves_working[layer])
+        forward = max(forward, kept + layers.output[layer] + extra)
         # The gradient of the layer's input, and the output gradient unless it is the received message.
         input_grad = layers.output[layer - 1] if layer else 0
         output_grad = layers.output[layer] if layer + 1 < stop else 0
         output = layers.output[layer] if in_full else 0
-        backward = max(
-            backward, kept + kept_output + input_grad + layers.working[layer] + output + restored + output_grad
-        )
+        backward = max(backward, kept + kept_output + input_grad + extra + output + output_grad)
     in_input_grad = 0
     for layer in range(stop - 1, start - 1, -1):
         in_full = layer < full and layers.recomputable[layer]
         own = layers.boundary[layer] if in_full else _kept(layers, layer, until)
+        in_part = not in_full and layer < until
+        left = layers.selective_weight_grad[layer] if in_part else layers.weight_grad[layer]
         # Tensors that I keeps for W replace the activations if they take no less.
-        released += own if layers.weight_grad[layer] >= own else 0
-        weight_grads += layers.weight_grad[layer]
-        restored = max(0, layers.activation[layer] - own) if layers.weight_grad[layer] < layers.activation[layer] else 0
+        released += own if left >= own else 0
+        weight_grads += left
+        restored = max(0, layers.activation[layer] - own) if left < layers.activation[layer] else 0
         input_grad = layers.output[layer - 1] if layer else 0
         output = layers.output[layer] if in_full else 0
         in_input_grad = max(
             in_input_grad,
-            kept - released + kept_output + weight_grads + input_grad + layers.working[layer] + output + restored,
+            kept
+            - released
+            + kept_output
+            + weight_grads
+            + input_grad
+            + layers.halves_working[layer]
+            + output
+            + restored,
         )
     row[FIXED] = state + sample
     row[EACH] = kept + last

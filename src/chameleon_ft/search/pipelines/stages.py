@@ -218,18 +218,21 @@ class Stages:
 
 
 def _layer_bytes(workload: Workload) -> LayerBytes:
-    layers = workload.layers
+    layers, selective = workload.layers, workload.recomputed_selectively().layers
     outputs = [layer.output_bytes for layer in layers]
     return LayerBytes(
         state=np.array([layer.held_bytes for layer in layers]),
         sample=np.array([layer.sample_bytes for layer in layers]),
         activation=np.array([layer.activation_bytes for layer in layers]),
         boundary=np.array([0, *outputs[:-1]]),
-        selective=np.array(workload.selective_bytes),
+        selective=np.array([layer.activation_bytes for layer in selective]),
         recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
         output=np.array([*outputs[:-1], 0]),
         weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
+        selective_weight_grad=np.array([layer.weight_grad_bytes for layer in selective]),
         working=np.array([layer.working_bytes for layer in layers]),
+        halves_working=np.array([layer.working_in_halves for layer in layers]),
+        selective_working=np.array([layer.working_bytes for layer in selective]),
         selective_s=np.array([layer.selective_s for layer in layers]),
         forward_s=np.array([layer.forward_s for layer in layers]),
     )

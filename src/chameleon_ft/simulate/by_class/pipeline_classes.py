@@ -113,7 +113,7 @@ class Pipelines:
         self._held = list(accumulate((layer.held_bytes for layer in workload.layers), initial=0))
         activations = {
             Recompute.NONE: [layer.activation_bytes for layer in workload.layers],
-            Recompute.SELECTIVE: workload.selective_bytes,
+            Recompute.SELECTIVE: [layer.activation_bytes for layer in workload.recomputed_selectively().layers],
             Recompute.FULL: [layer.activation_bytes for layer in workload.recomputed().layers],
         }
         self._activations = {level: list(accumulate(sizes, initial=0)) for level, sizes in activations.items()}
