@@ -84,7 +84,8 @@ def limits_by_memory(plan: Plan, costs: CostModel, limits: Mapping[int, InFlight
         """Return the bytes that are always there, and those of a micro-batch."""
         own = [layers[layer] for each in ranges for layer in each]
         hop_bytes = sum(max(each.activation_bytes, each.weight_grad_bytes) + each.output_bytes for each in own)
-        return memory.state_of(ranges, plan.placement).total_bytes + max(each.working_bytes for each in own), hop_bytes
+        working = max(max(each.working_bytes, each.working_in_halves) for each in own)
+        return memory.state_of(ranges, plan.placement).total_bytes + working, hop_bytes
 
     for worker in costs.cluster.workers:
         ranges = plan.placement.ranges_of(worker.id) if worker.id in found else ()
