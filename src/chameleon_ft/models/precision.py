@@ -45,6 +45,9 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
     if precision.keeps(type(module).__name__, *([name] if name else [])):
         module.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         module.register_forward_hook(_output_in_bfloat16)
+        for parameter in module.parameters():
+            if parameter.requires_grad and _is_cast(parameter):
+                parameter.register_hook(_rounded)
         return
     for parameter in module._parameters.values():
         if parameter is not None and _is_cast(parameter) and id(parameter) not in masters:
@@ -61,6 +64,11 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
 
 def _is_cast(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _rounded(gradient: Tensor) -> Tensor:
+    """Round a contribution to a gradient to the bits of bfloat16: sums of few bits are exact in any order."""
+    return gradient.to(torch.bfloat16).to(gradient.dtype)
 
 
 def _inputs_in_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> Any:
