@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -48,6 +49,7 @@ from tests.control.invariants import check
 from tests.control.plans import LAYERS, a_plan, in_waves
 
 AGENT = 1000  # connection of the first agent
+_SELDOM_S = 2 * TICK_S  # the most that does not count as held up
 
 Kind = TypeVar("Kind")
 
@@ -231,10 +233,12 @@ class History:
         return self.say(connection, hello.model_copy(update={"resumes": before}))
 
     def wait(self, seconds: float) -> list[Command]:
-        """Let time go on, tick by tick; return what is commanded meanwhile."""
+        """Let time go on, with fewer ticks if it is long; return what is commanded meanwhile."""
+        seldom = int(max(0.0, seconds - 5.0) / _SELDOM_S)
+        often = round((seconds - seldom * _SELDOM_S) / TICK_S)
         commands: list[Command] = []
-        for _ in range(round(seconds / TICK_S)):
-            self.now += TICK_S
+        for tick_s in chain(repeat(_SELDOM_S, seldom), repeat(TICK_S, often)):
+            self.now += tick_s
             commands += self.happen(Ticked(at=self.at))
         return commands
 

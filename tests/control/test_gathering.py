@@ -248,6 +248,6 @@ def test_a_newcomer_that_is_ready_has_no_deadline() -> None:
     history.start()
     history.wait(4.1)
     history.come_back(3)
-    history.wait(1000.0)
+    history.wait(TIMEOUTS.first_step_s + 1)
     assert not history.state.members[3].lost
     history.tell(3, Ready())
