@@ -13,9 +13,14 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The time of an example depends on the load of the machine. Examples are deterministic, so that a test fails only
-# because of a change; `make explore` draws new ones.
+# because of a change; `make explore` draws new ones, and more of them.
 settings.register_profile(
-    "chameleon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+    "chameleon",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    database=None,
+    max_examples=40,
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("chameleon")

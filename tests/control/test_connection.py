@@ -16,6 +16,7 @@ from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.heartbeat import WILL_RETURN
 from chameleon_ft.control.wire.messages import Acknowledged, Exit, Hello, Message, Started, Stop
+from tests.examples import examples
 
 
 @dataclass
@@ -77,7 +78,7 @@ def connected(
     asyncio.run(whole())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lasts=st.lists(st.integers(0, 8), max_size=3))
 def test_every_message_arrives_once_and_in_order(lasts: list[int]) -> None:
     coordinators = Coordinators(lasts)

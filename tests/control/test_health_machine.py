@@ -25,6 +25,7 @@ from chameleon_ft.control.wire.messages import BadStep, Committed, Message, Quie
 from chameleon_ft.control.wire.parts import OperationTimes
 from tests.control.histories import History, new_state, vote
 from tests.control.plans import LAYERS, a_plan
+from tests.examples import examples
 
 WORKERS = st.integers(0, 3)
 
@@ -309,4 +310,4 @@ class Health(RuleBasedStateMachine):
 
 
 TestHealth = Health.TestCase
-TestHealth.settings = settings(stateful_step_count=30, deadline=None, max_examples=60)
+TestHealth.settings = settings(stateful_step_count=30, deadline=None, max_examples=examples(60))

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from chameleon_ft.control.leadership import Leadership, Tenure, Watch
 from chameleon_ft.control.lease import Claim
 from chameleon_ft.errors import DeposedError, LeaseError
+from tests.examples import examples
 
 LEASE_S = 10.0
 
@@ -161,7 +162,7 @@ class Terms(RuleBasedStateMachine):
             self.highest_acted = each.tenure.term
 
 
-Terms.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Terms.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 TestTerms = Terms.TestCase
 
 

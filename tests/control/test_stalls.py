@@ -19,6 +19,7 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.heartbeat import watch_heartbeat
 from chameleon_ft.control.wire.messages import Position, ProcessState, Stop, WorkerExited
 from tests.control.histories import AGENT, History, new_state
+from tests.examples import examples
 
 
 def training() -> History:
@@ -166,7 +167,7 @@ def to_training(history: History) -> None:
 
 @pytest.mark.parametrize("beginning", BEGINNINGS, ids=lambda beginning: beginning.__name__)
 @given(data=st.data())
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_a_stall_loses_no_worker_and_ends_no_run(beginning: Callable[[], History], data: st.DataObject) -> None:
     history = begun(beginning)
     before, lost = set(history.live()), len(history.events("join_failed"))

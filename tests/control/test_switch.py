@@ -17,6 +17,7 @@ from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, STAY, Decision, DecisionContext, Proposal, decide
 from chameleon_ft.recovery.scoring import measure
 from chameleon_ft.transfer import pull_s
+from tests.examples import examples
 from tests.recovery.contexts import after, arrived, context, contexts, layer, rate_of
 
 HORIZON_S = 1e6
@@ -39,7 +40,7 @@ def layers_by_worker(placement: Placement) -> dict[int, set[int]]:
     return {worker: {layer for own in ranges for layer in own} for worker, ranges in placement.ranges.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(now=contexts(intact=True), policy=st.sampled_from(sorted(POLICIES)), migrates=st.booleans(), data=st.data())
 def test_every_worker_holds_its_layers_before_it_needs_them(
     now: DecisionContext, policy: str, migrates: bool, data: st.DataObject
@@ -93,7 +94,7 @@ def test_layers_move_before_the_plan_trains_where_memory_does_not_hold_them_besi
     assert plans_to(decision, now, migrates=False)[0].transition is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(now=contexts(intact=True))
 def test_a_vote_waits_for_layers_only_if_another_step_would_cost_more(now: DecisionContext) -> None:
     plans = plans_for(now, "repartition")

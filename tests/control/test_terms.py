@@ -24,6 +24,7 @@ from chameleon_ft.control.wire.messages import Committed, Hello, Message
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import FileQueue, RunDirectory, StepRecord, detach, line_of
 from tests.control.histories import History, new_state, vote
+from tests.examples import examples
 
 AT = Moment(unix_s=1e9, monotonic_s=200.0)
 WORKERS = range(4)
@@ -238,5 +239,5 @@ class Terms(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-Terms.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+Terms.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=25, deadline=None)
 TestTerms = Terms.TestCase

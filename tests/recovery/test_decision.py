@@ -31,12 +31,13 @@ from chameleon_ft.recovery.proposals import repartition
 from chameleon_ft.recovery.scoring import Course, best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
 from chameleon_ft.search import SearchResult, find_plan
+from tests.examples import examples
 from tests.recovery.contexts import after, arrived, context, contexts, layer, rate_of
 
 horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     now=contexts(),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -112,7 +113,7 @@ def check_course(decision: Decision, now: DecisionContext) -> None:
         assert len(set(held[worker])) == len(held[worker]), "a layer has arrived that was there"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(now=contexts(), horizon_s=horizons_s)
 def test_chameleon_is_never_worse_than_what_it_is_made_of(now: DecisionContext, horizon_s: float) -> None:
     rate = rate_of(horizon_s, now)
@@ -124,7 +125,7 @@ def test_chameleon_is_never_worse_than_what_it_is_made_of(now: DecisionContext, 
             assert best.chosen.samples >= one.chosen.samples - abs(one.chosen.samples) * 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(now=contexts(), policy=st.sampled_from(sorted(POLICIES)))
 def test_the_same_is_decided_again(now: DecisionContext, policy: str) -> None:
     rate = rate_of(100.0, now)
@@ -445,7 +446,7 @@ def test_what_no_worker_has_to_stop_for_costs_nothing() -> None:
     assert lost.stall_s == now.phases.total_s + now.repeat_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(now=contexts(intact=True), policy=st.sampled_from(sorted(POLICIES)))
 def test_as_long_as_no_worker_is_lost_one_can_go_on_as_before(now: DecisionContext, policy: str) -> None:
     decision = decide(now, policy, rate_of(100.0, now))

@@ -15,6 +15,7 @@ from chameleon_ft.plan import Hop
 from chameleon_ft.recovery import DecisionContext, LossClass, decide, decide_for_class, remap_decision
 from chameleon_ft.recovery.symmetry import host_loss_classes, is_symmetry, loss_classes
 from chameleon_ft.schedule import CostModel
+from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 from tests.recovery.test_decision import check_course
 
@@ -64,7 +65,7 @@ def unlike(now: DecisionContext, speeds: dict[int, float]) -> DecisionContext:
     return replace(now, costs=CostModel(now.costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(now=contexts(intact=True))
 def test_classes_are_those_that_trying_every_permutation_finds(now: DecisionContext) -> None:
     assume(len(now.live) <= 6)
@@ -94,7 +95,7 @@ def test_classes_of_common_layouts(now: DecisionContext, classes: set[tuple[int,
     assert {members(each) for each in loss_classes(now)} == classes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(now=contexts(intact=True))
 def test_hosts_of_a_class_come_to_the_same(now: DecisionContext) -> None:
     workers: dict[str, set[int]] = {}
@@ -133,7 +134,7 @@ def test_what_is_no_exchange_is_found_out() -> None:
     assert not is_symmetry({0: 2, 2: 0, 1: 1, 3: 3}, apart), "the workers that share a host change"
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(now=contexts(intact=True))
 def test_a_decision_with_workers_exchanged_is_as_good(now: DecisionContext) -> None:
     rate = rate_of(1e4, now)
@@ -152,7 +153,7 @@ def test_a_decision_with_workers_exchanged_is_as_good(now: DecisionContext) -> N
     assert prepared == set(now.plan.workers)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(now=contexts(intact=True))
 def test_the_loss_of_a_host_is_decided_as_one_failure_of_a_host(now: DecisionContext) -> None:
     rate = rate_of(1e4, now)

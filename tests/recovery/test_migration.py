@@ -19,6 +19,7 @@ from chameleon_ft.recovery.waves import migration_of, present_draft, with_shadow
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.schedule.best import program_of
 from chameleon_ft.transfer import Message, pull_s, sums_s, transfer_to
+from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
@@ -98,7 +99,7 @@ def test_a_shadow_holder_needs_state_and_gradients_beside_its_own_step() -> None
         assert more.get(4, 0) == max(0, 40 - memory_bytes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(now=contexts(intact=True), data=st.data())
 def test_a_migrating_plan_runs_the_program_of_the_plan_in_force(now: DecisionContext, data: st.DataObject) -> None:
     num_layers = now.plan.placement.num_layers

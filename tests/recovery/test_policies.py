@@ -23,6 +23,7 @@ from chameleon_ft.recovery.proposals.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
 from chameleon_ft.simulate.planners.class_planner import ProposalsByClass
+from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
@@ -63,7 +64,7 @@ def test_every_kind_of_plan_is_proposed_in_runs_and_in_simulations(kind: str) ->
     assert any(kind in policy.kinds for policy in POLICIES.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(now=contexts(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=st.sampled_from([1.0, 1e5]))
 def test_every_proposal_is_a_plan_of_live_workers_or_a_reason(
     now: DecisionContext, policy: str, horizon_s: float
@@ -81,7 +82,7 @@ def test_a_proposal_is_a_plan_or_a_reason() -> None:
         Proposal(name="empty")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(now=contexts())
 def test_to_reroute_is_what_the_search_does_and_moves_nothing(now: DecisionContext) -> None:
     assume(not now.placement.unheld_layers)
@@ -92,7 +93,7 @@ def test_to_reroute_is_what_the_search_does_and_moves_nothing(now: DecisionConte
         assert moved_bytes(now, plan) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(now=contexts())
 def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(now: DecisionContext) -> None:
     assume(not now.placement.unheld_layers)
@@ -185,7 +186,7 @@ def test_only_a_broken_pipeline_is_repaired() -> None:
     assert shares_of(plan)[3, 5] < 6 < max(shares_of(plan).values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     dp=st.integers(2, 3),
     pp=st.integers(1, 3),

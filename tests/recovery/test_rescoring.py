@@ -12,13 +12,14 @@ from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.recovery import POLICIES, Checkpoints, DecisionContext, decide, rescore
 from chameleon_ft.schedule import CostModel
+from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, rate_of
 
 factors = st.sampled_from([0.5, 1.0, 1.25, 3.0])
 seconds = st.sampled_from([0.0, 0.25, 8.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     before=contexts(),
     policy=st.sampled_from(sorted(POLICIES)),

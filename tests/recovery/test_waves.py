@@ -13,6 +13,7 @@ from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to, without_shadow_holders
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.transfer import Transfer, transfer_to
+from tests.examples import examples
 from tests.recovery.contexts import context, contexts, layer
 
 
@@ -59,7 +60,7 @@ def check_waves(waves: tuple[Wave, ...], now: DecisionContext, transfer: Transfe
     raise AssertionError("the last wave is followed by the course")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(now=contexts(intact=True), data=st.data())
 def test_every_plan_on_the_way_fits_and_the_last_wave_brings_what_is_left(
     now: DecisionContext, data: st.DataObject

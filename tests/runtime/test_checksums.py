@@ -14,6 +14,7 @@ from torch import Tensor
 
 from chameleon_ft.runtime.state_transfer import layer_messages
 from chameleon_ft.runtime.state_transfer.layer_messages import checksum, checksum_of_sums
+from tests.examples import examples
 
 ROW = 8 * 4096
 Checksum = Callable[[Tensor], int]
@@ -54,7 +55,7 @@ def test_it_does_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch: pyt
 
 
 @EITHER
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(size=st.sampled_from(SIZES[1:]), at=st.integers(0, 1 << 30), by=st.integers(1, 255))
 def test_a_changed_byte_is_noticed(taken: Checksum, size: int, at: int, by: int) -> None:
     data = drawn(size)
@@ -62,7 +63,7 @@ def test_a_changed_byte_is_noticed(taken: Checksum, size: int, at: int, by: int)
 
 
 @EITHER
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(first=st.integers(0, 4 * 4096 - 1), second=st.integers(0, 4 * 4096 - 1), delta=st.integers(1, 1 << 62))
 def test_two_changes_that_cancel_out_are_noticed(taken: Checksum, first: int, second: int, delta: int) -> None:
     if first == second:

@@ -36,6 +36,7 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.sync import Segment
+from tests.examples import examples
 from tests.harness import Ended, assert_as_the_plain_loop, fails, in_thread, resume_here, small_config, train_here
 from tests.runtime.toy import SEED, toy_job
 
@@ -102,7 +103,7 @@ def read_all(checkpoints: Path, step: int) -> None:
         read_layer(checkpoints, step, layer)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=damages)
 def test_every_damage_is_noticed_and_the_file_is_named(written: Path, tmp_path: Path, damage: Damage) -> None:
     checkpoints = tmp_path / "checkpoints"

@@ -28,6 +28,7 @@ from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, best_program, check_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
+from tests.examples import examples
 from tests.runtime.ranks import Ranks, opened
 from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
 from tests.strategies import equal_costs, plans, some_fused, some_recompute
@@ -217,7 +218,7 @@ def renumbered(plan: Plan) -> Plan:
     )
 
 
-@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(40), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     plan=plans(max_micro_batches=8).flatmap(some_recompute).flatmap(some_fused),
     clip=st.booleans(),

@@ -40,6 +40,7 @@ from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator, Me
 from chameleon_ft.runtime.state_transfer.transfer import StateTransfer, channels_of_transition
 from chameleon_ft.sync import Segment
 from chameleon_ft.workload import LayerCost
+from tests.examples import examples
 from tests.runtime.toy import SEED, toy_job
 
 LAYERS = 5
@@ -394,7 +395,7 @@ def holders(workers: int = 4) -> st.SearchStrategy[dict[int, list[int]]]:
     return layer_sets.map(by_worker)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(before=holders(), after=holders(), ahead=st.booleans())
 def test_from_any_placement_to_any_other(
     before: dict[int, list[int]], after: dict[int, list[int]], ahead: bool, tmp_path_factory: pytest.TempPathFactory

@@ -33,6 +33,7 @@ from chameleon_ft.schedule.best import (
     program_of,
     step_s_of,
 )
+from tests.examples import examples
 from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, shapes
 
 QUICK = 1_000  # one or two list schedules of a pipeline
@@ -107,7 +108,7 @@ def apart(plan: Plan) -> Iterator[Plan]:
         )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(mixed(st.one_of(side_by_side(), planned(), pipelined())), st.sampled_from([0, 500, DEFAULT_EFFORT]), st.data())
 def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
     case: Planned, effort: int, data: st.DataObject
@@ -129,7 +130,7 @@ def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
     assert step_s_of(best_parts(case.plan, case.costs, in_flight_limits=in_flight_limits, effort=effort)) == best.step_s
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.one_of(planned(), pipelined()))
 def test_effort_is_never_in_vain(case: Planned) -> None:
     first, quick, default = (

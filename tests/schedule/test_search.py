@@ -25,6 +25,7 @@ from chameleon_ft.schedule.components import Component, distinct_paths
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.network import builder_of
+from tests.examples import examples
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -61,7 +62,7 @@ def rerouted(draw: st.DrawFn) -> Planned:
     return Planned(reroute(case.plan, lost, case.costs), case.costs)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rerouted(), st.integers(1, 5), st.integers(0, 3))
 def test_in_flight_limits_hold_and_the_result_is_no_longer_than_a_list_schedule(
     case: Planned, in_flight: int, more: int
@@ -90,7 +91,7 @@ def _lower(limits: Mapping[int, InFlightLimit], in_flight_limits: dict[int, InFl
     return lower
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.one_of(planned(), rerouted()))
 def test_each_search_says_what_its_orders_take(case: Planned) -> None:
     network, found = problem_of(case).network, listed(case)
@@ -108,7 +109,7 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
         assert better.step_s == replay(program, case.costs).step_s
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(rerouted())
 def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
     network, found = problem_of(case).network, listed(case)

@@ -17,6 +17,7 @@ from chameleon_ft.search.pipelines.bounds import PipelineBounds
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass
+from tests.examples import examples
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -31,7 +32,7 @@ def _some_of(rng: random.Random, layers: LayerRange) -> RecomputedLayers:
     return RecomputedLayers(layers.start, layers.stop, layers.stop - stop)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(seed=seeds, split=st.booleans(), prefer=st.sampled_from(Preference), few=st.booleans())
 def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer: Preference, few: bool) -> None:
     rng = random.Random(seed)
@@ -67,7 +68,7 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
     assert bounds.least_s(shape, count) <= step_s * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=seeds, split=st.booleans())
 def test_the_bound_of_the_best_cut_is_the_least_of_all_cuts(seed: int, split: bool) -> None:
     rng = random.Random(seed)

@@ -22,12 +22,13 @@ from chameleon_ft.schedule import CostModel, best_program, check_program, list_s
 from chameleon_ft.search.detours import _Losses, reroute
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.workload import LayerCost, Workload
+from tests.examples import examples
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, recomputing, survivable
 
 any_planned = st.one_of(planned(), pipelined())
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(any_planned, st.data())
 def test_any_loss_that_leaves_holders_is_routed_round(case: Planned, data: st.DataObject) -> None:
     lost = data.draw(losses(case.plan))
@@ -44,7 +45,7 @@ def test_any_loss_that_leaves_holders_is_routed_round(case: Planned, data: st.Da
     assert reroute(case.plan, lost, case.costs) == plan
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(any_planned, st.data())
 def test_brokenone_after_the_other_are_routed_round(case: Planned, data: st.DataObject) -> None:
     plan = case.plan
@@ -58,7 +59,7 @@ def test_brokenone_after_the_other_are_routed_round(case: Planned, data: st.Data
     assert plan.placement == case.plan.placement.without(lost)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(any_planned, st.data())
 def test_a_loss_of_the_last_holder_names_the_layers(case: Planned, data: st.DataObject) -> None:
     lost = data.draw(losses(case.plan, most=len(case.plan.workers)))
@@ -112,7 +113,7 @@ def busiest_s(plan: Plan, costs: CostModel) -> float:
     return max(sum(costs.operation_s(worker, each) for each in own) for worker, own in program.operations.items())
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(any_planned, st.data())
 def test_without_a_search_the_largest_load_is_no_larger_than_if_whole_hops_are_shared(
     case: Planned, data: st.DataObject

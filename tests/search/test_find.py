@@ -22,6 +22,7 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan, recut_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import Exhaustive, cuts
 
@@ -48,7 +49,7 @@ def without_gradients(workload: Workload) -> Workload:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=seeds)
 def test_a_complete_search_equals_trying_everything(seed: int) -> None:
     costs = small(seed)
@@ -88,7 +89,7 @@ def shares(micro_batches: int, pipelines: int) -> Iterator[tuple[int, ...]]:
             yield (own, *rest)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=seeds)
 def test_no_pipelines_that_reduce_gradients_beat_the_bound(seed: int) -> None:
     rng = random.Random(seed)
@@ -143,7 +144,7 @@ def test_a_share_is_ruled_out_where_a_smaller_one_took_too_long() -> None:
     assert find_plan(costs, effort=None).best.step_s == pytest.approx(Exhaustive(costs).least_s(), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=seeds)
 def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> None:
     costs = small(seed)

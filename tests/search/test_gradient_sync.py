@@ -25,6 +25,7 @@ from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
 from tests.estimate.programs import reduction_s
+from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts
 
@@ -63,7 +64,7 @@ def split_among(rng: random.Random, workers: list[int], depths: list[int]) -> li
     return [tuple(workers[start : start + depth]) for start, depth in zip(starts, depths, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=seeds, split=st.booleans())
 def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: bool) -> None:
     rng = random.Random(seed)
@@ -89,7 +90,7 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
             assert least.sync_s[start, stop] <= spent_s[worker] * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=seeds)
 def test_no_layers_that_a_host_has_time_for_exceed_the_bound_on_their_gradients(seed: int) -> None:
     rng = random.Random(seed)
@@ -140,7 +141,7 @@ def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(seed=seeds)
 def test_no_two_pipelines_on_any_hosts_beat_the_bound(seed: int) -> None:
     rng = random.Random(seed)

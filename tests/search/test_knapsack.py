@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.search.mixes import knapsack
 from chameleon_ft.search.mixes.knapsack import Size, best_mix
+from tests.examples import examples
 
 
 def brute_force(values: dict[Size, int], counts: tuple[int, ...], pipeline_range: tuple[int, int] | None = None) -> int:
@@ -113,7 +114,7 @@ def test_the_hull_bounds_a_number_of_items_where_a_table_would_be_large(
             assert worth(found.mix, values) == found.bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     values=st.dictionaries(sizes, st.integers(1, 9), min_size=1, max_size=6),
     counts=st.tuples(*[st.integers(0, 9)] * 2),

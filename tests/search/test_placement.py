@@ -22,6 +22,7 @@ from chameleon_ft.search.pipelines.worker_classes import WorkerPool
 from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.search.placement.hosts import _by_pipeline, _by_stage, _orders_of_hosts
 from chameleon_ft.workload import TiedParameters
+from tests.examples import examples
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -71,7 +72,7 @@ def test_hosts_with_fewer_workers_come_first_or_later(sizes: list[int], most: in
         assert met == [*names[first:], *names[:first]], "each host once, in a circle"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), split=st.booleans(), tied=st.booleans())
 def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: bool, tied: bool) -> None:
     rng = random.Random(seed)

@@ -16,6 +16,7 @@ from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
 from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines
 from chameleon_ft.search.placement.polish import Polish
+from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts
 
@@ -52,7 +53,7 @@ class Problem:
         return tuple(found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), memory=st.booleans())
 def test_polished_pipelines_are_no_slower_and_fit(seed: int, memory: bool) -> None:
     problem = Problem(seed, memory=memory)

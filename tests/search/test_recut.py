@@ -14,6 +14,7 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import FoundPlan, recut_plan
+from tests.examples import examples
 from tests.search.instances import instance
 
 
@@ -23,7 +24,7 @@ def recut_after(costs: CostModel, *, dp: int, pp: int, lost: tuple[int, ...], sp
     return recut_plan(live, before.placement, split_backward=split)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), split=st.booleans())
 def test_only_workers_of_broken_pipelines_receive_anything(seed: int, split: bool) -> None:
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import BoundFamily, InfeasibleError, SizeFigures, find_plan, find_plan_of_sizes
+from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import Exhaustive
 
@@ -55,7 +56,7 @@ def several(seed: int, *, workers: int = 4, layers: int = 3) -> list[CostModel]:
     return sizes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=seeds)
 def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
     costs = several(seed)
@@ -78,7 +79,7 @@ def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
             assert each.step_s == pytest.approx(own_s, rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=seeds)
 def test_the_choice_is_the_best_of_separate_searches(seed: int) -> None:
     rng = random.Random(seed)

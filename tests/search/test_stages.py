@@ -16,6 +16,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, Preference, list_sch
 from chameleon_ft.search._kernels.records import FULL, IN_FLIGHT, SELECTIVE
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass
+from tests.examples import examples
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -64,7 +65,7 @@ def drawn(rng: random.Random, *, split: bool) -> Case | None:
     return Case(costs, stages, cut_points, options, plan)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=seeds, split=st.booleans(), prefer=st.sampled_from(Preference))
 def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, split: bool, prefer: Preference) -> None:
     case = drawn(random.Random(seed), split=split)
@@ -82,7 +83,7 @@ def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, s
         assert memory[worker].peak_bytes <= own.memory_bytes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(seed=seeds, split=st.booleans(), more=st.integers(1, 3))
 def test_no_program_exceeds_the_micro_batches_in_flight_of_an_option(seed: int, split: bool, more: int) -> None:
     rng = random.Random(seed)
@@ -107,7 +108,7 @@ def test_no_program_exceeds_the_micro_batches_in_flight_of_an_option(seed: int, 
     assert reached <= most or peak > capacity
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=seeds, split=st.booleans())
 def test_options_recompute_more_to_have_more_in_flight(seed: int, split: bool) -> None:
     case = drawn(random.Random(seed), split=split)

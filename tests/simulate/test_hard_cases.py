@@ -21,6 +21,7 @@ from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.trace import Trace
+from tests.examples import examples
 from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
 
@@ -84,7 +85,7 @@ def test_depths_that_leave_many_workers_over_are_mixed_with_others() -> None:
     assert fastest.step_s < equal.step_s
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     depth=st.integers(2, 6), share=st.integers(1, 200), memory_gb=st.sampled_from([4, 6, 9, 24]), split=st.booleans()
 )
@@ -113,7 +114,7 @@ def test_nothing_is_scheduled_where_the_state_alone_does_not_fit() -> None:
     assert not pipelines._scheduled
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(depth=st.integers(1, 6), share=st.integers(1, 16), memory_gb=st.integers(2, 12), split=st.booleans())
 def test_a_pipeline_keeps_as_much_in_flight_as_its_memory_holds(
     depth: int, share: int, memory_gb: int, split: bool

@@ -1,8 +1,9 @@
 """Casting of layers to the precision of a run.
 
 Under bf16 a layer computes in bfloat16, as after ``layer.to(torch.bfloat16)``, except for modules that `Precision`
-leaves in float32: those get their inputs in float32 and return bfloat16. Gradients are summed in float32. The optimizer
-updates float32 masters, of which the parameters are rounded copies.
+leaves in float32: those get their inputs in float32 and return bfloat16. What a micro-batch adds to a gradient has the
+bits of bfloat16, and is summed in float32. The optimizer updates float32 masters, of which the parameters are rounded
+copies.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
     if precision.keeps(type(module).__name__, *([name] if name else [])):
         module.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         module.register_forward_hook(_output_in_bfloat16)
-        for parameter in module.parameters():
-            if parameter.requires_grad and _is_cast(parameter):
-                parameter.register_hook(_rounded)
+        for kept in module.parameters():
+            if kept.requires_grad and _is_cast(kept):
+                kept.register_hook(_rounded)
         return
     for parameter in module._parameters.values():
         if parameter is not None and _is_cast(parameter) and id(parameter) not in masters:

@@ -15,6 +15,7 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, oobleck_plan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.examples import examples
 from tests.search.baselines.test_paper import small
 from tests.search.oracle import Exhaustive
 
@@ -24,7 +25,7 @@ planners = st.sampled_from([oobleck_plan, paper_plan])
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(planner=planners, seed=seeds, split=st.booleans())
 def test_its_plan_is_whole_and_fits(planner: Planner, seed: int, split: bool) -> None:
     costs = small(seed, workers=9, layers=6, micro_batches=20)
@@ -44,7 +45,7 @@ def test_its_plan_is_whole_and_fits(planner: Planner, seed: int, split: bool) ->
     assert all(capacity is None or chosen.found.peak_bytes <= capacity for capacity in capacities)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(planner=planners, seed=seeds, split=st.booleans(), kinds=st.integers(1, 2))
 def test_it_is_never_faster_than_the_fastest_pipelines(planner: Planner, seed: int, split: bool, kinds: int) -> None:
     costs = small(seed, workers=5, layers=4, micro_batches=5, kinds=kinds)

@@ -19,6 +19,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import oobleck_plan
 from chameleon_ft.search.baselines.oobleck import PipelineTemplate, pipeline_templates, reconfigured_pipelines
 from chameleon_ft.workload import LayerCost, Workload
+from tests.examples import examples
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.baselines.test_paper import partitions, pipelines_of, placements, small
 from tests.search.instances import with_gradients
@@ -71,7 +72,7 @@ def mixes(costs: CostModel, nodes: list[int], pipelines: int) -> Iterator[list[t
                 yield [(depth, 1 + more) for depth, more in zip(chosen, extra, strict=True)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=seeds, fault_tolerance=st.integers(0, 1), recompute=st.booleans())
 def test_templates_are_the_best_of_all_cuts(seed: int, fault_tolerance: int, recompute: bool) -> None:
     costs = small(seed, workers=8, layers=7, micro_batches=20)
@@ -101,7 +102,7 @@ def test_the_estimate_of_equal_stages_is_that_of_equal_pipelines() -> None:
     assert template.iteration_s(16) == (16 + 4 - 1) * 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=seeds, fault_tolerance=st.integers(0, 1), hosts=st.integers(1, 3), slow=st.booleans())
 def test_the_combination_is_the_best_of_all(seed: int, fault_tolerance: int, hosts: int, slow: bool) -> None:
     """With gradients to reduce and, on slow links, so many of them that fewer pipelines are better."""
@@ -172,7 +173,7 @@ def test_it_recomputes_only_if_necessary_or_faster() -> None:
         assert bool(chosen.found.plan.recompute) is recomputes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=seeds)
 def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
     costs = small(seed, workers=8, layers=6, micro_batches=20)
@@ -204,7 +205,7 @@ def test_pipelines_are_reconfigured_as_by_the_released_code(live: list[int], few
     assert sorted(worker for own in found for worker in own) == (list(range(sum(live))) if expected else [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=seeds, data=st.data())
 def test_reconfigured_pipelines_are_templates_of_their_new_sizes(seed: int, data: st.DataObject) -> None:
     costs = small(seed, workers=9, layers=6, micro_batches=20)

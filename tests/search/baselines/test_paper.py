@@ -20,6 +20,7 @@ from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import BaselinePlan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.estimate.programs import stage_bytes
+from tests.examples import examples
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.instances import instance
 
@@ -114,7 +115,7 @@ def pipelines_of(result: BaselinePlan) -> dict[tuple[int, ...], int]:
     return Counter(tuple(hop.worker for hop in route.hops) for route in result.found.plan.routes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=seeds)
 def test_it_chooses_as_exhaustive_search_does(seed: int) -> None:
     costs = small(seed, workers=7, layers=6, micro_batches=9)
@@ -138,7 +139,7 @@ def test_it_chooses_as_exhaustive_search_does(seed: int) -> None:
     assert max(time_s(*each) for each in mix) == pytest.approx(least_s, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=seeds, split=st.booleans())
 def test_shares_and_stages_are_no_smaller_than_those_of_equal_division(seed: int, split: bool) -> None:
     costs = small(seed, workers=9, layers=6, micro_batches=20)
@@ -152,7 +153,7 @@ def test_shares_and_stages_are_no_smaller_than_those_of_equal_division(seed: int
         assert min(sizes) >= len(costs.workload.layers) // len(own)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=seeds, kinds=st.integers(2, 3))
 def test_the_predicted_step_is_not_below_the_bound(seed: int, kinds: int) -> None:
     rng = random.Random(seed)

@@ -15,12 +15,13 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import equal_layouts
+from tests.examples import examples
 from tests.search.instances import instance
 
 FREE = Link(0.0, math.inf)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), split=st.booleans())
 def test_they_are_equal_and_fit(seed: int, split: bool) -> None:
     rng = random.Random(seed)
