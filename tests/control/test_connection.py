@@ -63,9 +63,11 @@ def hello(resumes: int | None, term: int) -> Hello:
 def connected(
     coordinators: Callable[[ServerConnection], Coroutine[Any, Any, None]],
     body: Callable[[ControlConnection], Coroutine[Any, Any, None]],
+    *,
+    accept: Callable[..., Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     async def whole() -> None:
-        async with serve(coordinators, "127.0.0.1", 0) as server:
+        async with serve(coordinators, "127.0.0.1", 0, process_request=accept) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             connection = ControlConnection(
                 f"127.0.0.1:{port}",
@@ -128,6 +130,29 @@ def test_what_a_coordinator_says_is_heard_from_its_successor_too() -> None:
 
     connected(coordinator, body)
     assert heard == [Stop(generation=1), Stop(generation=2)]
+
+
+def test_a_coordinator_that_is_lost_as_soon_as_it_has_accepted_is_sought_again() -> None:
+    """The peer has not even said who it is."""
+    coordinators = Coordinators([0])
+    accepted = 0
+
+    async def accept(connection: ServerConnection, *_: object) -> None:
+        nonlocal accepted
+        accepted += 1
+        if 1 < accepted < 4:
+            response = connection.protocol.accept(connection.request)  # type: ignore[arg-type]
+            connection.protocol.send_response(response)
+            connection.send_data()
+            connection.transport.close()
+
+    async def body(connection: ControlConnection) -> None:
+        connection.send(Started(generation=19))
+        assert [message async for message in until_exit(connection)] == [Exit(reason="all came")]
+
+    connected(coordinators, body, accept=accept)
+    assert len(coordinators.hellos) == 2
+    assert accepted == 4
 
 
 def test_the_search_for_a_coordinator_ends() -> None:

@@ -263,6 +263,15 @@ def test_an_agent_whose_first_connection_was_lost_early_is_recognised() -> None:
     assert dict(history.state.members.agents) == {NEXT: "a host"}
 
 
+def test_an_agent_does_not_take_the_place_of_another_one() -> None:
+    """Its connection has the number of one that a coordinator had before which the journal does not know."""
+    history = History()
+    history.say(AGENT, HostHello(host="a host", slots=4, id="x"))
+    history.say(NEXT, HostHello(host="a host", slots=4, id="y", resumes=AGENT))
+    assert history.sent(Refused, to=NEXT) == [Refused(reason="host a host is not in the run any more")]
+    assert dict(history.state.members.agents) == {AGENT: "a host"}
+
+
 def test_a_rank_whose_first_connection_was_lost_early_is_recognised() -> None:
     history = History()
     history.holds = True

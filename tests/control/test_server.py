@@ -256,6 +256,20 @@ def test_messages_go_both_ways_over_tls(certificates: list[Path]) -> None:
     serving(body, tls=own)
 
 
+def test_the_address_of_a_peer_is_known_when_it_has_left(certificates: list[Path]) -> None:
+    """What it has sent may be handled, and refused, later."""
+    own, _ = certificates
+
+    async def body(listener: Listener) -> None:
+        async with joined(listener, own) as connection:
+            assert await echoed(connection) == HELLO
+            connection.transport.abort()
+        peer = await listener.departures.get()
+        assert peer.address.startswith("127.0.0.1:")
+
+    serving(body, tls=own)
+
+
 def test_a_peer_of_another_authority_or_without_tls_is_not_accepted(certificates: list[Path]) -> None:
     own, other = certificates
     no_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

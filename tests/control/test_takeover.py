@@ -9,6 +9,7 @@ from chameleon_ft.control.commands import Acknowledge, Launch, Resign, Task
 from chameleon_ft.control.events import Disconnected, EndRequested, Interrupted, TermClaimed
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
+    Begin,
     BeginCheckpoint,
     Discard,
     Exit,
@@ -140,6 +141,108 @@ def test_the_first_plan_is_asked_for_again() -> None:
     history.start()
     history.commit()
     assert history.state.committed == 1
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_plan_that_is_chosen_before_all_have_come_back_reaches_all(has_begun: bool) -> None:
+    """The coordinator is lost when it knows all that it needs to decide, and no peer has to report anything more."""
+    history = History()
+    history.holds = True
+    history.gather()
+    if has_begun:
+        history.answer(history.questions.pop())
+        history.start()
+        history.commit()
+        history.reap(3)
+        history.quiesce(1, 2)
+    history.take_over()
+    history.holds = False
+    history.return_agent()
+    if has_begun:
+        history.return_worker(0)
+        history.quiesce(0)
+    assert history.state.phase is Phase.REGROUPING
+    assert len(history.launches) == 1 + has_begun
+    for worker in history.live():
+        if worker or not has_begun:
+            history.return_worker(worker)
+    assert {stop.generation for stop in history.sent(Stop)} >= {history.state.generation}
+    history.quiesce(layers=range(4) if has_begun else ())
+    assert not history.launches[-1].returning
+    history.start()
+    history.commit()
+
+
+def test_an_interrupt_in_a_recovery_is_not_lost() -> None:
+    history = training()
+    history.reap(3)
+    history.happen(Interrupted(at=history.at))
+    replaced(history)
+    assert len(history.sent(Finish)) == 3
+
+
+def test_a_newcomer_that_was_away_during_the_switch_begins_once_it_is_back() -> None:
+    history, number = preparing()
+    history.prepare()
+    history.take_over()
+    history.return_agent()
+    for worker in (0, 1, 2):
+        history.return_worker(worker, known=number, switch_to=number)
+    history.commit_by(0, history.state.committed, switch=True)
+    assert history.state.generation == number
+    history.commands.clear()
+    history.return_worker(3, known=number)
+    (begin,) = history.sent(Begin, to=history.now_at(history.connection(3)))
+    assert (begin.generation, begin.first_step) == (number, history.state.committed)
+    assert history.sent(Stop) == []
+    history.start()
+    history.commit()
+    assert history.members() == (0, 1, 2, 3)
+
+
+def test_a_plan_that_was_found_while_peers_are_away_is_looked_for_again() -> None:
+    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.1))
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.wait(0.3)
+    history.come_back(3)
+    history.wait(0.7)
+    history.happen(Disconnected(at=history.at, connection=history.connection(2), will_return=True))
+    history.consider(0, 1, 2, 3)
+    assert history.state.next is None
+    history.return_worker(2)
+    history.wait(0.1)
+    history.consider(0, 1, 2, 3)
+    history.switch()
+    assert history.members() == (0, 1, 2, 3)
+
+
+def test_layers_do_not_begin_to_move_while_a_worker_is_away() -> None:
+    history = training()
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.say(AGENT + 1, HostHello(host="late", slots=1))
+    history.come_back(4)
+    history.wait(0.7)
+    history.consider(*history.state.members.staying(), waves=2)
+    history.prepare()
+    history.happen(Disconnected(at=history.at, connection=history.connection(0), will_return=True))
+    history.commit_by(1, history.state.committed, switch=True)
+    assert history.state.active is not None
+    assert history.state.active.migration is not None
+    history.return_worker(0, known=history.state.newest)
+    history.start()
+    history.commit()
+    history.wait(0.1)
+    assert history.state.next is not None
+    assert history.state.next.plan.policy == "cancelled-migration"
+    history.switch()
+    history.wait(0.1)
+    assert history.considerations, "another course is looked for"
 
 
 def test_first_orders_that_were_not_sent_are_made_again() -> None:

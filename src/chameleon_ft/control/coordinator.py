@@ -117,7 +117,7 @@ class Coordinator:
     @property
     def first_connection(self) -> int:
         """The number of the first connection: no other coordinator of the run has used it."""
-        return 1 + max((*self.state.connections, *self.state.members.fenced), default=0)
+        return 1 + max((*self.state.connections, *self.state.members.fenced, *self._received), default=0)
 
     @property
     def _term(self) -> int:

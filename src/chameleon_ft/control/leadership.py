@@ -18,11 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, Self
 
 from chameleon_ft.control.lease import Claim, Lease
@@ -209,14 +207,10 @@ async def wait_for_silence(lease: Lease, *, lease_s: float) -> Claim | None:
     found = await lease.newest()
     began_s = time.monotonic()
     watch = Watch(lease_s, found, began_s)
-    while (claim := watch.claim) is not None and not _has_ended(claim) and not watch.is_silent(began_s):
+    while (claim := watch.claim) is not None and not claim.has_ended() and not watch.is_silent(began_s):
         await asyncio.sleep(lease_s / POLLS)
         looked_s = time.monotonic()
         with contextlib.suppress(LeaseError):  # a look that fails says nothing about the leader
             watch = watch.observed(await lease.newest(), time.monotonic())
             began_s = looked_s
     return watch.claim
-
-
-def _has_ended(claim: Claim) -> bool:
-    return claim.host == socket.gethostname() and not Path(f"/proc/{claim.pid}").exists()

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,8 +157,19 @@ def test_a_place_that_breaks_down_is_an_error_that_names_it_and_not_an_answer(pl
 
 def test_the_process_of_a_claim_is_this_one() -> None:
     claim = Claim.of_this_process(term=2, address="10.0.0.1:29400")
-    assert (claim.host, claim.pid) == (socket.gethostname(), os.getpid())
+    assert claim.pid == os.getpid()
+    assert claim.host.split()[0] == socket.gethostname()
+    assert not claim.has_ended()
     assert Claim.from_json(claim.to_json()) == claim
+
+
+def test_only_a_process_that_would_be_seen_here_is_known_to_have_ended() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    claim = replace(Claim.of_this_process(term=2, address="10.0.0.1:29400"), pid=process.pid)
+    assert claim.has_ended()
+    for host in (socket.gethostname(), f"{claim.host}1", "other"):
+        assert not replace(claim, host=host).has_ended(), "a container may have the name of its host"
 
 
 @pytest.mark.parametrize(

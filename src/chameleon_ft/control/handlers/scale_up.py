@@ -73,8 +73,8 @@ def considered(draft: Draft, event: Considered) -> None:
         return
     generation, scale_up = scale_up.considering, replace(scale_up, considering=None)
     draft.set(scale_up=scale_up)
-    if generation != state.generation or state.phase is not Phase.TRAINING:
-        return
+    if generation != state.generation or state.phase is not Phase.TRAINING or state.returning:
+        return  # it is considered again; orders would not reach workers that are to come back
     if event.error is not None:
         _stay_after_error(draft, event.error)
         drains.give_up(draft, event.error)

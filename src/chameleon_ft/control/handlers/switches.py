@@ -250,6 +250,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     is_cancelled = active.policy == _CANCELLED
     migrate_s = max(0.0, upcoming.prepared_at - state.migrating_at)
     migrated = state.migrated.after(before.migration, migrate_s)
+    is_cut_short = bool(following and state.returning)  # orders would not reach all
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
     draft.begin_plan(
@@ -269,7 +270,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            is_hasty=is_cancelled,
+            is_hasty=is_cancelled or is_cut_short,
             migrated=migrated,
         ),
     )
@@ -286,7 +287,10 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
     checkpoints.switched(draft)
-    resume(draft)
+    if is_cut_short:
+        abandon(draft)
+    else:
+        resume(draft)
 
 
 def _follow_outcome(draft: Draft, active: ActivePlan) -> None:

@@ -18,6 +18,7 @@ from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import (
     Adopt,
+    Begin,
     BeginCheckpoint,
     Discard,
     Finish,
@@ -149,12 +150,25 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
         if draft.state.phase is Phase.TRAINING:
             incidents.stop(draft)
             return
+    _repeat_orders(draft, worker)
+
+
+def _repeat_orders(draft: Draft, worker: Worker) -> None:
+    """Repeat the orders that a worker may lack, which has come back."""
     state = draft.state
+    if state.ending is not None:
+        draft.send(worker.id, Finish())
     match state.phase:
         case Phase.STOPPING if worker.id not in state.quiesced:
             draft.send(worker.id, Stop(generation=state.generation))
-        case Phase.TRAINING:
-            upcoming = state.switching_to
+        case Phase.REGROUPING if state.switched_from is None and worker.id in state.participants:
+            incidents.stop(draft)  # while it was away, it was given orders
+        case Phase.REGROUPING | Phase.TRAINING:
+            active, upcoming = state.active, state.switching_to
+            assert active is not None
+            if state.switched_from is not None and worker.id in active.participants:
+                # One that has trained before has begun by itself, and ignores this.
+                draft.send(worker.id, Begin(generation=state.generation, first_step=active.first_step))
             switching = None if upcoming is None else upcoming.number
             for generation in range(state.generation + 1, state.newest + 1):
                 is_next = generation == switching
@@ -162,8 +176,6 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
                 draft.send(worker.id, order)
             if state.schedule.is_requested:
                 draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
-            if state.ending is not None:
-                draft.send(worker.id, Finish())
 
 
 def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) -> None:
@@ -174,7 +186,10 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
         _reconnected(draft, before, connection)
         hosts.joined(draft, connection, hello)
         return
-    if before not in draft.state.members.agents:
+    members = draft.state.members
+    # If the journal lacks changes, another agent may have the number of a connection that was lost before.
+    is_another = any(each == before and name != hello.id for name, each in members.agent_ids.items())
+    if before not in members.agents or is_another:
         _refuse(draft, connection, f"host {hello.host} is not in the run any more")
         return
     _reconnected(draft, before, connection)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from chameleon_ft.errors import LeaseError
@@ -31,8 +32,9 @@ class Claim:
     Attributes:
         term: its number, from 1. A higher term supersedes all lower ones.
         address: host:port of the coordinator.
-        host: name of the host of its process.
-        pid: its process on that host.
+        host: name of the host of its process, and of the namespace in which `pid` is its number: containers of one
+            host may have the same name.
+        pid: its process.
         renewals: grows with each renewal, by any amount. Only its changes mean something.
     """
 
@@ -55,11 +57,15 @@ class Claim:
     @classmethod
     def of_this_process(cls, *, term: int, address: str) -> Self:
         """Return the claim of this process."""
-        return cls(term=term, address=address, host=socket.gethostname(), pid=os.getpid())
+        return cls(term=term, address=address, host=_own_host(), pid=os.getpid())
 
     def is_same_leader(self, other: Claim | None) -> bool:
         """Return whether both are of one term and one process, whatever the renewals."""
         return other is not None and self._identity() == other._identity()
+
+    def has_ended(self) -> bool:
+        """Return whether its process is known to have ended, because this one would see it otherwise."""
+        return self.host == _own_host() and not Path(f"/proc/{self.pid}").exists()
 
     def to_json(self) -> str:
         """Return the claim as one JSON object."""
@@ -97,6 +103,10 @@ class Lease(Protocol):
 
         A claim that was removed from the place is made again. `claim.renewals` is not used.
         """
+
+
+def _own_host() -> str:
+    return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 async def in_thread(call: Callable[[], _Result]) -> _Result:

@@ -217,9 +217,11 @@ class ControlConnection:
                 done, _ = await asyncio.wait(attempts, timeout=_RETRY_MAX_S, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     attempts.remove(attempt)
-                    self._addresses.rotate(-self._addresses.index(attempt.result()[0]))
+                    address, found = attempt.result()
+                    self._addresses.rotate(-self._addresses.index(address))
                     with contextlib.suppress(ConnectionClosed):
-                        return await self._introduce(attempt.result()[1])
+                        return await self._introduce(found)
+                    attempts.append(asyncio.create_task(self._attempt(len(attempts), address)))
         finally:
             for attempt in attempts:
                 attempt.cancel()

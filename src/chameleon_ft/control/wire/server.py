@@ -36,12 +36,9 @@ class Peer:
 
     def __init__(self, connection: ServerConnection, number: int) -> None:
         self.number = number
+        self.address = _address_of(connection)  # not known once the connection is gone
         self.is_local = _is_local(connection)  # whether it is on this host
         self._connection = connection
-
-    @property
-    def address(self) -> str:
-        return _address_of(self._connection)
 
     @property
     def will_return(self) -> bool:
@@ -198,5 +195,7 @@ def _is_local(connection: ServerConnection) -> bool:
 
 
 def _address_of(connection: ServerConnection) -> str:
+    if connection.remote_address is None:
+        return "a peer that is gone"
     host, port, *_ = connection.remote_address
     return join_address(host, port)
