@@ -235,12 +235,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+    # As bytes: a last line may end within a character, and texts may have other characters that end lines.
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             yield json.loads(line)
-        except json.JSONDecodeError:
-            if line.endswith("\n"):
+        except ValueError:
+            if line.endswith(b"\n"):
                 raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
 
 
