@@ -39,6 +39,7 @@ class Rank:
     content: int = 0  # another one after a bit has flipped
     loaded: int = 0  # generation in which it has loaded its state
     generation: int = 0  # that it trains; 0: it waits
+    known: int = 0  # the newest of which it has an order
     condemned: bool = False  # its state may be a wrong one, and it must not train with it
     outbox: deque[Message] = field(default_factory=deque)
 
@@ -48,7 +49,7 @@ class Orders(History):
 
     def __init__(self, state: State) -> None:
         self.ranks = {worker: Rank() for worker in range(4)}
-        self.undelivered: list[tuple[int, Command]] = []
+        self.undelivered: list[tuple[State, Command]] = []
         self.checkpoints: dict[int, int] = {}  # step -> the content
         self.agreed_at_report = 0
         self.flipped = False  # since a state was loaded
@@ -57,18 +58,23 @@ class Orders(History):
 
     def happen(self, event: Event) -> tuple[Command, ...]:
         commands = super().happen(event)
-        self.undelivered += [(self.state.generation, command) for command in commands]
+        self.undelivered += [(self.state, command) for command in commands]
         return commands
+
+    def is_present(self, worker: int) -> bool:
+        """Whether a worker is connected with the coordinator that leads now."""
+        return worker in self.ranks and self.now_at(self.connection(worker)) not in self.state.returning
 
     def deliver(self, to: Collection[int] = range(4), *, files: bool = True) -> None:
         """Have these workers get their orders, and the files be written; others never get theirs."""
         undelivered, self.undelivered = self.undelivered, []
-        for generation, command in undelivered:
+        for state, command in undelivered:
             match command:
                 case Launch(plan=plan):
                     for worker in to:
-                        if worker in plan.participants and worker in self.ranks:
-                            self._begin(self.ranks[worker], generation, plan.load, plan.first_step)
+                        is_away = state.members[worker].connection in state.returning
+                        if worker in plan.participants and worker in self.ranks and not is_away:
+                            self._begin(self.ranks[worker], state.generation, plan.load, plan.first_step)
                 case Send(connection=connection, message=Stop(generation=number)):
                     for worker in to:
                         if worker in self.ranks and self.now_at(self.connection(worker)) == connection:
@@ -81,10 +87,10 @@ class Orders(History):
             rank.content = 0 if load == "initial" else self.checkpoints[load]
             rank.loaded, rank.committed, rank.condemned = generation, first_step, False
             self.flipped = False
-        rank.generation = rank.placed = generation
+        rank.generation = rank.placed = rank.known = generation
 
     def _stop(self, rank: Rank, generation: int) -> None:
-        rank.generation = 0
+        rank.generation, rank.known = 0, generation
         report = Quiesced(
             generation=generation,
             committed=rank.committed,
@@ -139,10 +145,13 @@ class Health(RuleBasedStateMachine):
 
     def catch_up(self) -> None:
         """Have all orders and messages arrive."""
-        while self.history.undelivered or any(rank.outbox for rank in self.history.ranks.values()):
+        while self.history.undelivered or any(self.history.ranks[each].outbox for each in self.present()):
             self.history.deliver()
-            for worker in list(self.history.ranks):
+            for worker in self.present():
                 self.receive(worker)
+
+    def present(self) -> list[int]:
+        return [worker for worker in self.history.ranks if self.history.is_present(worker)]
 
     @rule(worker=WORKERS)
     def receive(self, worker: int) -> None:
@@ -255,15 +264,28 @@ class Health(RuleBasedStateMachine):
             self.history.reap(worker)
 
     @precondition(lambda self: self.history.state.phase is not Phase.OVER)
-    @rule(reached=st.sets(WORKERS), files=st.booleans())
-    def replace_the_coordinator(self, reached: set[int], files: bool) -> None:
-        """Replace it after its last event, whose orders have reached some workers."""
+    @rule(
+        reached=st.sets(WORKERS),
+        files=st.booleans(),
+        order=st.permutations(range(4)),
+        goes_on=st.lists(st.booleans(), min_size=4, max_size=4),
+    )
+    def replace_the_coordinator(self, reached: set[int], files: bool, order: list[int], goes_on: list[bool]) -> None:
+        """Replace it after its last event, whose orders have reached some workers.
+
+        They come back one after the other, and those that are back may go on meanwhile.
+        """
         self.history.deliver(reached, files=files)
         self.history.take_over()
         self.history.return_agent()
-        for worker in self.history.live():
-            self.history.return_worker(worker, known=self.history.state.newest)
-        assert not self.history.state.returning
+        for worker, catches_up in zip(order, goes_on, strict=True):
+            if worker in self.history.live():
+                self.history.return_worker(worker, known=self.history.ranks[worker].known)
+            if catches_up:
+                self.catch_up()
+                if self.history.questions and self.history.state.phase is not Phase.OVER:
+                    self.history.decide()
+        assert not self.history.state.returning or self.history.state.phase is Phase.OVER
 
     @rule()
     def time_passes(self) -> None:
