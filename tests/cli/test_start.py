@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chameleon_ft.config import RENAMED_KEYS, TrainConfig
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ChameleonError, ConfigError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 from tests.cli.conftest import CommandLine, nothing_listens
@@ -179,6 +179,12 @@ def test_a_job_that_turns_out_to_be_wrong_leaves_no_directory(chameleon: Command
     assert not Path("run").exists()
     chameleon.error = None
     assert chameleon("run", own_model, "--output-dir", "run") == 0
+
+
+def test_a_lease_that_cannot_be_used_leaves_no_directory(chameleon: CommandLine, own_model: Path) -> None:
+    chameleon.error = LeaseError("no member can be used")
+    assert chameleon("run", own_model, "--output-dir", "run") == 1
+    assert not Path("run").exists()
 
 
 def test_what_was_trained_before_a_job_turned_out_to_be_wrong_is_kept(

@@ -31,7 +31,7 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import split_address
-from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LeaseError
 from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
@@ -98,8 +98,9 @@ class PreparedRun:
     def start(self, entry: Callable[..., int]) -> int:
         """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
 
-        Raises ConfigError if the job itself is invalid, which shows only when its code runs. In that case, or if
-        interrupted or terminated that early, the directory of a new run is removed.
+        Raises ConfigError if the job itself is invalid, which shows only when its code runs, and LeaseError if the
+        place of the lease cannot be used. In these cases, or if interrupted or terminated that early, the directory of
+        a new run is removed.
         """
         if self.is_done:
             print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
@@ -108,7 +109,7 @@ class PreparedRun:
             print(warning, file=sys.stderr, flush=True)
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
-        except (ConfigError, KeyboardInterrupt, SystemExit):
+        except (ConfigError, LeaseError, KeyboardInterrupt, SystemExit):
             if self.is_new and not self.directory.metrics_file.exists():
                 shutil.rmtree(self.directory.path)
             raise

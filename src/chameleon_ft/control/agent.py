@@ -227,16 +227,15 @@ class Agent:
         self._pending = {rank for rank in self._pending if rank[0] != worker}
         for (number, incarnation), process in self._ranks.items():
             if number == worker and is_hung:
-                self._run(self._examine(number, incarnation))
+                self._run(self._examine(number, incarnation, process))
             elif number == worker:
                 process.kill()
         for number, incarnation in [rank for rank in self._unknown if rank[0] == worker]:
             self._unknown.remove((number, incarnation))
             self._connection.send(WorkerExited(worker=number, incarnation=incarnation, exit_code=None))
 
-    async def _examine(self, worker: int, incarnation: int) -> None:
+    async def _examine(self, worker: int, incarnation: int, rank: HostProcess) -> None:
         """Send evidence of the hang of a rank, and kill it."""
-        rank = self._ranks[worker, incarnation]
         try:
             process, activity = await examine(rank)
             rank_id = {"worker": worker, "incarnation": incarnation}

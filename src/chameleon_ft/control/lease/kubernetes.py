@@ -61,8 +61,9 @@ class KubernetesLease(RegisterLease[_Object | None]):
             _, _, namespace = address.partition("://")
             namespace = namespace or (account / "namespace").read_text(encoding="utf-8").strip()
         except (KeyError, ValueError, OSError) as error:
+            why = f"{error.args[0]} is not set" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"control.lease = {address!r}: {error!r}; run the coordinator in a pod with a service account, or set "
+                f"control.lease = {address!r}: {why}; run the coordinator in a pod with a service account, or set "
                 "KUBERNETES_SERVICE_HOST, KUBERNETES_SERVICE_PORT and CHAMELEON_SERVICE_ACCOUNT, a directory with "
                 "token, ca.crt and namespace"
             ) from None
