@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from chameleon_ft.config import RENAMED_KEYS, TrainConfig
-from chameleon_ft.errors import ChameleonError, ConfigError, LeaseError
+from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 from tests.cli.conftest import CommandLine, nothing_listens

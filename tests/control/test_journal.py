@@ -68,7 +68,7 @@ def test_the_last_state_is_read_whatever_came_before(tmp_path_factory: pytest.Te
 def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, *_, last = states(steps=2)
-    last = replace(last, ended=("failed", "an error with ‘quotes’\u2028 and lines\x85\x0b"))
+    last = replace(last, ended=("failed", "an error with \u2018quotes\u2019\u2028 and lines\x85\x0b"))
     with journal_at(path) as journal:
         journal.write(first, moment(1.0), received={7: 1})
         size = path.stat().st_size
