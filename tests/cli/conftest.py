@@ -12,7 +12,7 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import RunConfig
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ChameleonError
 from chameleon_ft.observe import RunDirectory
 
 OWN_MODEL = """
@@ -44,7 +44,7 @@ class CommandLine:
     capture: pytest.CaptureFixture[str]
     launched: list[Launched] = field(default_factory=list)
     joined: list[dict[str, object]] = field(default_factory=list)
-    error: ConfigError | None = None
+    error: ChameleonError | None = None
     """The error that starting a run raises."""
     knocks: list[Callable[[], None]] = field(default_factory=list)
     """Raise the errors of the next attempts to reach a coordinator; all others succeed."""
