@@ -70,10 +70,10 @@ def test_one_decision_of_several_in_several_lives(tmp_path: Path, capsys: pytest
     run = write(tmp_path, started(), *one(2), started(), *one(4))
     assert told(capsys, run).count("Decision ") == 2
     second = told(capsys, run, "--decision", "2")
-    assert "Decision 2 of 2: in step 40, 2026-01-01 12:00:00 UTC, life 2 of the run\n" in second
+    assert "Decision 2 of 2: in step 40, 2026-01-01 12:00:00 UTC, start 2 of the run\n" in second
     assert "Decision 1" not in second
     (story,) = json.loads(told(capsys, run, "--decision", "2", "--json"))["decisions"]
-    assert (story["generation"], story["life"], story["outcome"]["steps"]) == (4, 2, 10)
+    assert (story["generation"], story["session"], story["outcome"]["steps"]) == (4, 2, 10)
     assert story["why"].startswith("25.0% more samples than reroute: ")
     assert main(["explain", run, "--decision", "3"]) == 2
     assert "--decision 3: there is no such decision; this run has 1 to 2" in capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             # (t - 1) / 0.5 = (t - 501) / 0.4 at t = 2501 s.
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.4, 1.0, 0, return_s=500.0, samples=124_750)],
             "a",
-            "60.2% more samples than b: its cost of the next failure is 500.0 s shorter, which the steps of "
+            "60.2% more samples than b: the next failure costs 500.0 s less, which the steps of "
             "b, 20.0% shorter, make up for only after 41.7 min; the next failure is expected in 16.7 min",
         ),
         (

@@ -169,7 +169,7 @@ class DecisionStory:
         """Return the fields as JSON values."""
         return {
             "number": self.number,
-            "life": self.session,
+            "session": self.session,
             **self.decided.model_dump(mode="json", by_alias=True),
             "losses": [loss.to_json() for loss in self.losses],
             "policy": self.policy,

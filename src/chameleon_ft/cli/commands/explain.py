@@ -28,6 +28,14 @@ __all__ = ["describe_reason", "main"]
 
 _NOTICEABLE_S = 5e-4  # of a stall
 _TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving", "slow": "slow"}
+_PRESENT: Final = {
+    "loss": "are left",
+    "join": "are there, newcomers included",
+    "review": "are live",
+    "drain": "stay",
+    "slow": "are live",
+}
+"""What the number of live workers is said of."""
 _UNNAMED: Final = {
     "loss": "no worker",
     "join": "new workers",
@@ -81,12 +89,10 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
     for story in stories:
         decided = story.decided
         when = datetime.fromtimestamp(decided.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        life = f", life {story.session} of the run" if resumed else ""
+        start = f", start {story.session} of the run" if resumed else ""
         out.text("")
-        out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{life}", "bold")
-        present = {"loss": "are left", "drain": "stay", "slow": "are live"}.get(
-            decided.trigger, "are there, newcomers included"
-        )
+        out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{start}", "bold")
+        present = _PRESENT[decided.trigger]
         out.facts(
             [
                 (_TRIGGERS[decided.trigger], _describe_trigger(story)),
@@ -237,27 +243,30 @@ def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon
     assert best.step_s is not None
     assert second.step_s is not None
     more_stall_s = _lost_s(best) - _lost_s(second)
-    what, is_ = "stall", "is"
+    shorter_by = duration(-more_stall_s)
+    more, less, not_more = "more of stall", f"its stall is {shorter_by} shorter", "its stall is not longer"
     if abs(best.next_incident_s - second.next_incident_s) >= _NOTICEABLE_S:
-        what = "cost of the next failure"
+        what, end = "the next failure", "s"
         if best.stall_s != second.stall_s:
-            what, is_ = f"stall and {what}", "are"
+            what, end = f"its stall and {what}", ""
+        more, less = f"that {what} cost{end} more", f"{what} cost{end} {shorter_by} less"
+        not_more = f"{what} do{'es' * bool(end)} not cost more"
     if best.step_s == second.step_s:
-        return f"its {what} {is_} {duration(-more_stall_s)} shorter"
+        return less
     # Time t after the decision at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and
     # a and b lost.
     even_s = (_lost_s(best) * second.step_s - _lost_s(second) * best.step_s) / (second.step_s - best.step_s)
     even = f"after {duration(even_s)}; the next failure is expected in {duration(horizon_s)}"
     if best.step_s > second.step_s:
         return (
-            f"its {what} {is_} {duration(-more_stall_s)} shorter, which the steps of {second.policy}, "
+            f"{less}, which the steps of {second.policy}, "
             f"{1 - second.step_s / best.step_s:.1%} shorter, make up for only {even}"
         )
     shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
     if more_stall_s < _NOTICEABLE_S:
-        return f"{shorter}, and its {what} {is_} not longer"
+        return f"{shorter}, and {not_more}"
     moves = f"it moves {data_size(best.moved_bytes)}, and " if best.moved_bytes else ""
-    return f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of {what} {even}"
+    return f"{moves}{shorter}, which makes up for {duration(more_stall_s)} {more} {even}"
 
 
 def _lost_s(each: ScoredCandidate) -> float:
