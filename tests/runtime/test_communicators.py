@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -127,15 +128,16 @@ def test_calling_off_races_with_the_end_and_with_the_beginning() -> None:
 @contextmanager
 def connection(listener: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Connect to a listener; both ends are given."""
-    with socket.create_connection(listener.getsockname()) as one:
+    with socket.create_connection(listener.getsockname()[:2]) as one:
         other, _ = listener.accept()
         with other:
             yield one, other
 
 
 @contextmanager
-def listening() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def listening(host: str = "127.0.0.1") -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         yield listener
 
 
@@ -182,6 +184,33 @@ def test_listening_and_other_sockets_are_left_alone() -> None:
         datagrams.sendto(b"x", datagrams.getsockname())
         assert datagrams.recv(1) == b"x"
         tracker.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_only_connections_with_an_address_that_was_published_are_shut_down(host: str) -> None:
+    """Not one of the job's own, or one to another coordinator that leads meanwhile."""
+    with ExitStack() as stack:
+        theirs = stack.enter_context(listening(host))
+        own = stack.enter_context(listening(host))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        published: list[bytes] = []
+        tracker = SocketTracker()
+        tracker.start()
+        tracker.narrow(lambda: published)
+        jobs = stack.enter_context(connection(own))
+        members = stack.enter_context(connection(theirs))
+        tracker.shut_down()
+        assert is_open(jobs)
+        assert is_open(members)
+        address = struct.pack(">H", theirs.getsockname()[1]) + bytes(4 if ":" in host else 0)
+        published.append(b"a host" + bytes(100) + address + socket.inet_pton(family, host) + bytes(100))
+        tracker.settle()
+        published.clear()
+        tracker.shut_down()
+        assert is_open(jobs)
+        assert not is_open(members)
+        tracker.close()
+        assert is_open(jobs)
 
 
 def test_a_blocked_read_ends_before_settling_too() -> None:

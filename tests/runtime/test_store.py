@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,12 +10,14 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
+from chameleon_ft.config import Timeouts
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.wire.messages import LookUp, Message, Publish
 from chameleon_ft.runtime.communicators import CommunicationError, Membership, Rendezvous
-from chameleon_ft.runtime.communicators.gloo import gloo_group
+from chameleon_ft.runtime.communicators.gloo import GlooCommunicators, gloo_group
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from tests.runtime.ranks import Ranks, opened
 
@@ -27,6 +30,7 @@ class Coordinator:
         self.ranks: dict[int, GenerationStore] = {}
         self.lock = threading.Lock()
         self.looked_up = threading.Event()
+        self.published = threading.Event()
         self.look_ups = 0
 
     def rank(self, worker: int) -> GenerationStore:
@@ -38,6 +42,7 @@ class Coordinator:
         with self.lock:
             if isinstance(message, Publish):
                 answers = list(self.store.publish(worker, message))
+                self.published.set()
             else:
                 answers = list(self.store.look_up(worker, message))
                 self.look_ups += 1
@@ -73,6 +78,38 @@ def test_the_members_of_a_group_are_told_of_each_other_without_asking() -> None:
         for formed_group in forming:
             formed_group.result()
     assert coordinator.look_ups == 0
+
+
+def test_the_connections_of_a_group_are_told_from_others_by_what_its_members_publish() -> None:
+    """An interruption ends a receive, and no connection that the job has made while the group was formed."""
+    coordinator = Coordinator()
+    stores = [coordinator.rank(rank) for rank in range(2)]
+    members = [GlooCommunicators(timeouts=Timeouts(), address="127.0.0.1") for _ in stores]
+
+    def form(rank: int) -> None:
+        rendezvous = Rendezvous(stores[rank].opened, b"key")
+        membership = Membership(
+            generation=4, worker=rank, members=(0, 1), groups=((0, 1),), channels=(), rendezvous=rendezvous
+        )
+        members[rank].open(membership)
+        members[rank].settle()
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        first = pool.submit(form, 0)
+        coordinator.published.wait()
+        with socket.create_connection(server.getsockname()) as own, server.accept()[0] as other:
+            pool.submit(form, 1).result()
+            first.result()
+            receiving = members[0].receive(torch.empty(1), peer=1, tag=0)
+            waiting = pool.submit(receiving.wait)
+            for each in members:
+                each.interrupt()
+            with pytest.raises(CommunicationError):
+                waiting.result()
+            for each in members:
+                each.close()
+            own.sendall(b"x")
+            assert other.recv(1) == b"x"
 
 
 def test_a_member_that_was_not_told_asks(monkeypatch: pytest.MonkeyPatch) -> None:

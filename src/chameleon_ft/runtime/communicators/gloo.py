@@ -128,6 +128,8 @@ class GlooCommunicators:
     def _former(self, membership: Membership) -> Callable[[int, tuple[int, ...]], None]:
         """Return a function that forms a group, by its number and its members, if this rank is in it."""
         store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
+        if isinstance(store, GenerationStore):
+            self._sockets.narrow(store.published)
         device = ProcessGroupGloo.create_device(hostname=self._address)
 
         def form(index: int, group: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 On torch 2.13, neither `abort` nor `shutdown` of a gloo process group wakes a thread that waits in it; shutting down
 its sockets does, within milliseconds. The library does not expose its sockets, so this file finds them by what appears
-in /proc/self/fd while it connects.
+in /proc/self/fd while it connects, and by the addresses that its members have published.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 __all__ = ["SocketTracker"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_ADDRESS_BYTES = 256  # at the beginning of a value that gloo publishes, which have the address
 
 
 class SocketTracker:
-    """The TCP connections that this process opens between `start` and `settle`.
+    """The TCP connections between the members of a group that this process opens between `start` and `settle`.
 
     They are told by inode, since a file descriptor number may be reused at once. Listening sockets are left alone: gloo
-    ends the process when its listening socket fails.
+    ends the process when its listening socket fails. So are connections that the job makes, for example to where it
+    reads its data, and one to another coordinator, once `narrow` was called.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._published: Callable[[], Sequence[bytes]] | None = None
         self._before: set[int] | None = None
         self._settled: list[socket.socket] = []
 
@@ -35,6 +39,14 @@ class SocketTracker:
         """Track every connection from now on."""
         with self._lock:
             self._before = {inode for _, inode in _open_sockets()}
+
+    def narrow(self, published: Callable[[], Sequence[bytes]]) -> None:
+        """Track only connections of which one end is an address at which a member listens.
+
+        Args:
+            published: returns what the members have published so far, with these addresses.
+        """
+        self._published = published
 
     def settle(self) -> None:
         """Track no later connection."""
@@ -59,11 +71,14 @@ class SocketTracker:
             for connection in self._settled:
                 connection.close()
             self._settled = []
-            self._before = None
+            self._before = self._published = None
 
     def _new_connections(self) -> Iterator[socket.socket]:
         if self._before is None:
             return
+        known = None
+        if self._published is not None:
+            known = b"".join(value[:_ADDRESS_BYTES] for value in self._published())
         for descriptor, inode in _open_sockets():
             if inode in self._before:
                 continue
@@ -75,10 +90,20 @@ class SocketTracker:
                 connection.family in (socket.AF_INET, socket.AF_INET6)
                 and connection.type == socket.SOCK_STREAM
                 and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                and (known is None or any(end in known for end in _ends_of(connection)))
             ):
                 yield connection
             else:
                 connection.close()
+
+
+def _ends_of(connection: socket.socket) -> Iterator[bytes]:
+    """Yield the port and the address of both ends, as `struct sockaddr_in` and `sockaddr_in6` have them."""
+    for end in (connection.getsockname, connection.getpeername):
+        with contextlib.suppress(OSError):  # not connected yet, or not any more
+            host, port, *others = end()
+            flow = struct.pack(">I", others[0]) if others else b""
+            yield struct.pack(">H", port) + flow + socket.inet_pton(connection.family, host.partition("%")[0])
 
 
 def _open_sockets() -> Iterator[tuple[int, int]]:

@@ -45,6 +45,7 @@ class GenerationStore(Store):
         self._send = send
         self._timeout = _TIMEOUT
         self._values: dict[str, bytes] = {}
+        self._own: list[bytes] = []
         self._members: dict[str, int] = {}  # of groups, by their prefix
         self._is_over = False
         self._changed = threading.Condition()
@@ -67,6 +68,11 @@ class GenerationStore(Store):
             self._values.update({key: base64.b64decode(value) for key, value in values})
             self._changed.notify_all()
 
+    def published(self) -> list[bytes]:
+        """Return the values that this rank has published, and all that it knows of others."""
+        with self._changed:
+            return [*self._own, *self._values.values()]
+
     def end(self) -> None:
         """End all waits, because the generation is over."""
         with self._changed:
@@ -77,6 +83,8 @@ class GenerationStore(Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override] # torch gives bytes
         text = base64.b64encode(value).decode("ascii")
+        with self._changed:
+            self._own.append(bytes(value))
         self._send(Publish(generation=self._generation, key=key, value=text, members=self._members_of(key)))
 
     def get(self, key: str) -> bytes:
