@@ -132,6 +132,37 @@ def test_what_a_coordinator_says_is_heard_from_its_successor_too() -> None:
     assert heard == [Stop(generation=1), Stop(generation=2)]
 
 
+def test_what_a_coordinator_has_handled_and_not_written_is_sent_to_the_next_one() -> None:
+    received: list[list[int]] = []
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await connection.recv()
+        own: list[int] = []
+        received.append(own)
+        # The second one has handled all three messages, and lost two of them when it is lost.
+        handled, written = [(0, 0), (3, 1), (1, 1)][len(received) - 1]
+        fields = {"term": 1, "lease_s": 30.0, "reconnect_s": 30.0}
+        await connection.send(
+            encode(Acknowledged(connection=len(received), received=handled, written=written, **fields))
+        )
+        for _ in range({1: 3, 2: 0, 3: 2}[len(received)]):
+            message = decode(await connection.recv())
+            assert isinstance(message, Started)
+            own.append(message.generation)
+        if len(received) < 3:
+            connection.transport.abort()
+        else:
+            await connection.send(encode(Exit(reason="all came")))
+
+    async def body(connection: ControlConnection) -> None:
+        for number in range(3):
+            connection.send(Started(generation=number))
+        assert [message async for message in until_exit(connection)] == [Exit(reason="all came")]
+
+    connected(coordinator, body)
+    assert received == [[0, 1, 2], [], [1, 2]]
+
+
 def test_a_coordinator_that_is_lost_as_soon_as_it_has_accepted_is_sought_again() -> None:
     """The peer has not even said who it is."""
     coordinators = Coordinators([0])

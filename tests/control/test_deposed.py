@@ -132,3 +132,20 @@ async def test_peers_are_let_go_only_if_another_coordinator_may_lead(stage: Stag
     term.leads = False
     stage.coordinator._lapsed()
     assert stage.live() == []
+
+
+@scene()
+async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_in_the_journal(stage: Stage) -> None:
+    stage.train()
+    coordinator, before = stage.coordinator, stage.ranks[0]
+    coordinator._acknowledge(before.number)
+    handled = before.last(Acknowledged).received
+    coordinator._recorder.files._late_since_s = 1.0
+    stage.commit(3)
+    returned = Puppet("worker 0")
+    stage.say(returned, Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=before.number, known=1))
+    told = returned.last(Acknowledged)
+    assert (told.received, told.written) == (handled + 1, handled)
+    coordinator._recorder.files._late_since_s = None
+    coordinator._acknowledge(returned.number)
+    assert returned.last(Acknowledged).written == handled + 1

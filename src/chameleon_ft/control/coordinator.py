@@ -85,7 +85,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
-        self._acknowledged: dict[int, int] = {}  # likewise, of which the peer has been told
+        self._acknowledged: dict[int, int] = {}  # likewise, that the peer need not keep any more
         self._clock_ahead_s = 0.0
         settings = Settings.of(config, run, num_layers=job.num_layers)
         self.state = State.before(
@@ -103,7 +103,7 @@ class Coordinator:
     def _take_over(self, last: LastEntry) -> None:
         """Continue from the last state of another coordinator, and by its clock."""
         self.state = last.state
-        self._received = dict(last.received)
+        self._received, self._acknowledged = dict(last.received), dict(last.received)
         self._recorder.complete(last.records)
         # A peer waits no longer for a coordinator. So any more is the difference between the clocks of two hosts.
         passed_s = min(max(0.0, time.time() - last.at.unix_s), last.state.settings.timeouts.reconnect_s)
@@ -224,6 +224,7 @@ class Coordinator:
         number = peer.number
         if isinstance(message, messages.Hello | messages.HostHello):
             received = self._received.get(message.resumes or 0, 0)
+            self._acknowledged[number] = self._acknowledged.get(message.resumes or 0, 0)
         else:
             received = self._received.get(number, 0) + 1
         self._received[number] = received
@@ -362,15 +363,15 @@ class Coordinator:
 
     def _acknowledge(self, connection: int) -> None:
         received, standbys = self._received.get(connection, 0), tuple(self.state.standbys.values())
-        if self._recorder.files.is_late:  # the journal may not have the newest ones
-            received = self._acknowledged.get(connection, received)
-        self._acknowledged[connection] = received
+        if not self._recorder.files.is_late:  # otherwise the journal may not have the newest ones
+            self._acknowledged[connection] = received
         lease_s = self._config.control.lease_s
         self._send(
             connection,
             messages.Acknowledged(
                 connection=connection,
                 received=received,
+                written=self._acknowledged.get(connection, 0),
                 term=self.state.term,
                 lease_s=lease_s,
                 # A standby leads only once the lease is over.

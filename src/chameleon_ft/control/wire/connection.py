@@ -178,7 +178,7 @@ class ControlConnection:
             self._sent = max(message.received, self._acknowledged)
         self._term, self._lease_s, self._reconnect_s = message.term, message.lease_s, message.reconnect_s
         self._addresses = deque(dict.fromkeys([self.coordinator, *message.standbys]))
-        while self._acknowledged < message.received:
+        while self._acknowledged < (message.received if message.written is None else message.written):
             self._kept.popleft()
             self._acknowledged += 1
 

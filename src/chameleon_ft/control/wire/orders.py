@@ -57,6 +57,8 @@ class Acknowledged(Message):
     type: Literal["acknowledged"] = "acknowledged"
     connection: int  # its number
     received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
+    # Of these, those that its journal has, which the peer need not keep for another coordinator; None: all.
+    written: int | None = None
     term: int
     lease_s: float  # seconds without an answer after which the peer is to look for another coordinator
     reconnect_s: float  # seconds for which to look for one
