@@ -119,8 +119,9 @@ def test_a_renewal_counts_up_whatever_the_clock_says(tmp_path: Path, monkeypatch
     assert seen == sorted(set(seen))
 
 
-def test_a_claim_that_is_damaged_is_named(tmp_path: Path) -> None:
-    (tmp_path / "000002.json").write_text('{"term": 2', encoding="utf-8")
+@pytest.mark.parametrize("content", [b'{"term": 2', b"\xff\x00"])
+def test_a_claim_that_is_damaged_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "000002.json").write_bytes(content)
     with pytest.raises(LeaseError, match=r"000002\.json.*remove the file"):
         asyncio.run(FileLease(tmp_path).newest())
 

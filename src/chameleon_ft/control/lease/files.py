@@ -91,7 +91,7 @@ class FileLease:
 
     def _read(self, term: int) -> Claim:
         path = self._path(term)
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             renewals = int(os.fstat(file.fileno()).st_mtime)
             content = file.read()
         try:
