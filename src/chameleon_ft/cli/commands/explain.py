@@ -35,7 +35,7 @@ _PRESENT: Final = {
     "drain": "stay",
     "slow": "are live",
 }
-"""What the number of live workers is said of."""
+"""The words after a number of workers, by the trigger of a decision."""
 _UNNAMED: Final = {
     "loss": "no worker",
     "join": "new workers",
