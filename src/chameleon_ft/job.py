@@ -179,6 +179,10 @@ class Job:
         wanted = set(layers)
         return tuple(tuple(copies) for copies in self.tied if {layer for layer, _ in copies} == wanted)
 
+    def tied_in(self, layer: int) -> frozenset[str]:
+        """Return the names of a layer's parameters that other layers share."""
+        return frozenset(name for copies in self.tied for number, name in copies if number == layer)
+
     @property
     def relative_costs(self) -> tuple[float, ...]:
         """The cost of each layer relative to the others; all 1 if the job gives none."""

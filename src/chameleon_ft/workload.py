@@ -29,7 +29,7 @@ class LayerCost:
         output_bytes: bytes of the output, which is sent to the next worker if the layer ends a hop.
         gradient_bytes: bytes of the parameter gradients, which stay allocated and are reduced by gradient sync.
         optimizer_bytes: bytes of optimizer state, including master copies of the parameters.
-        master_bytes: the part of `optimizer_bytes` that are master copies, which every holder keeps.
+        master_bytes: the part of `optimizer_bytes` that are master copies.
         working_bytes: peak of the additional bytes while the forward or the whole backward of the layer runs.
         halves_working_bytes: that while I or W runs; None: as `working_bytes`.
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
@@ -222,14 +222,12 @@ class Workload:
     def replicated_bytes(self) -> tuple[int, ...]:
         """Bytes of the optimizer state that every holder of a layer keeps, although others own slices.
 
-        That is the state of tied parameters, and masters.
+        That is the state of tied parameters.
         """
         found = []
         for number, layer in enumerate(self.layers):
             tied = sum(each.gradient_bytes for each in self.tied if number in each.layers)
-            moments = max(0, layer.optimizer_bytes - layer.master_bytes)
-            of_tied = moments * tied // layer.gradient_bytes if layer.gradient_bytes else 0
-            found.append(min(layer.optimizer_bytes, layer.master_bytes + of_tied))
+            found.append(layer.optimizer_bytes * tied // layer.gradient_bytes if layer.gradient_bytes else 0)
         return tuple(found)
 
     @property

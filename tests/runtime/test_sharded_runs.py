@@ -80,11 +80,11 @@ def test_without_redundancy_and_checkpoints_a_loss_ends_the_run(tmp_path: Path) 
     assert "raise parallel.optimizer_redundancy" in ended.summary["reason"]
 
 
-def test_a_run_resumes_with_other_owners(tmp_path: Path) -> None:
+def test_a_run_resumes_in_bf16_with_other_owners(tmp_path: Path) -> None:
     def resumed(name: str, first: Parallel, other: Parallel) -> list[torch.Tensor]:
         directory = tmp_path / name
         directory.mkdir()
-        config: RunConfig = small_config(directory, steps=3, parallel=first)
+        config: RunConfig = small_config(directory, steps=3, parallel=first, precision="bf16")
         ended = train_here(config, directory / "run")
         ended = resume_here(ended, parallel=other, steps=6)
         assert ended.code == 0

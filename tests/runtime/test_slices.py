@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,19 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from chameleon_ft.config import LlamaConfig, Parallel
+from chameleon_ft.config import LlamaConfig, Parallel, RunConfig
 from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import workload_memory
-from chameleon_ft.job import Job
+from chameleon_ft.job import Job, Precision
 from chameleon_ft.models.llama_job import llama_job
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.runtime.execution.gather import ParameterGather
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.execution.optimizer import ParameterVector
+from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.fault_injection import flip_random_bit
 from chameleon_ft.runtime.inspection import inspect_job
@@ -66,10 +68,8 @@ def sharding(workers: int, redundancy: int, before: Sharding | None = None) -> S
 
 
 def held_layers(job: Job, owned: Sharding | None = None, worker: int = 0) -> HeldLayers:
-    held = HeldLayers(job, range(LAYERS), seed=SEED, device=CPU)
-    if owned is not None:
-        held.own(owned.owned_by(worker))
-    return held
+    own = None if owned is None else owned.owned_by(worker)
+    return HeldLayers(job, range(LAYERS), seed=SEED, device=CPU, owned=own)
 
 
 def set_gradients(held: HeldLayers, step: int) -> None:
@@ -116,10 +116,20 @@ def plain(job: Job, steps: int) -> HeldLayers:
     return held
 
 
-JOBS: list[Callable[[], Job]] = [block_job, lambda: toy_job(LAYERS), lambda: toy_job(LAYERS, tied=True)]
+def in_bf16(job: Job) -> Job:
+    return replace(job, precision=Precision("bf16", RunConfig().fp32_modules))
 
 
-@pytest.mark.parametrize("job", JOBS, ids=["block", "toy", "tied"])
+JOBS: dict[str, Callable[[], Job]] = {
+    "block": block_job,
+    "toy": lambda: toy_job(LAYERS),
+    "tied": lambda: toy_job(LAYERS, tied=True),
+    "block in bf16": lambda: in_bf16(block_job()),
+    "tied in bf16": lambda: in_bf16(toy_job(LAYERS, tied=True)),
+}
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 @pytest.mark.parametrize(("workers", "redundancy"), [(2, 1), (3, 1), (4, 2), (5, 3), (2, 5)])
 def test_parameters_are_bit_equal_to_those_without_slices(
     job: Callable[[], Job], workers: int, redundancy: int
@@ -154,7 +164,7 @@ def state_numbers(held: HeldLayers, owned: Mapping[int, Sequence[tuple[int, int]
     return sum(each.numel() for each in tensors)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=["block", "toy", "tied"])
+@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_owners_change_between_updates(job: Callable[[], Job]) -> None:
     made, workers = job(), 4
     owned = sharding(workers, 2)
@@ -179,10 +189,18 @@ def test_owners_change_between_updates(job: Callable[[], Job]) -> None:
         owns = after.owned_by(worker)
         for layer in range(LAYERS):
             for units in owns.get(layer, ()):
-                pairs = zip(
-                    held[worker].views_of_slice(layer, units), expected.views_of_slice(layer, units), strict=True
-                )
-                assert all(torch.equal(one, other) for one, other in pairs)
+                assert_same_slice(held[worker], expected, layer, units)
+
+
+def assert_same_slice(held: HeldLayers, other: HeldLayers, layer: int, units: tuple[int, int]) -> None:
+    """Compare parameters, the state of the optimizer, and masters, which another may have whole."""
+    pairs = zip(held.views_of_slice(layer, units), other.views_of_slice(layer, units), strict=True)
+    assert all(torch.equal(one, each) for one, each in pairs)
+    whole = other.state_of(layer)
+    for key, value in held.state_of_slice(layer, units).items():
+        name, start, stop, rest = re.fullmatch(r"(.*)\[(\d+):(\d+)\](.*)", key).groups()  # type: ignore[union-attr]
+        found = whole[name + rest]
+        assert torch.equal(value.view(-1), found.view(-1)[int(start) : int(stop)] if value.ndim else found.view(-1))
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=5), st.sets(st.integers(1, (1 << 16) - 1), max_size=6))
@@ -198,13 +216,15 @@ def test_slices_neither_overlap_nor_leave_gaps(sizes: list[int], cuts: set[int])
     assert all(bool((parameter == 1).all()) for parameter in parameters.values())
 
 
-def test_state_is_restored_in_other_slices() -> None:
-    job, owned = block_job(), sharding(3, 1)
+@pytest.mark.parametrize("made", JOBS.values(), ids=JOBS)
+def test_state_is_restored_in_other_slices(made: Callable[[], Job]) -> None:
+    job, owned = made(), sharding(3, 1)
     held = trained(job, owned, 3, range(2))
     states: dict[int, dict[str, object]] = {layer: dict(held[0].snapshot(layer)) for layer in range(LAYERS)}
     for layer, own in enumerate(owned.layers):
         for each, sender in zip(own.slices, own.senders(), strict=True):
             states[layer] |= held[sender].snapshot_of_slice(layer, each.start, each.stop)
+        states[layer] = joined_masters(states[layer])
     for other in (None, sharding(4, 2), sharding(5, 1)):
         found = held_layers(job, other, 1)
         for layer, state in states.items():
@@ -215,13 +235,36 @@ def test_state_is_restored_in_other_slices() -> None:
         expected = plain(job, 3)
         for layer in range(LAYERS):
             for units in [(0, 1 << 16)] if other is None else other.layers[layer].owned_by(1):
-                pairs = zip(found.views_of_slice(layer, units), expected.views_of_slice(layer, units), strict=True)
-                assert all(torch.equal(one, each) for one, each in pairs)
+                assert_same_slice(found, expected, layer, units)
 
 
-def test_a_flipped_bit_in_a_slice_shows() -> None:
+def test_owners_divide_masters_too_and_updated_parameters_travel_in_bf16() -> None:
+    """By parameter: 2 bytes, 4 of the gradient, and 12 r/n of state; (n - r)/n of 2 bytes arrive after an update."""
+    wide = replace(in_bf16(toy_job(LAYERS)), layers=[partial(nn.Linear, 64, 64 * LAYERS, bias=False)] * LAYERS)
+    for workers, redundancy in ((4, 1), (4, 2), (8, 2)):
+        owned = sharding(workers, redundancy)
+        held = trained(wide, owned, workers, range(1))
+        parameters = LAYERS * LAYERS * 64 * 64
+        for worker, each in enumerate(held):
+            states = [state for layer in range(LAYERS) for state in (each.state_of(layer), each.owned_state_of(layer))]
+            counted = sum(tensor.nbytes for state in states for tensor in state.values() if tensor.ndim > 0)
+            assert counted / parameters == pytest.approx(2 + 12 * redundancy / workers, rel=0.01)
+            gradients = sum(p.grad.nbytes for p in each.parameters(WHOLE) if p.grad is not None)
+            assert gradients == 4 * parameters
+            arriving = sum(
+                view.nbytes
+                for layer, own in enumerate(owned.layers)
+                for part in own.slices
+                if worker not in part.owners
+                for view in each.views_of_slice(layer, (part.start, part.stop))
+            )
+            assert arriving / parameters == pytest.approx(2 * (1 - redundancy / workers), rel=0.01)
+
+
+@pytest.mark.parametrize("job", [JOBS["block"], JOBS["block in bf16"]], ids=["fp32", "bf16"])
+def test_a_flipped_bit_in_a_slice_shows(job: Callable[[], Job]) -> None:
     owned = sharding(3, 2)
-    held = trained(block_job(), owned, 3, range(2))
+    held = trained(job(), owned, 3, range(2))
     segments = [Segment(WHOLE, (0, 1, 2))]
     with ExitStack() as stack:
         checks = [
@@ -270,8 +313,8 @@ def test_the_predicted_state_is_what_workers_count(tmp_path: Path) -> None:
         costs = info.costs(config.model_copy(update={"parallel": parallel}), hosts, OperationRate())
         owned = None if redundancy is None else shard_optimizer(placement, hosts, redundancy)
         for worker, own in ranges.items():
-            held = HeldLayers(job, own[0], seed=SEED, device=CPU)
-            held.own(None if owned is None else owned.owned_by(worker))
+            owns = None if owned is None else owned.owned_by(worker)
+            held = HeldLayers(job, own[0], seed=SEED, device=CPU, owned=owns)
             GradientBuffers(held, [Segment(own[0], (worker,))])
             held.update(0)
             states = [

@@ -39,6 +39,7 @@ from chameleon_ft.observe import (
     slices_of,
 )
 from chameleon_ft.runtime.execution.held_layer import LayerState
+from chameleon_ft.runtime.execution.optimizer import joined_masters
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 
 __all__ = ["CheckpointWriter", "read_layer"]
@@ -159,7 +160,7 @@ def _replace_directory(path: Path, draft: Path) -> None:
 def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
     """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it if its checkpoint has checksums.
 
-    The slices of its optimizer's state are part of it.
+    The slices of its optimizer's state are part of it, and parameters are in the type in which they are updated.
 
     Raises:
         DamagedCheckpointError: the layer is not as it was written; the message names the file, and the tensors.
@@ -173,7 +174,10 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
     for place in slices:
         if place[0] == layer:
             state |= _read(checkpoints, step, layer, slice_directory(checkpoints, step, *place))
-    return state
+    try:
+        return joined_masters(state)
+    except RuntimeError as error:
+        raise DamagedCheckpointError(f"layer {layer}: slices of parameters are missing: {error}") from error
 
 
 def _read(checkpoints: Path, step: int, layer: int, path: Path) -> dict[str, Any]:

@@ -61,7 +61,13 @@ class RankState:
 
     def __post_init__(self) -> None:
         # The stand-ins of an emulated device are too small to be worth preallocating.
-        self.allocator = LayerAllocator(self.job, seed=self.config.seed, device=self.device, ahead=not self.is_emulated)
+        self.allocator = LayerAllocator(
+            self.job,
+            seed=self.config.seed,
+            device=self.device,
+            ahead=not self.is_emulated,
+            is_divided=self.config.parallel.owners is not None,
+        )
         self.transfer = StateTransfer(
             self.worker,
             self.device,
@@ -215,10 +221,15 @@ class RankState:
             gradients[0][0] = math.nan
 
     def _new_layers(self, layers: set[int] | tuple[()], generation: Generation) -> HeldLayers:
-        held = HeldLayers(self.job, layers, seed=self.config.seed, device=self.device, boundaries=self.boundaries)
-        if (sharding := generation.former_sharding) is not None:
-            held.own(sharding.owned_by(self.worker))
-        return held
+        sharding = generation.former_sharding
+        return HeldLayers(
+            self.job,
+            layers,
+            seed=self.config.seed,
+            device=self.device,
+            boundaries=self.boundaries,
+            owned=None if sharding is None else sharding.owned_by(self.worker),
+        )
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:
         """Return one that has applied the steps before the first of the order, and has no gradients yet."""

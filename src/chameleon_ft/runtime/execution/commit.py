@@ -202,8 +202,6 @@ class Committer:
         self.faults.at("gather", self.committed - 1)
         with self.activity.waiting("parameters", for_message=True):
             self.gather.run(keeps=not self.gathered)
-        if not self.gathered:
-            self.held.derive()
         self.gathered = True
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:

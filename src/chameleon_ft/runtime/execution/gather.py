@@ -51,8 +51,8 @@ class ParameterGather:
                             to[holder] += views
                 elif worker not in part.owners:
                     origin[sender] += views
-        self._to = {peer: _messages_of(views) for peer, views in sorted(to.items()) if views}
-        self._from = {peer: _messages_of(views) for peer, views in sorted(origin.items()) if views}
+        self._to = {peer: _messages_of(_by_type(views)) for peer, views in sorted(to.items()) if views}
+        self._from = {peer: _messages_of(_by_type(views)) for peer, views in sorted(origin.items()) if views}
 
     def run(self, *, keeps: bool = True) -> None:
         """Send and receive; return once all elements have arrived. Raises CommunicationError.
@@ -109,6 +109,10 @@ def _messages_of(views: list[Tensor]) -> _Messages:
             messages[-1].append(piece)
             size += piece.nbytes
     return messages
+
+
+def _by_type(views: list[Tensor]) -> list[Tensor]:
+    return sorted(views, key=lambda view: str(view.dtype))
 
 
 def _memory_for(views: list[Tensor]) -> Tensor:

@@ -4,16 +4,18 @@ Every use of a layer's state takes its tensors from here: the update, checkpoint
 holders.
 
 - Updated tensors, by name of the parameter: what the optimizer changes. Under fp32 these are the parameters; under bf16
-  a parameter in bfloat16 has a float32 master.
+  a parameter in bfloat16 has a float32 master. If holders share the optimizer's state, owners of slices have the slices
+  of the master, and the layer itself has the parameter in bfloat16.
 - The optimizer's state, by updated tensor.
-- Derived parameters: those in bfloat16, rounded from their masters after each update. No state has them.
+- Derived parameters: those in bfloat16, rounded from their masters after each update. Where the layer has the master,
+  they are no part of the state.
 - Persistent buffers, which a forward may change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -26,15 +28,24 @@ from chameleon_ft.models.precision import cast_layer
 __all__ = ["HeldLayer", "LayerState"]
 
 LayerState = dict[str, Any]
-"""One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``."""
+"""One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``.
+
+``NAME[START:STOP]`` in place of a name is a slice of the elements of a parameter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLayer:
-    """A layer and the masters of its parameters, by name, of those that have one."""
+    """A layer on a device.
+
+    Attributes:
+        masters: by name, of parameters that have one in the layer.
+        divided: names of parameters whose masters are divided among the owners of slices.
+    """
 
     module: nn.Module
     masters: Mapping[str, nn.Parameter]
+    divided: frozenset[str] = frozenset()
 
     @classmethod
     def initial(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
@@ -42,14 +53,24 @@ class HeldLayer:
         return cls._of(job, layer, build_layer(job, layer, seed), device)
 
     @classmethod
-    def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device) -> Self:
-        """Build a layer to restore a state into; its updated tensors may hold anything."""
-        return cls._of(job, layer, blank_layer(job, layer, seed), device)
+    def blank(cls, job: Job, layer: int, *, seed: int, device: torch.device, is_divided: bool = False) -> Self:
+        """Build a layer to restore a state into; its updated tensors may hold anything.
+
+        Args:
+            is_divided: whether owners of slices have the masters.
+        """
+        blank = cls._of(job, layer, blank_layer(job, layer, seed), device)
+        return blank.divide(job.tied_in(layer)) if is_divided else blank
 
     @classmethod
     def _of(cls, job: Job, layer: int, module: nn.Module, device: torch.device) -> Self:
         module = module.to(device).train()
         return cls(module, cast_layer(module, job.precision, is_first=layer == 0))
+
+    def divide(self, tied: Collection[str]) -> Self:
+        """Return the layer without its masters, except those of tied parameters, which every holder keeps."""
+        kept = {name: master for name, master in self.masters.items() if name in tied}
+        return replace(self, masters=kept, divided=self.divided | (self.masters.keys() - kept.keys()))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -58,7 +79,10 @@ class HeldLayer:
 
     @property
     def updated(self) -> dict[str, nn.Parameter]:
-        """The tensor that the optimizer updates for each of `parameters`: its master, or itself; by name."""
+        """The tensor that the optimizer updates for each of `parameters`: its master, or itself; by name.
+
+        Of a parameter whose master is divided, owners update their slices of the master instead.
+        """
         named = self.module.named_parameters()
         return {name: self.masters.get(name, parameter) for name, parameter in named if parameter.requires_grad}
 
@@ -70,7 +94,7 @@ class HeldLayer:
     @property
     def derived(self) -> dict[str, Tensor]:
         """The parameters that are rounded from their masters, by name."""
-        return {name: self.module.get_parameter(name) for name in self.masters}
+        return {name: self.module.get_parameter(name) for name in (*self.masters, *sorted(self.divided))}
 
     @property
     def state(self) -> LayerState:
@@ -97,7 +121,7 @@ class HeldLayer:
             master.grad = None
 
     def derive(self) -> None:
-        """Round the parameters from their masters."""
+        """Round the parameters from the masters in the layer."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.module.get_parameter(name).copy_(master)

@@ -35,6 +35,7 @@ class HeldLayers:
 
     Args:
         boundaries: expected output of each layer of the model; empty: any.
+        owned: layer -> the ranges of units that the rank updates; None: all of its layers.
 
     Attributes:
         arriving: layers that are blank, because their state has not arrived yet. They are not held: no
@@ -49,15 +50,21 @@ class HeldLayers:
         seed: int,
         device: torch.device,
         boundaries: Sequence[BoundarySpec] = (),
+        owned: Mapping[int, Sequence[Range]] | None = None,
     ) -> None:
         self._job = job
         self._checked = boundaries[:-1]  # the last output goes into the loss, and is not sent
         self._seed = seed
         self._device = device
-        self._layers = {layer: HeldLayer.initial(job, layer, seed=seed, device=device) for layer in sorted(layers)}
+        self._layers: dict[int, HeldLayer] = {}
         self.arriving: frozenset[int] = frozenset()
         self._optimizer = LayerOptimizer(job)
-        self._renew_optimizer()
+        self._optimizer.owned = owned
+        masters = {}
+        for layer in sorted(layers):
+            self._layers[layer] = HeldLayer.initial(job, layer, seed=seed, device=device)
+            masters[layer] = self._divide(layer)
+        self._renew_optimizer(masters)
 
     @property
     def layers(self) -> frozenset[int]:
@@ -75,7 +82,7 @@ class HeldLayers:
             blank: the layer, unless it is expected; tensors of `state` may be its own, then nothing is copied.
         """
         if layer not in self.arriving:
-            self.expect(layer, blank or HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device))
+            self.expect(layer, blank or self._blank(layer))
         self.arriving -= {layer}
         self._renew_optimizer()
         self.restore(layer, state)
@@ -137,34 +144,31 @@ class HeldLayers:
         lr = self._optimizer.update(step)
         for own in held:
             own.drop_passed_gradients()
-        if self._optimizer.owned is None:
-            self.derive()
+            own.derive()
         return lr
-
-    def derive(self) -> None:
-        """Round parameters from their masters, which are all updated."""
-        for layer in self.layers:
-            self._layers[layer].derive()
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         return self._optimizer.learning_rate(step)
 
     def own(
-        self, owned: Mapping[int, Sequence[Range]] | None, received: Mapping[int, Mapping[str, Any]] | None = None
+        self, owned: Mapping[int, Sequence[Range]], received: Mapping[int, Mapping[str, Any]] | None = None
     ) -> None:
-        """Update only these ranges of units from now on (layer -> ranges), or everything if that is None.
+        """Update only these ranges of units from now on, layer -> ranges.
 
         Args:
             received: layer -> the state of slices that other owners gave, by `state_of_slice`.
         """
         if received or owned != self._optimizer.owned:
             self._optimizer.owned = owned
-            self._renew_optimizer(received)
+            given = received or {}
+            self._renew_optimizer({layer: {**self._divide(layer), **given.get(layer, {})} for layer in self.layers})
 
     def views_of_slice(self, layer: int, units: Range) -> list[Tensor]:
-        """The elements of updated tensors in a range of units of a layer, in place, whoever owns them."""
-        return self._optimizer.vector_of(layer, self._layers[layer].updated).views(units)
+        """The elements of parameters in a range of units of a layer, in place, whoever owns them."""
+        own = self._layers[layer]
+        parameters = dict(zip(own.updated, own.parameters, strict=True))
+        return self._optimizer.vector_of(layer, parameters).views(units)
 
     def state_of_slice(self, layer: int, units: Range) -> LayerState:
         """The optimizer's state of a range of units of a layer, which this rank owns."""
@@ -191,9 +195,10 @@ class HeldLayers:
     def replicated_state_of(self, layer: int) -> LayerState:
         """As `state_of`, without the buffers, which each holder changes in its own way. So it is equal on all holders.
 
-        The copies of tied parameters are part of it.
+        The copies of tied parameters are part of it. Parameters whose masters are divided are not.
         """
-        parameters = {f"module/{name}" for name, _ in self._layers[layer].module.named_parameters()}
+        own = self._layers[layer]
+        parameters = {f"module/{name}" for name, _ in own.module.named_parameters() if name not in own.divided}
         state = sorted(self.state_of(layer).items())  # which may have come from another holder in another order
         return {key: value for key, value in state if key in parameters or key.startswith("optimizer/")}
 
@@ -214,6 +219,18 @@ class HeldLayers:
         """Take over the state that `state_of` or `snapshot` gave for this layer, maybe with slices."""
         self._layers[layer].restore(state)
         self._optimizer.restore(layer, state)
+
+    def _blank(self, layer: int) -> HeldLayer:
+        is_divided = self._optimizer.owned is not None
+        return HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device, is_divided=is_divided)
+
+    def _divide(self, layer: int) -> LayerState:
+        """Release the masters of a layer if they are divided; return the slices of them that this rank owns."""
+        own = self._layers[layer]
+        if self._optimizer.owned is None or not own.masters:
+            return {}
+        divided = self._layers[layer] = own.divide(self._job.tied_in(layer))
+        return self._optimizer.slices_of_masters(layer, divided.updated, own.masters)
 
     def _renew_optimizer(self, received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Update what is held now, with the state that was kept for it or is received."""

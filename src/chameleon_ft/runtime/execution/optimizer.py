@@ -1,11 +1,13 @@
 """The optimizer of a rank: over the parameters of its layers, or over the slices of them that it owns.
 
-A slice of a parameter is a view of it with as many dimensions, of which all but the last are 1. So an optimizer that
-treats matrices and vectors differently does so with their slices, and updates the parameter in place.
+A slice of a parameter has as many dimensions, of which all but the last are 1. So an optimizer that treats matrices and
+vectors differently does so with their slices. It is a view of the parameter, which is updated in place; or, if the
+parameter is rounded from a master, a slice of the master, which only owners have.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,10 +21,11 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.plan.shards import UNITS
 
-__all__ = ["LayerOptimizer", "ParameterVector", "Range"]
+__all__ = ["LayerOptimizer", "ParameterVector", "Range", "joined_masters"]
 
 _ALIGNMENT: Final = 64  # elements: vectorized code computes the same values for a slice as for the whole parameter
-_ENTRY: Final = re.compile(r"optimizer/(?P<name>[^\[]*?)(\[(?P<start>\d+):(?P<stop>\d+)\])?/(?P<key>[^/]*)")
+_ENTRY: Final = re.compile(r"(module|optimizer)/(?P<name>[^\[/]*)(\[(?P<start>\d+):(?P<stop>\d+)\])?(/(?P<key>[^/]*))?")
+_MASTER: Final = ""  # instead of a key of the optimizer's state
 
 Range = tuple[int, int]
 """The units from a first one to one that is not included; see `plan.shards`."""
@@ -67,7 +70,11 @@ class ParameterVector:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A parameter, or a slice of it, that the optimizer updates: `own`, which is a view of `parameter`."""
+    """A parameter, or a slice of it, that the optimizer updates.
+
+    Attributes:
+        own: what is updated: a view of `parameter`, or of its master.
+    """
 
     layer: int
     name: str
@@ -77,27 +84,44 @@ class _Part:
     own: nn.Parameter
 
     @classmethod
-    def of(cls, layer: int, name: str, parameter: nn.Parameter, start: int, stop: int) -> Self:
-        if stop - start == parameter.numel():
+    def of(
+        cls, layer: int, name: str, parameter: nn.Parameter, start: int, stop: int, master: Tensor | None = None
+    ) -> Self:
+        """Make the part of some elements; `master` has theirs, if a rounded parameter's is known yet."""
+        is_whole = stop - start == parameter.numel()
+        if is_whole and not _is_rounded(parameter):
             return cls(layer, name, parameter, start, stop, parameter)
-        shape = (1,) * (parameter.ndim - 1) + (stop - start,)
-        own = nn.Parameter(parameter.detach().view(-1)[start:stop].view(shape))
-        return cls(layer, name, parameter, start, stop, own)
+        values = parameter.detach().view(-1)[start:stop]
+        if _is_rounded(parameter):
+            # A forward would not miss a master that nothing is restored into, but for NaN.
+            values = torch.full_like(values, math.nan, dtype=parameter.grad_dtype) if master is None else master
+        shape = parameter.shape if is_whole else (1,) * (parameter.ndim - 1) + (stop - start,)
+        return cls(layer, name, parameter, start, stop, nn.Parameter(values.view(shape)))
 
     @property
-    def prefix(self) -> str:
-        """The beginning of the keys of its state."""
-        is_whole = self.own is self.parameter
-        return f"optimizer/{self.name}/" if is_whole else f"optimizer/{self.name}[{self.start}:{self.stop}]/"
+    def is_rounded(self) -> bool:
+        """Whether the parameter is rounded from a master, of which `own` is a slice."""
+        return _is_rounded(self.parameter)
+
+    def round(self) -> None:
+        """Round its elements of the parameter from those of the master."""
+        self.parameter.detach().view(-1)[self.start : self.stop].copy_(self.own.detach().view(-1))
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """State that is kept for elements of a parameter: tensors with a value for each element, and values for all."""
+    """State that is kept for elements of a parameter: tensors with a value for each element, and values for all.
+
+    Either the optimizer's, or the master alone, as `_MASTER`.
+    """
 
     start: int
     stop: int
     state: Mapping[str, Any]
+
+    @property
+    def is_master(self) -> bool:
+        return _MASTER in self.state
 
     def cut(self, start: int, stop: int) -> dict[str, Any]:
         """Return what is kept for some of the elements; tensors are views.
@@ -142,23 +166,35 @@ class LayerOptimizer:
         """
         kept: dict[tuple[int, str], list[_Kept]] = defaultdict(list)
         for part in self._parts:
-            if (state := self._state_of(part)) and part.layer in layers:
-                kept[part.layer, part.name].append(_Kept(part.start, part.stop, state))
+            if part.layer in layers:
+                kept[part.layer, part.name] += self._kept_for(part)
         for layer, own in (received or {}).items():
             for name, pieces in _kept_in(own, layers[layer]).items():
                 kept[layer, name] += pieces
-        parts = tuple(part for layer in sorted(layers) for part in self._parts_of(layer, layers[layer]))
+        masters = {place: [each for each in pieces if each.is_master] for place, pieces in kept.items()}
+        states = {place: [each for each in pieces if not each.is_master] for place, pieces in kept.items()}
+        parts = tuple(part for layer in sorted(layers) for part in self._parts_of(layer, layers[layer], masters))
         optimizer = self._job.optimizer([part.own for part in parts]) if parts else None
         if optimizer is not None:
             for part in parts:
-                if (found := _assembled(kept[part.layer, part.name], part.start, part.stop)) is not None:
+                if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
                     optimizer.state[part.own] = _shaped(found, part)
         self._torch, self._parts = optimizer, parts  # complete: another thread may be reading the state of a layer
 
     def vector_of(self, layer: int, updated: _Updated) -> ParameterVector:
         """Return the parameters of a layer that are updated by slices."""
-        shared = self._shared(layer)
-        return ParameterVector({name: parameter for name, parameter in updated.items() if name not in shared})
+        tied = self._job.tied_in(layer)
+        return ParameterVector({name: parameter for name, parameter in updated.items() if name not in tied})
+
+    def slices_of_masters(self, layer: int, updated: _Updated, masters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return copies of what the rank owns of the masters of a layer, by the keys that `state_of_slice` gives."""
+        vector = self.vector_of(layer, updated)
+        return {
+            _key(name, start, stop, _MASTER): masters[name].detach().view(-1)[start:stop].clone()
+            for units in (self.owned or {}).get(layer, ())
+            for name, start, stop in vector.pieces(units)
+            if name in masters
+        }
 
     def update(self, step: int) -> float:
         """Update the parameters from their gradients as they are; return the learning rate."""
@@ -171,6 +207,9 @@ class LayerOptimizer:
                 if part.own is not part.parameter and part.parameter.grad is not None:
                     part.own.grad = part.parameter.grad.view(-1)[part.start : part.stop].view(part.own.shape)
             self._torch.step()
+            for part in self._parts:
+                if part.is_rounded:
+                    part.round()
         return lr
 
     def learning_rate(self, step: int) -> float:
@@ -181,11 +220,11 @@ class LayerOptimizer:
 
     def state_of(self, layer: int) -> dict[str, Any]:
         """Return the state that moves with a layer: all of it, or if slices are owned, that of shared parameters."""
-        shared = None if self.owned is None else self._shared(layer)
+        tied = None if self.owned is None else self._job.tied_in(layer)
         return {
-            f"{part.prefix}{key}": value
+            f"optimizer/{part.name}/{key}": value
             for part in self._parts
-            if part.layer == layer and (shared is None or part.name in shared)
+            if part.layer == layer and (tied is None or part.name in tied)
             for key, value in self._state_of(part).items()
         }
 
@@ -194,13 +233,9 @@ class LayerOptimizer:
         found: dict[str, Any] = {}
         own = [part for part in self._parts if part.layer == layer]
         for name, start, stop in self.vector_of(layer, updated).pieces(units):
-            kept = [
-                _Kept(each.start, each.stop, state)
-                for each in own
-                if each.name == name and (state := self._state_of(each))
-            ]
-            for key, value in (_assembled(kept, start, stop) or {}).items():
-                found[f"optimizer/{name}[{start}:{stop}]/{key}"] = value
+            kept = [piece for each in own if each.name == name for piece in self._kept_for(each)]
+            for key, value in _both_assembled(kept, start, stop).items():
+                found[_key(name, start, stop, key)] = value
         return found
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
@@ -210,7 +245,10 @@ class LayerOptimizer:
         own = [part for part in self._parts if part.layer == layer]
         kept = _kept_in(state, {part.name: part.parameter for part in own})
         for part in own:
-            if (found := _assembled(kept.get(part.name, ()), part.start, part.stop)) is not None:
+            found = _both_assembled(kept.get(part.name, ()), part.start, part.stop)
+            if (master := found.pop(_MASTER, None)) is not None:
+                part.own.data.copy_(master.view(part.own.shape))
+            if found:
                 self._torch.state[part.own] = {
                     key: value.to(self._device_of(key, part.own)) if isinstance(value, Tensor) else value
                     for key, value in _shaped(found, part).items()
@@ -219,18 +257,21 @@ class LayerOptimizer:
     def _state_of(self, part: _Part) -> Mapping[str, Any]:
         return {} if self._torch is None else self._torch.state.get(part.own, {})
 
-    def _shared(self, layer: int) -> frozenset[str]:
-        """Return the parameters of a layer that are tied: each holder of one updates all of it."""
-        return frozenset(name for copies in self._job.tied for number, name in copies if number == layer)
+    def _kept_for(self, part: _Part) -> list[_Kept]:
+        states = self._state_of(part), {_MASTER: part.own.detach()} if part.is_rounded else {}
+        return [_Kept(part.start, part.stop, state) for state in states if state]
 
-    def _parts_of(self, layer: int, updated: _Updated) -> Iterator[_Part]:
+    def _parts_of(
+        self, layer: int, updated: _Updated, masters: Mapping[tuple[int, str], Sequence[_Kept]]
+    ) -> Iterator[_Part]:
         names: Iterable[str] = updated
         if self.owned is not None:
-            names = self._shared(layer).intersection(updated)
+            names = self._job.tied_in(layer).intersection(updated)  # each holder of one updates all of it
             vector = self.vector_of(layer, updated)
             for units in self.owned.get(layer, ()):
                 for name, start, stop in vector.pieces(units):
-                    yield _Part.of(layer, name, updated[name], start, stop)
+                    kept = _assembled(masters.get((layer, name), ()), start, stop) or {}
+                    yield _Part.of(layer, name, updated[name], start, stop, kept.get(_MASTER))
         for name in sorted(names, key=list(updated).index):
             yield _Part.of(layer, name, updated[name], 0, updated[name].numel())
 
@@ -242,15 +283,37 @@ class LayerOptimizer:
         return torch.device("cpu") if on_host else parameter.device
 
 
+def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a layer with masters whose slices it has as whole ones, in place of rounded parameters.
+
+    Raises RuntimeError if slices are missing.
+    """
+    joined, slices = dict[str, Any](), defaultdict[str, list[tuple[int, Tensor]]](list)
+    for entry, value in state.items():
+        match = _ENTRY.fullmatch(entry)
+        if match is None or match["key"] is not None or match["start"] is None:
+            joined[entry] = value
+        else:
+            slices[f"module/{match['name']}"].append((int(match["start"]), value))
+    for key, parts in slices.items():
+        whole = torch.cat([part.view(-1) for _, part in sorted(parts, key=lambda each: each[0])])
+        joined[key] = whole.view(state[key].shape)
+    return joined
+
+
 def _kept_in(state: Mapping[str, Any], parameters: _Updated) -> dict[str, list[_Kept]]:
     """Return what a layer's state has for each of these parameters, in whichever slices."""
-    found: dict[tuple[str, int, int], dict[str, Any]] = defaultdict(dict)
+    found: dict[tuple[str, int, int, bool], dict[str, Any]] = defaultdict(dict)
     for entry, value in state.items():
-        if (match := _ENTRY.fullmatch(entry)) and (name := match["name"]) in parameters:
-            ends = (0, parameters[name].numel()) if match["start"] is None else (match["start"], match["stop"])
-            found[name, int(ends[0]), int(ends[1])][match["key"]] = value
+        if not (match := _ENTRY.fullmatch(entry)) or (name := match["name"]) not in parameters:
+            continue
+        key, parameter = match["key"] or _MASTER, parameters[name]
+        if key == _MASTER and not (_is_rounded(parameter) and value.dtype == parameter.grad_dtype):
+            continue  # the parameter itself, maybe rounded already
+        ends = (0, parameter.numel()) if match["start"] is None else (match["start"], match["stop"])
+        found[name, int(ends[0]), int(ends[1]), key == _MASTER][key] = value
     by_name: dict[str, list[_Kept]] = defaultdict(list)
-    for (name, start, stop), own in found.items():
+    for (name, start, stop, _), own in found.items():
         by_name[name].append(_Kept(start, stop, own))
     return by_name
 
@@ -277,6 +340,26 @@ def _assembled(kept: Iterable[_Kept], start: int, stop: int) -> dict[str, Any] |
         else value
         for key, value in parts[0].items()
     }
+
+
+def _both_assembled(kept: Iterable[_Kept], start: int, stop: int) -> dict[str, Any]:
+    """Return the optimizer's state of some elements and their master, as `_MASTER`, as far as these are there."""
+    pieces = list(kept)
+    return {
+        **(_assembled((each for each in pieces if not each.is_master), start, stop) or {}),
+        **(_assembled((each for each in pieces if each.is_master), start, stop) or {}),
+    }
+
+
+def _key(name: str, start: int, stop: int, key: str) -> str:
+    """Return the key in a layer's state of what is kept for a slice."""
+    place = f"{name}[{start}:{stop}]"
+    return f"module/{place}" if key == _MASTER else f"optimizer/{place}/{key}"
+
+
+def _is_rounded(parameter: nn.Parameter) -> bool:
+    """Return whether a tensor that is to be updated is a parameter that is rounded from a master."""
+    return parameter.grad_dtype not in (None, parameter.dtype)
 
 
 def _shaped(state: Mapping[str, Any], part: _Part) -> dict[str, Any]:

@@ -69,12 +69,14 @@ class LayerAllocator:
 
     Args:
         ahead: whether host memory is allocated before it is needed. An accelerator's costs nothing to touch.
+        is_divided: whether owners of slices have the masters of parameters.
     """
 
-    def __init__(self, job: Job, *, seed: int, device: torch.device, ahead: bool) -> None:
+    def __init__(self, job: Job, *, seed: int, device: torch.device, ahead: bool, is_divided: bool = False) -> None:
         self._job = job
         self._seed = seed
         self._device = device
+        self._is_divided = is_divided
         self._ahead = ahead and is_host_memory(device)
         # Only this thread builds layers, because their factories draw from one global generator.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
@@ -126,7 +128,7 @@ class LayerAllocator:
             wait(running)
 
     def _blank(self, layer: int) -> HeldLayer:
-        return HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device)
+        return HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device, is_divided=self._is_divided)
 
     def _allocate(self, layer: int, num_bytes: int) -> Allocation:
         blank = self._blank(layer)
