@@ -231,6 +231,14 @@ class Workload:
         return tuple(found)
 
     @property
+    def divided_bytes(self) -> tuple[int, ...]:
+        """Bytes of the optimizer state of each layer that moves in slices, apart from the layer."""
+        if self.owners is None:
+            return (0,) * len(self.layers)
+        pairs = zip(self.layers, self.replicated_bytes, strict=True)
+        return tuple(layer.optimizer_bytes - replicated for layer, replicated in pairs)
+
+    @property
     def samples(self) -> int:
         """Samples in the global batch."""
         return self.micro_batches * self.micro_batch_size

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies, with_owners, with_owners_after
+import pytest
+
+from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies, with_owners, with_owners_between
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.decisions.transition import plan_transition
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.control.wire.parts import pack_shards, unpack_shards
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.plan.shards import UNITS, Sharding, shard_optimizer
+from chameleon_ft.transfer import Transfer
 from chameleon_ft.workload import LayerCost
 
 LAYERS = tuple(LayerCost(f"layer {number}", 1.0, 1.0, 1.0) for number in range(4))
@@ -67,30 +71,67 @@ def test_slices_move_with_layers() -> None:
     found = with_owners(replace(anew, load="keep", transition=transition), left, HOSTS, 2)
     assert found.sharding is not None
     assert found.transition is not None
-    assert found.transition.sharding == left
+    assert found.transition.sharding is not None
+    assert found.transition.sharding.layers == left.layers
     # Worker 3 holds nothing afterwards: what it alone owned goes to others while it still takes part.
     assert 3 in found.transition.participants
     assert {move.source for move in found.sharding.moves_from(left)} <= {0, 2, 3}
 
 
-def test_lost_owners_are_replaced_by_a_switch_to_the_same_plan() -> None:
+def followed_by(active: ActivePlan, *plans: RecoveryPlan, migrates: bool = True) -> tuple[RecoveryPlan, ...]:
+    live = active.plan.workers
+    return with_owners_between(plans, active, HOSTS, 2, migrates=migrates, live=live, layers=LAYERS)
+
+
+@pytest.mark.parametrize("migrates", [True, False])
+def test_lost_owners_are_replaced_by_a_switch_to_the_same_plan(migrates: bool) -> None:
     left = left_of(started(range(4), dp=4), 2)
     active = replace(a_plan((0, 1, 3), dp=3), sharding=left).active()
     assert lacks_copies(left, 2)
-    found = with_owners_after(restoring_copies(active, 2), active, HOSTS, 2, live=(0, 1, 3), layers=LAYERS)
+    *moving, found = followed_by(active, restoring_copies(active, 2), migrates=migrates)
     assert found.plan == active.plan
     assert found.sharding is not None
     assert found.sharding.copies == 2
-    assert found.transition is not None
-    assert found.transition.transfer.messages == ()
-    assert found.transition.participants == (0, 1, 3)
-    again = with_owners_after(found, found.active(), HOSTS, 2, live=(0, 1, 3), layers=LAYERS)
+    if migrates:
+        (while_moving,) = moving
+        assert (while_moving.plan, while_moving.sharding) == (active.plan, left)
+        assert while_moving.migration is not None
+        assert while_moving.migration.messages == ()
+        assert while_moving.migrating_slices == found.sharding.moves_from(left) != ()
+        assert found.transition is None
+    else:
+        assert moving == []
+        assert found.transition is not None
+        assert found.transition.transfer.messages == ()
+        assert found.transition.participants == (0, 1, 3)
+    (again,) = followed_by(found.active(), found)
     assert again.sharding == found.sharding
+
+
+def test_slices_migrate_with_the_layers_of_each_wave() -> None:
+    active = started(range(4), dp=4).active()
+    waves = [a_plan(range(4), dp=2, pp=2), a_plan((0, 1, 2), dp=3)]
+    migrating = [
+        replace(wave, migration=Transfer(placement=wave.plan.placement, roles={}, rounds=())) for wave in waves
+    ]
+    found = followed_by(active, migrating[0], waves[0], migrating[1], waves[1])
+    assert len(found) == 4
+    first, reached, second, last = found
+    assert first.sharding == active.sharding
+    assert first.next_sharding == reached.sharding == second.sharding
+    assert second.next_sharding == last.sharding
+    assert all(plan.transition is None for plan in found)
+    assert reached.migrating_slices == last.migrating_slices == ()
+    # A worker that leaves is an owner until the switch.
+    assert second.sharding is not None
+    assert last.sharding is not None
+    assert second.sharding.owned_by(3)
+    assert not last.sharding.owned_by(3)
 
 
 def test_a_switch_that_changes_no_owner_needs_no_transition() -> None:
     active = started(range(4), dp=4).active()
-    found = with_owners_after(a_plan(range(4), dp=4), active, HOSTS, 2, live=range(4), layers=LAYERS)
+    (found,) = followed_by(active, a_plan(range(4), dp=4))
     assert (found.sharding, found.transition) == (active.sharding, None)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_ft.config import Batch
+from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.control.wire.messages import Migrate
-from chameleon_ft.job import Job
+from chameleon_ft.job import Job, Precision
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
@@ -84,11 +86,21 @@ class Rank:
         time.sleep(delay_s)
         for _, destination, layer, _ in order.moves:
             if destination == self.worker:
-                self.held.expect(layer, HeldLayer.blank(self.job, layer, seed=SEED, device=CPU))
+                blank = HeldLayer.blank(self.job, layer, seed=SEED, device=CPU, is_divided=bool(order.slices))
+                self.held.expect(layer, blank)
         self.buffers.expect(self.held)
         layers.begin(order, memory={}, migrated=self.migrated)
 
-    def run(self, line: Slow, order: Migrate, members: Sequence[int], steps: int, *, delay_s: float) -> None:
+    def run(
+        self,
+        line: Slow,
+        order: Migrate,
+        members: Sequence[int],
+        steps: int,
+        *,
+        delay_s: float,
+        sharding: Sharding | None = None,
+    ) -> None:
         faults = FaultInjector(self.worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
         committer = Committer(
             worker=self.worker,
@@ -100,6 +112,9 @@ class Rank:
             activity=Activity(),
             faults=faults,
         )
+        if sharding is not None:
+            shards = {layer: sharding.layers[layer] for layer in self.held.layers}
+            committer.gather = ParameterExchange.of(self.worker, self.held, shards, line)
         executor = Executor(
             job=self.job,
             held=self.held,
@@ -139,9 +154,13 @@ class Rank:
                         switch=self.is_ending.is_set,
                         migration=layers,
                     )
+                    committer.gather_parameters(layers)
+                    layers.resume()
                     self.switches.append(applied.vote.switch)
                     self.losses.append(applied.vote.loss_sum / applied.vote.terms)
                     self.current.append(self.held.layers)
+                    if applied.vote.switch and sharding is not None:
+                        break
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = error
             line.interrupt()
@@ -151,8 +170,9 @@ class Rank:
             layers.close(interrupt=not self.migrated.done())
 
 
-def move(*moves: tuple[int, int, int, int], hold_s: float = 0.0) -> Migrate:
-    return Migrate(generation=1, moves=moves, hold_s=hold_s)
+def move(*moves: tuple[int, int, int, int], hold_s: float = 0.0, slices: Sequence[SliceMove] = ()) -> Migrate:
+    units = tuple((each.source, each.destination, each.layer, each.start, each.stop, 100) for each in slices)
+    return Migrate(generation=1, moves=moves, slices=units, hold_s=hold_s)
 
 
 def train(
@@ -165,9 +185,15 @@ def train(
     delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
     switches_after_s: float | None = None,
     stand_in_scale: int | None = None,
+    precision: Precision = Precision(),  # noqa: B008 - frozen
+    sharding: Sharding | None = None,
 ) -> list[Rank]:
-    """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder."""
-    job = toy_job(LAYERS, tied=tied)
+    """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder.
+
+    Args:
+        sharding: owners of slices among workers 0 and 1; if given, ranks end with the switch.
+    """
+    job = replace(toy_job(LAYERS, tied=tied), precision=precision)
     routes = [Route(m, (Hop(m % 2, WHOLE),)) for m in range(BATCH.micro_batches)]
     held = {0: set(WHOLE), 1: set(WHOLE)}
     shadows: dict[int, set[int]] = {}
@@ -183,12 +209,17 @@ def train(
     board, members = Switchboard(), sorted({*held, *shadows})
     ranks = []
     for worker in members:
-        own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU)
+        owned = None if sharding is None else sharding.owned_by(worker)
+        own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU, owned=owned)
         operations = program.of(worker) if worker in held else ()
         ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations, stand_in_scale))
     lines = [Slow(rank.worker, board, message_s=message_s, spoiled_tag=spoiled_tag) for rank in ranks]
     threads = [
-        threading.Thread(target=rank.run, args=(line, order, members, steps), kwargs={"delay_s": delays_s[rank.worker]})
+        threading.Thread(
+            target=rank.run,
+            args=(line, order, members, steps),
+            kwargs={"delay_s": delays_s[rank.worker], "sharding": sharding},
+        )
         for rank, line in zip(ranks, lines, strict=True)
     ]
     for thread in threads:
@@ -229,6 +260,45 @@ def test_layers_that_migrate_are_those_of_their_sources_from_the_next_update_on(
     for rank in ranks[2:]:
         for layer in rank.held.layers:
             assert equal(state(rank, layer), state(ranks[0], layer))
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision("bf16", RunConfig().fp32_modules)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_slices_migrate_with_layers(tied: bool, precision: Precision) -> None:
+    """Shadow holders update the slices that have moved to them, and receive what others update."""
+    moves = [(0, 2, 0, 100), (1, 2, 3, 100), (0, 2, 4, 100), (1, 3, 3, 100)]
+    hosts = dict.fromkeys(range(4), "a host")
+    before = shard_optimizer(Placement(LAYERS, {0: (WHOLE,), 1: (WHOLE,)}), hosts, 1)
+    layers_after: dict[int, Sequence[int]] = {0: tuple(WHOLE), 1: (1, 2), 2: (0, 3, 4), 3: (3,)}
+    held = {w: tuple(LayerRange(layer, layer + 1) for layer in own) for w, own in layers_after.items()}
+    slices = shard_optimizer(Placement(LAYERS, held), hosts, 2, before).moves_from(before)
+    assert {each.destination for each in slices} == {0, 1, 2, 3}, "workers that hold a layer come to own more of it"
+    ranks = train(
+        move(*moves, slices=slices),
+        steps=1_000,
+        tied=tied,
+        precision=precision,
+        sharding=before,
+        switches_after_s=0.0,
+    )
+    assert [rank.error for rank in ranks] == [None] * 4
+    plain = train(move(), steps=len(ranks[0].losses), tied=tied, precision=precision)
+    for rank in ranks:
+        assert rank.losses == plain[0].losses
+    assert [set(rank.held.layers) for rank in ranks[2:]] == [{0, 3, 4}, {3}]
+    for rank in ranks:
+        for layer in rank.held.layers:
+            one, other = (each.held.views_of_slice(layer, (0, UNITS)) for each in (rank, plain[0]))
+            assert all(map(torch.equal, one, other))
+    found_any = False  # slices of layers as small as these may be empty
+    for each in slices:
+        found, expected = (
+            ranks[worker].held.state_of_slice(each.layer, (each.start, each.stop))
+            for worker in (each.destination, each.source)
+        )
+        assert equal(found, expected)
+        found_any = found_any or bool(found)
+    assert found_any
 
 
 @pytest.mark.parametrize("tied", [False, True])

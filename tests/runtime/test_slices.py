@@ -29,7 +29,7 @@ from chameleon_ft.models.llama_job import llama_job
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
-from chameleon_ft.runtime.execution.gather import ParameterGather
+from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
@@ -87,7 +87,7 @@ def gather(held: Sequence[HeldLayers], owned: Sharding) -> None:
     """Have workers exchange updated parameters, each in a thread."""
     board = Switchboard()
     shards = dict(enumerate(owned.layers))
-    parts = [ParameterGather(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
+    parts = [ParameterExchange.of(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
     with ThreadPoolExecutor(len(parts)) as threads:
         for done in [threads.submit(part.run) for part in parts]:
             done.result(timeout=30)

@@ -30,7 +30,7 @@ class Mixed(nn.Module):
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        change: Tensor = self.dropout(torch.tanh(self.inner(x)) * self.fine.float() + self.frozen)
+        change: Tensor = self.dropout(torch.tanh(self.inner(x)) * self.fine.to(x.dtype) + self.frozen)
         return x + change
 
 

@@ -61,6 +61,9 @@ class SliceMove:
     start: int
     stop: int
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShards:

@@ -141,15 +141,24 @@ class _OrderedMigration:
 
     Attributes:
         arriving: the layers that will arrive at this rank, with their bytes.
+        slices: (layer, first unit, unit after the last) of slices of the optimizer's state that will arrive.
         allocations: layer that will arrive at this rank -> memory for it; None unless all are allocated and the layers
             do not move yet.
-        migrated: is done once all have arrived, or with the error if they cannot.
+        migrated: is done once all have arrived, slices too, or with the error if they cannot.
     """
 
     order: Migrate
     arriving: dict[int, int]
+    slices: tuple[tuple[int, int, int], ...] = ()
     allocations: dict[int, Allocation] | None = None
     migrated: Future[None] = field(default_factory=Future)
+
+    def is_used_in(self, generation: Generation) -> bool:
+        """Return whether a generation needs something of what arrives at the rank."""
+        owned = {} if generation.sharding is None else generation.sharding.owned_by(generation.worker)
+        return not generation.layers.isdisjoint(self.arriving) or any(
+            first <= start < last for layer, start, _ in self.slices for first, last in owned.get(layer, ())
+        )
 
 
 class Preparations:
@@ -243,8 +252,8 @@ class Preparations:
         ordered = self._ordered
         if ordered is None or self._client.is_over(ordered.order.generation):
             self._client.send(Prepared(generation=order.generation))
-        elif ordered.order.generation < order.generation and generation.layers.isdisjoint(ordered.arriving):
-            # It drops the layers that move: the migration is cancelled.
+        elif ordered.order.generation < order.generation and not ordered.is_used_in(generation):
+            # It drops the layers that move, if any do: the migration is cancelled.
             self._client.send(Prepared(generation=order.generation))
         elif ordered.order.generation < order.generation:
             ordered.migrated.add_done_callback(lambda done: self._migrated(order.generation, done.exception()))
@@ -268,7 +277,8 @@ class Preparations:
     def _prepare_migration(self, order: Migrate) -> None:
         """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
         arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
-        ordered = self._ordered = _OrderedMigration(order, arriving)
+        slices = tuple(move[2:5] for move in order.slices if move[1] == self._worker)
+        ordered = self._ordered = _OrderedMigration(order, arriving, slices)
         allocations = {}
         try:
             self._allocator.preallocate(arriving)

@@ -20,7 +20,7 @@ from chameleon_ft.runtime.checkpoint import read_layer
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import RecentSteps
 from chameleon_ft.runtime.execution.commit import Committer
-from chameleon_ft.runtime.execution.gather import ParameterGather
+from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
 from chameleon_ft.runtime.generation import Generation
@@ -165,10 +165,10 @@ class RankState:
         if order.transition is not None:
             self.transfer.begin(order.transition, self.held)
 
-    def new_gather(self, sharding: Sharding, generation: Generation) -> ParameterGather:
+    def new_gather(self, sharding: Sharding, generation: Generation) -> ParameterExchange:
         assert self.held is not None
         shards = {layer: sharding.layers[layer] for layer in self.held.layers}
-        return ParameterGather(self.worker, self.held, shards, generation.communicators)
+        return ParameterExchange.of(self.worker, self.held, shards, generation.communicators)
 
     def carry_out_transition(self, generation: Generation) -> None:
         """Send and receive layers while no rank trains, and switch to the new placement."""

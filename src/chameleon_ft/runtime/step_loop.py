@@ -274,10 +274,11 @@ class StepLoop:
             repetition=repetition,
         )
         try:
-            self.committer.gather_parameters()
+            self.committer.gather_parameters(self.migration)
         except CommunicationError:
             self._report_committed(applied, stats, start_s=start_s)  # it is, and perhaps on no other worker
             raise
+        self.migration.resume()
         stats.end_s = time.perf_counter()
         self._committed(applied, stats, request=request, start_s=start_s)
         return applied.vote

@@ -14,7 +14,7 @@ from chameleon_ft.control.decisions.owners import (
     lacks_copies,
     restoring_copies,
     with_owners,
-    with_owners_after,
+    with_owners_between,
 )
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
 from chameleon_ft.control.decisions.transition import moves_of, placement_of
@@ -25,7 +25,7 @@ from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations, p
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.shards import UNITS, Sharding
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
@@ -157,11 +157,9 @@ class Planner:
     def migrates(self) -> bool:
         """Whether layers move while the run trains, if the policy is not one that stops to move them.
 
-        Not with nccl, whose collectives would wait for each other (see `Backend.receives_block`), and not with slices
-        of optimizer state, which change their owners while no worker trains.
+        Not with nccl, whose collectives would wait for each other; see `Backend.receives_block`.
         """
-        is_possible = self._config.receives_block and self._config.parallel.owners is None
-        return is_possible and recovery.POLICIES[self.policy].salvages
+        return self._config.receives_block and recovery.POLICIES[self.policy].salvages
 
     @property
     def salvages(self) -> bool:
@@ -310,12 +308,21 @@ class Planner:
         }
 
     def migrate(self, plan: ActivePlan, hosts: Mapping[int, str], *, generation: int) -> Migrate:
-        """Return the order, the same for all workers of a generation, to move the layers of its migration."""
+        """Return the order, the same for all workers of a generation, to move the layers and slices of a migration."""
         assert plan.migration is not None
-        moves = moves_of(plan.migration, self._costs(hosts).workload.layers)
+        workload = self._costs(hosts).workload
+        divided = workload.divided_bytes
+        slices = tuple(
+            (move.source, move.destination, move.layer, move.start, move.stop, divided[move.layer] * len(move) // UNITS)
+            for move in plan.migrating_slices
+        )
         return Migrate(
             generation=generation,
-            moves=tuple(move for _, *move in moves),
+            moves=tuple(
+                (source, destination, layer, num_bytes - divided[layer])
+                for _, source, destination, layer, num_bytes in moves_of(plan.migration, workload.layers)
+            ),
+            slices=slices,
             step_s=plan.predicted_step_s,
             hold_s=plan.hold_s,
         )
@@ -337,7 +344,7 @@ class Planner:
         if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
             plans = (restoring_copies(active, redundancy),)
         layers = self._costs(hosts).workload.layers
-        return tuple(with_owners_after(plan, active, hosts, redundancy, live=live, layers=layers) for plan in plans)
+        return with_owners_between(plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers)
 
     def _with_owners(self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str]) -> RecoveryPlan:
         redundancy = self._config.parallel.owners

@@ -174,7 +174,7 @@ def _keep(
         action=applied + action,
         transition=transition,
         gather=cluster.sharding is not None
-        and (vote is not None or not all(cluster.quiesced[worker].gathered for worker in cluster.survivors)),
+        and (vote is not None or not all(report.gathered for report in cluster.quiesced.values())),
     )
 
 

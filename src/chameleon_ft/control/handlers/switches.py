@@ -56,6 +56,7 @@ def _proceed(draft: Draft) -> None:
         hold_s=plan.hold_s,
         migration_s=plan.migration_s,
         predicted_step_s=plan.predicted_step_s,
+        next_sharding=plan.next_sharding,
     )
     draft.set(in_force=state.placed, active=active, following=tuple(following))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
@@ -86,6 +87,7 @@ def _migrating(draft: Draft) -> None:
         step=draft.state.committed,
         layers=sum(len(message.layers) for message in active.migration.messages),
         bytes=active.migration.total_bytes,
+        slices=len(active.migrating_slices),
     )
 
 
@@ -224,6 +226,7 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
         first_step=active.first_step,
         policy=_CANCELLED,
         action="the layers that moved are dropped",
+        sharding=active.sharding,
     )
 
 

@@ -9,7 +9,7 @@ from chameleon_ft.control.decisions.transition import PlannedTransition
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
-from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.transfer import Transfer
 
@@ -34,6 +34,7 @@ class ActivePlan:
     predicted_step_s: float | None = None  # seconds of a step; None if the decision is recorded by itself
     predicted_stall_s: float | None = None  # seconds without progress before the first step; likewise
     sharding: Sharding | None = None  # the owners of slices of the optimizer's state; None: each holder has all
+    next_sharding: Sharding | None = None  # with `migration`: the owners once all has arrived, if they differ
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
@@ -42,6 +43,13 @@ class ActivePlan:
     def witnesses(self) -> Placement | None:
         """The placement, if holders update their layers independently; None if owners of slices send them updates."""
         return self.plan.placement if self.sharding is None else None
+
+    @property
+    def migrating_slices(self) -> tuple[SliceMove, ...]:
+        """The slices of the optimizer's state that move while the plan trains."""
+        if self.sharding is None or self.next_sharding is None:
+            return ()
+        return self.next_sharding.moves_from(self.sharding)
 
     @property
     def participants(self) -> tuple[int, ...]:

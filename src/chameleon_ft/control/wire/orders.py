@@ -172,13 +172,17 @@ class Migrate(Message):
     """Begin to move layers while `generation` trains; see docs/transition.md.
 
     Each destination is a shadow holder. Once it has received a layer, it also receives the sum of the layer's gradients
-    before each vote, and applies the same updates as its holders.
+    before each vote, and applies the same updates as its holders. If slices have owners, it does so for those that move
+    to it, and receives the other parameters once they are updated.
     """
 
     type: Literal["migrate"] = "migrate"
     generation: int
     moves: tuple[tuple[int, int, int, int], ...]
     """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    slices: tuple[tuple[int, int, int, int, int, int], ...] = ()
+    """(source, destination, layer, first unit, unit after the last, bytes) of slices of the optimizer's state, which
+    follow the layers."""
     step_s: float | None = None
     """Predicted seconds of a step, for workers that have not run one."""
     hold_s: float = 0.0

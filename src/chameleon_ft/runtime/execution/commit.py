@@ -21,7 +21,7 @@ from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps, Repetition
-from chameleon_ft.runtime.execution.gather import ParameterGather
+from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
@@ -73,7 +73,7 @@ class Committer:
     reduced: bool = False
     last_vote: Vote | None = None
     step_s: float | None = None
-    gather: ParameterGather | None = None
+    gather: ParameterExchange | None = None
     gathered: bool = True
 
     def begin(self) -> StepState:
@@ -115,7 +115,7 @@ class Committer:
             finish: whether this rank votes to finish.
             switch: returns whether it votes to switch to the next generation; called just before the vote.
             checkpoint: whether it votes for a checkpoint after this step.
-            migration: of layers that are to take part in the update.
+            migration: of layers that are to take part in the update; it has to be resumed afterwards.
             check: of the state before the update, if one was begun.
             is_skipped: whether no worker has computed anything, because the step is known to be bad.
             repetition: if the step is computed again; it is given the contributions of this worker.
@@ -150,8 +150,6 @@ class Committer:
                 raise BadStepError(vote, why, {"loss": stats.loss, **reductions.contributions()})
             self.recent.add(loss, grad_norm)
         applied = self.apply(vote)
-        if migration is not None:
-            migration.resume()
         stats.end_s = time.perf_counter()
         return applied
 
@@ -188,12 +186,13 @@ class Committer:
         self.gathered = self.gather is None
         return self._applied(vote, grad_norm, self.held.update(self.committed))
 
-    def gather_parameters(self, *, again: bool = False) -> None:
+    def gather_parameters(self, migration: LayerMigration | None = None, *, again: bool = False) -> None:
         """Exchange the parameters that owners have updated. Raises CommunicationError.
 
         The step is applied, whatever happens here: after a failure, the next generation exchanges them again.
 
         Args:
+            migration: of layers whose parameters are sent to shadow holders, too.
             again: whether other workers may not have finished the last exchange, though this one may have.
         """
         if self.gather is None or (self.gathered and not again):
@@ -202,6 +201,8 @@ class Committer:
         self.faults.at("gather", self.committed - 1)
         with self.activity.waiting("parameters", for_message=True):
             self.gather.run(keeps=not self.gathered)
+            if migration is not None:
+                migration.exchange_parameters()
         self.gathered = True
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -14,7 +14,7 @@ from chameleon_ft.plan.shards import LayerShards
 from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.execution.layers import HeldLayers
 
-__all__ = ["ParameterGather"]
+__all__ = ["ParameterExchange"]
 
 _TAG: Final = 1 << 29  # far from those of micro-batches and of layers that move
 _MESSAGE_BYTES: Final = 4 << 20
@@ -24,20 +24,38 @@ _Messages = list[list[Tensor]]
 """Messages between two workers in order: of each, the elements of parameters that it carries, in place."""
 
 
-class ParameterGather:
-    """A worker's part in the exchange after an update, step after step.
+class ParameterExchange:
+    """Messages with elements of parameters to other workers and from them, step after step.
 
-    Of each slice one owner sends, and the holders that do not own it receive. All messages from one worker to another
-    are joined into few.
+    All messages from one worker to another are joined into few.
 
     Args:
-        shards: layer -> its slices, of layers that have other holders, too.
+        to: worker -> the elements that are sent to it, in place.
+        origin: worker -> the elements that arrive from it, in the same order.
     """
 
     def __init__(
-        self, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], communicators: Communicators
+        self,
+        to: Mapping[int, Sequence[Tensor]],
+        origin: Mapping[int, Sequence[Tensor]],
+        communicators: Communicators,
+        *,
+        tag: int,
     ) -> None:
         self._communicators = communicators
+        self._tag = tag
+        self._to = {peer: _messages_of(views) for peer, views in sorted(to.items()) if views}
+        self._from = {peer: _messages_of(views) for peer, views in sorted(origin.items()) if views}
+
+    @classmethod
+    def of(
+        cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], communicators: Communicators
+    ) -> ParameterExchange:
+        """Return a worker's part after an update: of each slice one owner sends, holders that do not own it receive.
+
+        Args:
+            shards: layer -> its slices, of layers that have other holders, too.
+        """
         to: dict[int, list[Tensor]] = defaultdict(list)
         origin: dict[int, list[Tensor]] = defaultdict(list)
         for layer, own in sorted(shards.items()):
@@ -51,8 +69,7 @@ class ParameterGather:
                             to[holder] += views
                 elif worker not in part.owners:
                     origin[sender] += views
-        self._to = {peer: _messages_of(_by_type(views)) for peer, views in sorted(to.items()) if views}
-        self._from = {peer: _messages_of(_by_type(views)) for peer, views in sorted(origin.items()) if views}
+        return cls(to, origin, communicators, tag=_TAG)
 
     def run(self, *, keeps: bool = True) -> None:
         """Send and receive; return once all elements have arrived. Raises CommunicationError.
@@ -67,13 +84,13 @@ class ParameterGather:
         every = chain(self._to.values(), self._from.values())
         for number in range(max(map(len, every), default=0)):
             arriving = [
-                (self._communicators.receive(memory, peer=peer, tag=_TAG), memory, messages[number])
+                (self._communicators.receive(memory, peer=peer, tag=self._tag), memory, messages[number])
                 for peer, messages in self._from.items()
                 if number < len(messages)
                 for memory in (_memory_for(messages[number]),)
             ]
             sent = [
-                (self._communicators.send(content, peer=peer, tag=_TAG), content)
+                (self._communicators.send(content, peer=peer, tag=self._tag), content)
                 for peer, messages in self._to.items()
                 if number < len(messages)
                 for content in (torch.cat(messages[number]),)
@@ -97,11 +114,11 @@ def _finish(
         sending.wait()
 
 
-def _messages_of(views: list[Tensor]) -> _Messages:
+def _messages_of(views: Sequence[Tensor]) -> _Messages:
     """Share out elements to messages, in a way that both ends find: each of one type, and not much too large."""
     messages: _Messages = []
     size = 0
-    for view in views:
+    for view in sorted(views, key=lambda view: str(view.dtype)):
         for piece in view.split(max(1, _MESSAGE_BYTES // view.element_size())):
             if not messages or messages[-1][-1].dtype != view.dtype or size + piece.nbytes > _MESSAGE_BYTES:
                 messages.append([])
@@ -109,10 +126,6 @@ def _messages_of(views: list[Tensor]) -> _Messages:
             messages[-1].append(piece)
             size += piece.nbytes
     return messages
-
-
-def _by_type(views: list[Tensor]) -> list[Tensor]:
-    return sorted(views, key=lambda view: str(view.dtype))
 
 
 def _memory_for(views: list[Tensor]) -> Tensor:

@@ -164,6 +164,14 @@ class HeldLayers:
             given = received or {}
             self._renew_optimizer({layer: {**self._divide(layer), **given.get(layer, {})} for layer in self.layers})
 
+    def own_more(self, received: Mapping[int, Mapping[Range, LayerState]]) -> None:
+        """Update more ranges of units from now on: layer -> range -> its state, by `state_of_slice`."""
+        owned = {layer: tuple(ranges) for layer, ranges in (self._optimizer.owned or {}).items()}
+        for layer, own in received.items():
+            owned[layer] = (*owned.get(layer, ()), *own)
+        states = {layer: {k: v for state in own.values() for k, v in state.items()} for layer, own in received.items()}
+        self.own(owned, states)
+
     def views_of_slice(self, layer: int, units: Range) -> list[Tensor]:
         """The elements of parameters in a range of units of a layer, in place, whoever owns them."""
         own = self._layers[layer]

@@ -145,8 +145,31 @@ class _Kept:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Updating:
+    """A torch optimizer, None if there is nothing to update, and all that it updates."""
+
+    torch: torch.optim.Optimizer | None = None
+    parts: tuple[_Part, ...] = ()
+
+    def state_of(self, part: _Part) -> Mapping[str, Any]:
+        return {} if self.torch is None else self.torch.state.get(part.own, {})
+
+    def kept_for(self, layer: int, name: str) -> list[_Kept]:
+        """Return the optimizer's state of a parameter, and masters."""
+        return [
+            _Kept(part.start, part.stop, state)
+            for part in self.parts
+            if (part.layer, part.name) == (layer, name)
+            for state in (self.state_of(part), {_MASTER: part.own.detach()} if part.is_rounded else {})
+            if state
+        ]
+
+
 class LayerOptimizer:
     """One torch optimizer over all that a rank updates, renewed when that changes.
+
+    The state of layers and slices may be read in any thread, also while it is renewed.
 
     Attributes:
         owned: layer -> the ranges of units that the rank owns; None: it updates all parameters of its layers.
@@ -154,8 +177,7 @@ class LayerOptimizer:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._torch: torch.optim.Optimizer | None = None
-        self._parts: tuple[_Part, ...] = ()
+        self._updating = _Updating()
         self.owned: Mapping[int, Sequence[Range]] | None = None
 
     def renew(self, layers: Mapping[int, _Updated], received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -165,9 +187,8 @@ class LayerOptimizer:
             received: layer -> state of slices, by the keys that `state_of_slice` gives.
         """
         kept: dict[tuple[int, str], list[_Kept]] = defaultdict(list)
-        for part in self._parts:
-            if part.layer in layers:
-                kept[part.layer, part.name] += self._kept_for(part)
+        for layer, name in {(part.layer, part.name) for part in self._updating.parts if part.layer in layers}:
+            kept[layer, name] += self._updating.kept_for(layer, name)
         for layer, own in (received or {}).items():
             for name, pieces in _kept_in(own, layers[layer]).items():
                 kept[layer, name] += pieces
@@ -179,7 +200,7 @@ class LayerOptimizer:
             for part in parts:
                 if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
                     optimizer.state[part.own] = _shaped(found, part)
-        self._torch, self._parts = optimizer, parts  # complete: another thread may be reading the state of a layer
+        self._updating = _Updating(optimizer, parts)
 
     def vector_of(self, layer: int, updated: _Updated) -> ParameterVector:
         """Return the parameters of a layer that are updated by slices."""
@@ -198,16 +219,16 @@ class LayerOptimizer:
 
     def update(self, step: int) -> float:
         """Update the parameters from their gradients as they are; return the learning rate."""
-        lr = self.learning_rate(step)
-        if self._torch is not None:
+        lr, updating = self.learning_rate(step), self._updating
+        if updating.torch is not None:
             if self._job.learning_rate is not None:
-                for group in self._torch.param_groups:
+                for group in updating.torch.param_groups:
                     group["lr"] = lr
-            for part in self._parts:
+            for part in updating.parts:
                 if part.own is not part.parameter and part.parameter.grad is not None:
                     part.own.grad = part.parameter.grad.view(-1)[part.start : part.stop].view(part.own.shape)
-            self._torch.step()
-            for part in self._parts:
+            updating.torch.step()
+            for part in updating.parts:
                 if part.is_rounded:
                     part.round()
         return lr
@@ -216,50 +237,43 @@ class LayerOptimizer:
         """Return the learning rate of a step."""
         if self._job.learning_rate is not None:
             return self._job.learning_rate(step)
-        return 0.0 if self._torch is None else float(self._torch.param_groups[0]["lr"])
+        optimizer = self._updating.torch
+        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     def state_of(self, layer: int) -> dict[str, Any]:
         """Return the state that moves with a layer: all of it, or if slices are owned, that of shared parameters."""
-        tied = None if self.owned is None else self._job.tied_in(layer)
+        tied, updating = None if self.owned is None else self._job.tied_in(layer), self._updating
         return {
             f"optimizer/{part.name}/{key}": value
-            for part in self._parts
+            for part in updating.parts
             if part.layer == layer and (tied is None or part.name in tied)
-            for key, value in self._state_of(part).items()
+            for key, value in updating.state_of(part).items()
         }
 
     def state_of_slice(self, layer: int, updated: _Updated, units: Range) -> dict[str, Any]:
         """Return the state of a range of units that the rank owns; tensors may be views of the optimizer's own."""
-        found: dict[str, Any] = {}
-        own = [part for part in self._parts if part.layer == layer]
+        found, updating = dict[str, Any](), self._updating
         for name, start, stop in self.vector_of(layer, updated).pieces(units):
-            kept = [piece for each in own if each.name == name for piece in self._kept_for(each)]
-            for key, value in _both_assembled(kept, start, stop).items():
+            for key, value in _both_assembled(updating.kept_for(layer, name), start, stop).items():
                 found[_key(name, start, stop, key)] = value
         return found
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over the state of what the rank owns of a layer; it may be cut into other slices."""
-        if self._torch is None:
+        updating = self._updating
+        if updating.torch is None:
             return
-        own = [part for part in self._parts if part.layer == layer]
+        own = [part for part in updating.parts if part.layer == layer]
         kept = _kept_in(state, {part.name: part.parameter for part in own})
         for part in own:
             found = _both_assembled(kept.get(part.name, ()), part.start, part.stop)
             if (master := found.pop(_MASTER, None)) is not None:
                 part.own.data.copy_(master.view(part.own.shape))
             if found:
-                self._torch.state[part.own] = {
-                    key: value.to(self._device_of(key, part.own)) if isinstance(value, Tensor) else value
+                updating.torch.state[part.own] = {
+                    key: value.to(_device_of(key, part.own, updating.torch)) if isinstance(value, Tensor) else value
                     for key, value in _shaped(found, part).items()
                 }
-
-    def _state_of(self, part: _Part) -> Mapping[str, Any]:
-        return {} if self._torch is None else self._torch.state.get(part.own, {})
-
-    def _kept_for(self, part: _Part) -> list[_Kept]:
-        states = self._state_of(part), {_MASTER: part.own.detach()} if part.is_rounded else {}
-        return [_Kept(part.start, part.stop, state) for state in states if state]
 
     def _parts_of(
         self, layer: int, updated: _Updated, masters: Mapping[tuple[int, str], Sequence[_Kept]]
@@ -275,12 +289,12 @@ class LayerOptimizer:
         for name in sorted(names, key=list(updated).index):
             yield _Part.of(layer, name, updated[name], 0, updated[name].numel())
 
-    def _device_of(self, key: str, parameter: nn.Parameter) -> torch.device:
-        """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
-        assert self._torch is not None
-        group = next(g for g in self._torch.param_groups if any(p is parameter for p in g["params"]))
-        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        return torch.device("cpu") if on_host else parameter.device
+
+def _device_of(key: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if on_host else parameter.device
 
 
 def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.control.wire.messages import Migrate
+from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.optimizer import Range
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
     IncomingLayers,
@@ -32,8 +36,20 @@ __all__ = ["LayerMigration"]
 _REQUEST_TAG: Final = 1 << 30  # far from those of micro-batches
 _LAYER_TAG: Final = _REQUEST_TAG + 2
 _SUM_TAG: Final = _REQUEST_TAG + 4
+_PARAMETER_TAG: Final = _REQUEST_TAG + 6
+_WHOLE: Final = (0, 0)  # instead of units of a slice: the layer
 _POLL_S: Final = 0.01
 _DONE: Final = -1  # instead of a layer: there is no further request
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A layer, or a slice of its optimizer's state, that is pulled."""
+
+    source: int
+    layer: int
+    units: Range
+    num_bytes: int
 
 
 class LayerMigration:
@@ -42,11 +58,14 @@ class LayerMigration:
     Between two updates the state of a layer is constant. A destination requests one layer after another, each in its
     state after a number of updates, and does not vote while one is on its way. Without its vote no rank can apply the
     next update, so a source sends exactly the state that was requested. From then on, it also sends the sum of the
-    layer's gradients before each vote, and the destination applies the same update as the source. A layer is requested
+    layer's gradients before each vote, and the destination applies the same update as the source. If slices of the
+    optimizer's state have owners, those that move to a destination are requested like layers, after them. It updates
+    these slices from then on; the source of a layer sends it the parameters after each update. A layer is requested
     only if it will probably arrive before the sources have their sums, which they announce in each step, or within the
     time for which the order lets one vote wait for all layers and for the switch.
 
-    In each step call `settle` before the vote, with all sums complete, and `resume` after the update. `begin` may be
+    In each step call `settle` before the vote, with all sums complete, and `resume` after the update; and between the
+    two `exchange_parameters`, if owners of slices have updated parameters and sent them to the holders. `begin` may be
     called at any time of a step, and ranks need not do so in the same step: destinations wait for their sources. From
     then on threads of its own send and receive, until the communicators are interrupted or `close` is called.
 
@@ -89,7 +108,7 @@ class LayerMigration:
         self._announced = False  # whether its destinations know
         self._settling = False  # whether no further layer is requested in this step
         self._pulling = False
-        self._arrived: deque[tuple[int, int, LayerState]] = deque()  # source, layer
+        self._arrived: deque[tuple[_Item, LayerState]] = deque()
         self._current: list[tuple[int, int]] = []  # (source, layer) of those that have been taken in
         self._served: list[tuple[int, int]] = []  # (destination, layer)
         self._given = 0  # of these, those whose sums have been sent in this step
@@ -99,8 +118,8 @@ class LayerMigration:
         self._open_s = rest_s or step_s  # from the beginning of a step until no further layer is requested
         self._hold_s = 0.0  # for which the vote of a later step may be delayed
         self._held_until_s: float | None = None  # while the vote of this step may be
-        self._moves: tuple[tuple[int, int, int, int], ...] = ()
-        self._bytes: dict[int, int] = {}
+        self._items: tuple[_Item, ...] = ()
+        self._bytes: dict[tuple[int, Range], int] = {}
         self._memory: Mapping[int, Memory | None] = {}
         self._migrated: Future[None] = Future()
         self._sources: list[int] = []
@@ -118,14 +137,16 @@ class LayerMigration:
         with self._condition:
             if self._error is not None:
                 return  # the generation is over
-            self._moves = tuple(move for move in order.moves if move[1] == self._worker and migrated is not None)
-            self._bytes = {layer: num_bytes for _, _, layer, num_bytes in order.moves}
+            every = [(move[1], _Item(move[0], move[2], _WHOLE, move[3])) for move in order.moves]
+            every += [(move[1], _Item(move[0], *move[2:3], move[3:5], move[5])) for move in order.slices]
+            self._items = tuple(item for worker, item in every if worker == self._worker and migrated is not None)
+            self._bytes = {(item.layer, item.units): item.num_bytes for _, item in every}
             self._memory, self._migrated = memory, migrated or Future()
-            self._sources = sorted({source for source, _, _, _ in self._moves})
-            self._destinations = sorted({move[1] for move in order.moves if move[0] == self._worker})
+            self._sources = sorted({item.source for item in self._items})
+            self._destinations = sorted({worker for worker, item in every if item.source == self._worker})
             self._step_s = self._step_s or order.step_s
             self._open_s = self._open_s or self._step_s
-            self._hold_s = order.hold_s if self._moves else 0.0
+            self._hold_s = order.hold_s if self._items else 0.0
             works = [partial(self._serve, each) for each in self._destinations]
             for work in (*works, self._pull_all, self._give_sums):
                 thread = threading.Thread(target=self._guarded, args=(work,), name="migration", daemon=True)
@@ -160,16 +181,36 @@ class LayerMigration:
             self._condition.wait_for(lambda: not self._pulling)
             if self._error is not None:
                 raise self._error
+            slices: dict[int, dict[Range, LayerState]] = {}
             while self._arrived:
-                source, layer, state = self._arrived.popleft()
-                self._held.take_in(layer, state)
-                self._current.append((source, layer))
+                item, state = self._arrived.popleft()
+                if item.units == _WHOLE:
+                    self._held.take_in(item.layer, state)
+                    self._current.append((item.source, item.layer))
+                else:
+                    slices.setdefault(item.layer, {})[item.units] = state
+            if slices:
+                self._held.own_more(slices)
         current = [(source, buffer) for source, layer in self._current for buffer in self._buffers.of_layer(layer)]
         sums = [self._receive(buffer, source) for source, buffer in current]
         for receive in sums:
             receive.wait()
         while time.monotonic() < until_s and not self._is_ending():
             time.sleep(_POLL_S)
+
+    def exchange_parameters(self) -> None:
+        """Send the parameters of layers to shadow holders that have received these, and receive those of own ones.
+
+        Raises CommunicationError.
+        """
+        with self._condition:
+            served = self._served[: self._given]
+        to: dict[int, list[Tensor]] = defaultdict(list)
+        origin: dict[int, list[Tensor]] = defaultdict(list)
+        for pairs, found in ((served, to), (self._current, origin)):
+            for peer, layer in pairs:
+                found[peer] += self._held.views_of_slice(layer, (0, UNITS))
+        ParameterExchange(to, origin, self._communicators, tag=_PARAMETER_TAG).run()
 
     def resume(self, *, applied: bool = True) -> None:
         """Note that the update has been applied; or that the step is computed again, and has other sums."""
@@ -209,22 +250,22 @@ class LayerMigration:
 
     def _pull_all(self) -> None:
         s_per_byte = 0.0
-        if not self._moves:
+        if not self._items:
             self._faults.at("transfer", self._committed)
-        for number, (source, _, layer, num_bytes) in enumerate(self._moves):
-            version = self._begin_pull(s_per_byte * num_bytes)
-            if number == len(self._moves) // 2:
+        for number, item in enumerate(self._items):
+            version = self._begin_pull(s_per_byte * item.num_bytes)
+            if number == len(self._items) // 2:
                 self._faults.at("transfer", version)
             start = time.monotonic()
-            state = self._pull(source, layer, version)
-            moved = tensor_bytes(state) if self._stand_in_scale is None else num_bytes
+            state = self._pull(item, version)
+            moved = tensor_bytes(state) if self._stand_in_scale is None else item.num_bytes
             s_per_byte = (time.monotonic() - start) / max(1, moved)
             with self._condition:
                 self._pulling = False
-                self._arrived.append((source, layer, state))
+                self._arrived.append((item, state))
                 self._condition.notify_all()
         for source in self._sources:
-            self._request(source, _DONE, 0)
+            self._request(source, _DONE, _WHOLE, 0)
         self._migrated.set_result(None)
 
     def _begin_pull(self, expected_s: float) -> int:
@@ -246,15 +287,18 @@ class LayerMigration:
             self._pulling = True
             return self._committed
 
-    def _pull(self, source: int, layer: int, version: int) -> LayerState:
-        self._request(source, layer, version)
-        incoming = IncomingLayers(self._communicators, peer=source, tag=_LAYER_TAG, device=self._device)
+    def _pull(self, item: _Item, version: int) -> LayerState:
+        self._request(item.source, item.layer, item.units, version)
+        incoming = IncomingLayers(self._communicators, peer=item.source, tag=_LAYER_TAG, device=self._device)
         incoming.describe()
-        incoming.start_next(self._held.targets_of(layer), self._memory.get(layer))
+        if item.units == _WHOLE:
+            incoming.start_next(self._held.targets_of(item.layer), self._memory.get(item.layer))
+        else:
+            incoming.start_next({})
         return incoming.finish_next()
 
-    def _request(self, source: int, layer: int, version: int) -> None:
-        request = torch.tensor([layer, version], dtype=torch.int64, device=self._device)
+    def _request(self, source: int, layer: int, units: Range, version: int) -> None:
+        request = torch.tensor([layer, *units, version], dtype=torch.int64, device=self._device)
         self._communicators.send(request, peer=source, tag=_REQUEST_TAG).wait()
 
     def _await_sums_of(self, source: int) -> None:
@@ -271,9 +315,10 @@ class LayerMigration:
     def _serve(self, destination: int) -> None:
         """Send a destination the layers that it requests, until it has all."""
         while True:
-            request = torch.empty(2, dtype=torch.int64, device=self._device)
+            request = torch.empty(4, dtype=torch.int64, device=self._device)
             self._communicators.receive(request, peer=destination, tag=_REQUEST_TAG).wait()
-            layer, version = request.tolist()
+            layer, start, stop, version = request.tolist()
+            units = start, stop
             if layer == _DONE:
                 return
             with self._condition:
@@ -281,11 +326,12 @@ class LayerMigration:
                     self._condition.wait()
                 if self._error is not None:
                     raise self._error
-            state = self._held.constant_state_of(layer)
+            is_whole = units == _WHOLE
+            state = self._held.constant_state_of(layer) if is_whole else self._held.state_of_slice(layer, units)
             checksums: Future[list[int]] = Future()
             checksums.set_result(layer_checksums(state, self._device))
             outgoing = OutgoingLayers(
-                [OutgoingLayer(state, self._bytes[layer], checksums)],
+                [OutgoingLayer(state, self._bytes[layer, units], checksums)],
                 self._communicators,
                 peer=destination,
                 tag=_LAYER_TAG,
@@ -294,9 +340,10 @@ class LayerMigration:
             )
             outgoing.start_next()
             outgoing.finish_next()
-            with self._condition:
-                self._served.append((destination, layer))
-                self._condition.notify_all()
+            if is_whole:
+                with self._condition:
+                    self._served.append((destination, layer))
+                    self._condition.notify_all()
 
     def _give_sums(self) -> None:
         """Announce in each step that the sums are complete, and send those of the layers that have been served."""
