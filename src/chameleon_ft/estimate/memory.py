@@ -4,7 +4,7 @@ A worker holds:
 
 - throughout a step, for its layers: parameters, gradients, optimizer state, and cached samples; of the optimizer
   state of a layer with n holders r/n, if holders share it with r owners of each part (`Workload.owners`), except that
-  of tied parameters and masters;
+  of tied parameters;
 - from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output shares its
   tensor with the sent message, which is held until its gradient arrives; or, if the next hop is on the same worker,
   with that hop's input, until that hop's I;
@@ -178,20 +178,23 @@ class WorkloadMemory:
         self._state_bytes = cache(lambda ranges, holders: self._state_of(ranges, holders).total_bytes)
         self._figures = cache(self._new_figures)
 
-    def state_of(self, ranges: Iterable[Iterable[int]], placement: Placement | None = None) -> MemoryUse:
+    def state_of(self, ranges: Iterable[Iterable[int]], *placements: Placement) -> MemoryUse:
         """Return the bytes that a worker with these layers holds throughout a step.
 
         Args:
-            placement: whose holders share the optimizer's state; without it, the worker keeps all of it.
+            placements: whose holders share the optimizer's state. Of several, each layer has the fewest holders that
+                it has in any; without one, the worker keeps all of the state.
         """
         own = tuple(tuple(layers) for layers in ranges)
-        return self._state_of(own, self._holders(own, placement))
+        return self._state_of(own, self._holders(own, placements))
 
-    def _holders(self, ranges: Iterable[Iterable[int]], placement: Placement | None) -> tuple[int, ...]:
+    def _holders(self, ranges: Iterable[Iterable[int]], placements: Sequence[Placement]) -> tuple[int, ...]:
         """Return the numbers of holders of layers, one after the other, if they share the optimizer's state."""
-        if self._owners is None or placement is None:
+        if self._owners is None or not placements:
             return ()
-        return tuple(len(placement.holders(layer)) for layers in ranges for layer in layers)
+        layers = (layer for layers in ranges for layer in layers)
+        numbers = ([len(placement.holders(layer)) for placement in placements] for layer in layers)
+        return tuple(min(filter(None, each), default=1) for each in numbers)
 
     def _state_of(self, ranges: Iterable[Iterable[int]], holders: tuple[int, ...]) -> MemoryUse:
         numbers = [layer for layers in ranges for layer in layers]
@@ -211,10 +214,11 @@ class WorkloadMemory:
             sample_bytes=max((layer.sample_bytes for layer in held), default=0),
         )
 
-    def state_bytes(self, placement: Placement) -> dict[int, int]:
-        """Return the bytes that each worker holds throughout a step."""
+    def state_bytes(self, placement: Placement, *others: Placement) -> dict[int, int]:
+        """Return the bytes that each worker holds throughout a step; for `others` see `state_of`."""
         return {
-            worker: self._state_bytes(held, self._holders(held, placement)) for worker, held in placement.ranges.items()
+            worker: self._state_bytes(held, self._holders(held, (placement, *others)))
+            for worker, held in placement.ranges.items()
         }
 
     def moving_bytes(self, records: Records, starts: Sequence[int] | Integers) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync, sync_after
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory, workload_memory
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, PipelineTimes, Program, Timeline, replay
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
@@ -107,15 +107,18 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
 
 
-def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> dict[int, int]:
+def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel, *others: Placement) -> dict[int, int]:
     """Return each worker's peak in bytes if it recomputes as `plan` says and runs the parts' operations.
 
     The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
     their times.
+
+    Args:
+        others: placements before or after the plan, if holders that share optimizer state are on the way between them.
     """
     moving_bytes: dict[tuple[object, ...], list[int]] = {}
     memory = workload_memory(costs.workload)
-    peak_bytes = memory.state_bytes(plan.placement)
+    peak_bytes = memory.state_bytes(plan.placement, *others)
     for part in parts:
         schedule, workers = part.schedule, part.component.workers
         recompute = tuple(map(plan.recompute.get, workers))

@@ -10,7 +10,14 @@ from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
+from chameleon_ft.estimate import (
+    PartsEstimate,
+    TransitionEstimate,
+    estimate_parts,
+    peak_bytes_of,
+    state_bytes,
+    workload_memory,
+)
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING, data_size
@@ -371,9 +378,12 @@ def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> 
     """Return the bytes that each worker lacks to hold its old layers, with gradients, beside those that it receives."""
     if transfer is None:
         return {}
-    layers, cluster = context.costs.workload.layers, context.costs.cluster
-    held_bytes = list(accumulate((layer.held_bytes for layer in layers), initial=0))
-    without_gradients = list(accumulate((layer.held_bytes - layer.gradient_bytes for layer in layers), initial=0))
+    workload, cluster = context.costs.workload, context.costs.cluster
+    memory = workload_memory(workload)
+    own = [memory.state_of(((layer,),), context.placement, transfer.placement) for layer in range(len(workload.layers))]
+    held_bytes = list(accumulate((use.total_bytes - use.sample_bytes for use in own), initial=0))
+    gradient_bytes = accumulate((use.gradient_bytes for use in own), initial=0)
+    without_gradients = [held - gradients for held, gradients in zip(held_bytes, gradient_bytes, strict=True)]
     missing: dict[int, float] = {}
     for worker, ranges in transfer.placement.ranges.items():
         had = context.placement.ranges_of(worker)

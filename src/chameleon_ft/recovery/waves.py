@@ -90,7 +90,7 @@ def migration_of(draft: CourseDraft, transfer: Transfer, costs: CostModel) -> Co
     estimate = replace(
         draft.estimate,
         step_s=draft.estimate.step_s + sums_s(transfer.messages, costs.workload, costs.cluster),
-        peak_bytes=peak_bytes_of(plan, draft.parts, costs),
+        peak_bytes=peak_bytes_of(plan, draft.parts, costs, draft.plan.placement, transfer.placement),
     )
     return replace(draft, plan=plan, estimate=estimate, transfer=transfer)
 
@@ -119,7 +119,7 @@ def _waves(
     while True:
         held = _layers_of(draft.plan.placement)
         missing = {worker: own - held.get(worker, set()) for worker, own in wanted.items()}
-        arriving = _arriving(draft, held, missing, costs)
+        arriving = _arriving(draft, held, missing, target, costs)
         if not any(arriving.values()):
             return ()
         holding = {worker: held.get(worker, set()) | arriving.get(worker, set()) for worker in held.keys() | arriving}
@@ -143,21 +143,21 @@ def _waves(
         waves.append(Wave(migrating, draft))
 
 
-def _arriving(draft: CourseDraft, held: _Layers, missing: _Layers, costs: CostModel) -> _Layers:
+def _arriving(draft: CourseDraft, held: _Layers, missing: _Layers, target: Placement, costs: CostModel) -> _Layers:
     """Return the missing layers that fit the memory of their receivers beside a step.
 
     Layers of workers that lack others come first, because with another holder these workers can drop them.
     """
-    memory = workload_memory(costs.workload)
+    memory, placements = workload_memory(costs.workload), (draft.plan.placement, target)
     droppable = Counter(layer for worker, own in missing.items() if own for layer in held.get(worker, ()))
     arriving: _Layers = {}
     for worker, lacking in missing.items():
         own, arriving[worker] = held.get(worker, set()), set()
         capacity = costs.cluster.worker(worker).memory_bytes
         room = math.inf if capacity is None else capacity
-        room -= draft.estimate.peak_bytes.get(worker, 0) - memory.state_of([own]).total_bytes
+        room -= draft.estimate.peak_bytes.get(worker, 0) - memory.state_of([own], *placements).total_bytes
         for layer in sorted(lacking, key=lambda layer: (-droppable[layer], layer)):
-            if memory.state_of([own | arriving[worker] | {layer}]).total_bytes <= room:
+            if memory.state_of([own | arriving[worker] | {layer}], *placements).total_bytes <= room:
                 arriving[worker].add(layer)
     return arriving
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.pipelines.worker_classes import merged_clusters
-from chameleon_ft.search.placement.candidates import evaluated, figures
+from chameleon_ft.search.placement.candidates import evaluated, figures, predicted
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
 from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
 
@@ -57,18 +58,15 @@ def find_plan(
     _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_in_flight_limits)
     options = SearchOptions.of(effort, least_holders=least_holders)
-    for cluster in merged_clusters(costs.cluster):
-        search = PlanSearch(costs, cluster, current, options)
-        plans = search.plans()
-        if plans:
-            break
+    search = _search(costs, current, options)
+    plans = search.plans
     found = [*plans, *_without_slow_workers(costs, current, options), *others_found]
     if least_holders > 1:
         found = [each for each in found if each.plan.placement.fewest_holders >= least_holders]
         if plans and not found:
             raise InfeasibleError(f"no plan was found in which every layer has {least_holders} holders")
     if not found:
-        raise infeasible_error(CostModel(costs.workload, cluster))
+        raise infeasible_error(search.costs)
     best, *alternatives = pareto_front(found, figures)
     return SearchResult(
         best=best,
@@ -79,6 +77,73 @@ def find_plan(
         recuts=tuple(each for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Searched:
+    """The plans that a search has found, and its certificate; `costs` are those it has searched with."""
+
+    plans: Sequence[FoundPlan]
+    bound_s: float
+    complete: bool
+    mixes: int
+    costs: CostModel
+
+
+def _search(costs: CostModel, current: Placement | None, options: SearchOptions) -> _Searched:
+    """Search among pipelines.
+
+    If holders share the optimizer's state, a worker needs the less memory, the more pipelines there are. A first search
+    assumes the least memory, for its bound. If its best plan does not fit, others assume that of a number of pipelines,
+    and find plans with at least as many.
+    """
+    workload, workers = costs.workload, costs.cluster.workers
+    if workload.owners is None or all(worker.memory_bytes is None for worker in workers):
+        return _search_all(costs, current, options)
+    first = _search_all(_with_shares(costs), current, options)
+    plans = _fitting(first.plans, costs, current)
+    if not first.plans or (plans and plans[0].step_s <= first.plans[0].step_s):
+        return replace(first, plans=plans)
+    holders, mixes = first.plans[0].plan.placement.fewest_holders, first.mixes
+    while holders:
+        least = replace(options, least_holders=max(options.least_holders, holders))
+        other = _search_all(_with_shares(costs, holders), current, least)
+        plans += _fitting(other.plans, costs, current)
+        mixes += other.mixes
+        # As many owners as holders have all of the state each.
+        holders = holders // 2 if holders > 2 * workload.owners else int(holders > 1)
+    plans.sort(key=lambda each: each.step_s)
+    return replace(first, plans=plans, complete=False, mixes=mixes)
+
+
+def _search_all(costs: CostModel, current: Placement | None, options: SearchOptions) -> _Searched:
+    for cluster in merged_clusters(costs.cluster):
+        search = PlanSearch(costs, cluster, current, options)
+        if plans := search.plans():
+            break
+    return _Searched(plans, search.bound_s, search.complete, search.mixes, CostModel(costs.workload, cluster))
+
+
+def _with_shares(costs: CostModel, holders: int | None = None) -> CostModel:
+    """Return costs in which each layer has the bytes of one of so many holders; of the most that can be, if None."""
+    workload = costs.workload
+    if workload.owners is None:
+        return costs
+    most = min(len(costs.cluster.workers), workload.micro_batches) if holders is None else holders
+    layers = tuple(
+        replace(
+            layer,
+            optimizer_bytes=layer.optimizer_bytes - divided + owned_share(divided, most, workload.owners),
+        )
+        for layer, divided in zip(workload.layers, workload.divided_bytes, strict=True)
+    )
+    return CostModel(replace(workload, layers=layers, owners=None), costs.cluster)
+
+
+def _fitting(plans: Sequence[FoundPlan], costs: CostModel, current: Placement | None) -> list[FoundPlan]:
+    """Return the plans that fit the memory of their workers, with their predictions for `costs`."""
+    found = [(each, *predicted(each.name, each.plan, costs, current, each.in_flight_limits)) for each in plans]
+    return [replace(own, schedules=each.schedules) for each, own, missing in found if not missing]
 
 
 def _without_slow_workers(costs: CostModel, current: Placement | None, options: SearchOptions) -> list[FoundPlan]:
@@ -94,7 +159,7 @@ def _without_slow_workers(costs: CostModel, current: Placement | None, options: 
         return []
     left = CostModel(costs.workload, cluster.without(slow))
     held = None if current is None else current.without(slow)
-    return PlanSearch(left, next(merged_clusters(left.cluster)), held, options).plans()
+    return list(_search(left, held, options).plans)
 
 
 def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAULT_EFFORT) -> SearchResult:
@@ -125,7 +190,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             f"once; got {', '.join(f'{own.micro_batch_size} of {own.samples}' for own in workloads) or 'none'}"
         )
     _require_workers(costs[0])
-    bounds_s = {size: bound_of_best_workers_s(each) for size, each in sorted(by_size.items())}
+    bounds_s = {size: bound_of_best_workers_s(_with_shares(each)) for size, each in sorted(by_size.items())}
     found: dict[int, SearchResult] = {}
     best_s = math.inf
     for size in sorted(bounds_s, key=bounds_s.__getitem__):
