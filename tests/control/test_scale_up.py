@@ -38,6 +38,7 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import read_generation_plans
+from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.profiles import Fingerprint, Profile
 from chameleon_ft.workload import LayerCost
 from tests.control.stage import Puppet, Stage, play, scene
@@ -161,6 +162,35 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
     assert len(stage.failures) == 1
     assert stage.events("messages_failed") == []
     assert stage.ended is None
+
+
+@scene(**RESPAWNING, parallel=Parallel(dp=2, pp=2, optimizer_redundancy=2))
+async def test_slices_of_the_optimizer_move_to_a_worker_that_comes_back_while_all_train(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        rank = await come_back(stage)
+        order = rank.last(Migrate)
+        left = orders_of(stage, 3)[1].unpack_shards()
+        assert left is not None
+        assert left.owned_by(1) == {}, "it owns nothing before the switch"
+        assert {num_bytes for *_, num_bytes in order.moves} == {256}, "parameters move with the layer"
+        stage.commit(3)
+        stage.switch(4)
+        stage.commit(5)
+        second = stage.ahead()
+        assert second is not None
+        assert second.transition is None
+        after = second.unpack_shards()
+        assert after is not None
+        assert after.copies == 2
+        assert after.owned_by(1).keys() == {layer for _, _, layer, _ in order.moves}
+        moves = after.moves_from(left)
+        assert [(m.source, m.destination, m.layer, m.start, m.stop) for m in moves] == [m[:5] for m in order.slices]
+        assert all(num_bytes == 516 * (stop - start) // UNITS for *_, start, stop, num_bytes in order.slices)
+        stage.switch(6)
+    (moved,) = stage.events("migration")
+    assert (moved["layers"], moved["slices"]) == (len(order.moves), len(order.slices))
+    assert len(stage.failures) == 1
 
 
 @scene(**STEADY)
