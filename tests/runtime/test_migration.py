@@ -116,6 +116,7 @@ class Rank:
             shards = {layer: sharding.layers[layer] for layer in self.held.layers}
             committer.gather = ParameterExchange.of(self.worker, self.held, shards, line)
         executor = Executor(
+            await_parameters=committer.await_parameters,
             job=self.job,
             held=self.held,
             boundaries=boundary_specs(self.job, BATCH.micro_batch_size),
@@ -136,6 +137,7 @@ class Rank:
             step_s=None,
             stand_in_scale=self.stand_in_scale,
             is_ending=self.is_ending.is_set,
+            await_parameters=committer.wait_for_exchange,
         )
         beginning = threading.Thread(target=self.begin, args=(layers, order, delay_s))
         beginning.start()
@@ -154,13 +156,16 @@ class Rank:
                         switch=self.is_ending.is_set,
                         migration=layers,
                     )
-                    committer.gather_parameters(layers)
+                    committer.begin_exchange()
+                    if layers.has_shadow_holders:
+                        committer.await_parameters(migration=layers)
                     layers.resume()
                     self.switches.append(applied.vote.switch)
                     self.losses.append(applied.vote.loss_sum / applied.vote.terms)
                     self.current.append(self.held.layers)
                     if applied.vote.switch and sharding is not None:
                         break
+                committer.await_parameters()
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = error
             line.interrupt()

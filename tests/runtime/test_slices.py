@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,8 +29,9 @@ from chameleon_ft.job import Job, Precision
 from chameleon_ft.models.llama_job import llama_job
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
-from chameleon_ft.plan.shards import Sharding, shard_optimizer
-from chameleon_ft.runtime.execution.gather import ParameterExchange
+from chameleon_ft.plan.shards import UNITS, Sharding, shard_optimizer
+from chameleon_ft.runtime.communicators import CommunicationError, InFlight
+from chameleon_ft.runtime.execution import gather
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
@@ -83,11 +85,11 @@ def weights(held: HeldLayers) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in held.parameters(WHOLE)]
 
 
-def gather(held: Sequence[HeldLayers], owned: Sharding) -> None:
+def exchange(held: Sequence[HeldLayers], owned: Sharding) -> None:
     """Have workers exchange updated parameters, each in a thread."""
     board = Switchboard()
     shards = dict(enumerate(owned.layers))
-    parts = [ParameterExchange.of(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
+    parts = [gather.ParameterExchange.of(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
     with ThreadPoolExecutor(len(parts)) as threads:
         for done in [threads.submit(part.run) for part in parts]:
             done.result(timeout=30)
@@ -103,7 +105,7 @@ def trained(
         for each in held:
             set_gradients(each, step)
             each.update(step)
-        gather(held, owned)
+        exchange(held, owned)
     return held
 
 
@@ -139,6 +141,63 @@ def test_parameters_are_bit_equal_to_those_without_slices(
     for held in trained(made, sharding(workers, redundancy), workers, range(4)):
         for one, other in zip(weights(held), expected, strict=True):
             assert torch.equal(one, other)
+
+
+class HeldBack(Line):
+    """A line on which only some messages go out at first."""
+
+    def __init__(self, worker: int, board: Switchboard) -> None:
+        super().__init__(worker, board)
+        self.messages = 0
+        self.all_may_go = threading.Event()
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
+        if self.messages == 0:
+            assert self.all_may_go.wait(30)
+        self.messages -= 1
+        return super().send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
+
+
+@pytest.mark.parametrize("job", [JOBS["block"], JOBS["block in bf16"]], ids=["fp32", "bf16"])
+def test_a_forward_waits_for_its_layers_alone(job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "_MESSAGE_BYTES", 64)
+    owned, board = sharding(2, 1), Switchboard()
+    held = [held_layers(job(), owned, worker) for worker in range(2)]
+    with torch.no_grad():
+        for view in held[0].views_of_slice(4, (0, UNITS)):
+            view += 1
+    lines = [HeldBack(worker, board) for worker in range(2)]
+    lines[1].all_may_go.set()
+    shards = dict(enumerate(owned.layers))
+    sender, receiver = (gather.ParameterExchange.of(w, held[w], shards, lines[w]) for w in range(2))
+    first = [layer for layer in range(LAYERS) if receiver._rounds_of[layer] <= receiver._rounds_of[2]]
+    lines[0].messages = receiver._rounds_of[2]
+    assert 0 < lines[0].messages < receiver._rounds
+    receiver.begin()
+    sender.begin()
+    receiver.wait(first)
+    assert receiver.complete == set(first)
+    assert not receiver.has([4])
+    lines[0].all_may_go.set()
+    receiver.wait()
+    assert receiver.complete == set(range(LAYERS))
+    for part in owned.layers[4].slices:
+        if part.owners == (0,):
+            one, other = (each.views_of_slice(4, (part.start, part.stop)) for each in held)
+            assert all(map(torch.equal, one, other))
+    sender.close()
+    receiver.close()
+
+
+def test_the_end_of_a_generation_ends_an_exchange_that_lacks_messages() -> None:
+    owned, board = sharding(2, 1), Switchboard()
+    held = held_layers(block_job(), owned)
+    exchange = gather.ParameterExchange.of(0, held, dict(enumerate(owned.layers)), Line(0, board))
+    exchange.begin()
+    exchange.close()
+    assert exchange.complete == frozenset()
+    with pytest.raises(CommunicationError):
+        exchange.wait()
 
 
 def test_each_owner_keeps_its_share_of_the_state() -> None:

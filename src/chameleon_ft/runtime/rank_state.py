@@ -94,7 +94,7 @@ class RankState:
             placed=self.placed,
             layers=() if self.held is None else tuple(sorted(self.held.layers)),
             progress=None if committer is None else committer.progress(),
-            gathered=committer is None or committer.gathered,
+            gathered=committer is None or not committer.missing,
         )
 
     def prepare(self, generation: Generation) -> None:
@@ -121,9 +121,9 @@ class RankState:
         if self.held is None:
             self.held = self._new_layers((), generation)
         self.held.keep_only(transition.keep)
-        gathered = self.committer is None or self.committer.gathered
+        missing = frozenset[int]() if self.committer is None else self.committer.missing
         self.committer = self._new_committer(self.held, order)
-        self.committer.gathered = gathered
+        self.committer.missing = missing & self.held.layers
         self.held.drop_gradients()
         if not order.gather:
             self.transfer.begin(transition, self.held)
@@ -161,7 +161,10 @@ class RankState:
         assert self.held is not None
         assert self.committer is not None
         self.committer.gather = self.new_gather(sharding, generation)
-        self.committer.gather_parameters(again=True)
+        self.committer.begin_exchange(again=True)
+        with self.client.activity.waiting("parameters", for_message=True):
+            self.committer.wait_for_exchange()
+        self.committer.missing = frozenset()
         if order.transition is not None:
             self.transfer.begin(order.transition, self.held)
 

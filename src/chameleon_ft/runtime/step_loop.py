@@ -98,15 +98,18 @@ class StepLoop:
         with Reductions(committer.buffers, self.generation.operations, self.executor.communicators) as reductions:
             while committer.committed < self.config.steps and not (vote and vote.finish):
                 if vote is not None and vote.switch:
+                    committer.await_parameters()
                     return Outcome.SWITCH
                 if self.client.is_over(order.generation):
                     return Outcome.OVER
                 vote = self._step(reductions) if bad is None else self._repeat(reductions, bad)
                 bad = None
+            committer.await_parameters()
         return Outcome.FINISHED
 
     def submit_checkpoint(self) -> None:
         """Copy this worker's share of the layers it holds, and have them written in the background."""
+        self.committer.await_parameters()
         start = time.perf_counter()
         with self.activity.waiting("copying layers"):
             held = self.executor.held
@@ -274,7 +277,9 @@ class StepLoop:
             repetition=repetition,
         )
         try:
-            self.committer.gather_parameters(self.migration)
+            self.committer.begin_exchange()
+            if self.migration.has_shadow_holders:
+                self.committer.await_parameters(migration=self.migration)
         except CommunicationError:
             self._report_committed(applied, stats, start_s=start_s)  # it is, and perhaps on no other worker
             raise
@@ -309,6 +314,7 @@ class StepLoop:
         """Begin to compare the state before the present step, if it is due; after the last one it always is."""
         every, step = self.config.health.check_every, self.committer.committed
         if every > 0 and (always or step % every == 0):
+            self.committer.await_parameters()
             self.check.begin()
 
     def _wants_checkpoint(self, request: int) -> bool:

@@ -204,6 +204,8 @@ class Trainer:
             if self._state.committer is not None and self._state.committer.state is not None:
                 self._state.committer.state.in_flight.clear()
             self._preparations.trained()
+            if self._state.committer is not None:
+                self._state.committer.end_exchange()
             if self._migration is not None:
                 self._migration.close(interrupt=outcome is not Outcome.SWITCH)
                 self._migration = None
@@ -274,6 +276,7 @@ class Trainer:
             rest_s=None if order.rest is None else order.rest.rest_s,
             stand_in_scale=self.stand_in_scale,
             is_ending=partial(self._is_ending, generation.number, committer),
+            await_parameters=committer.wait_for_exchange,
         )
         if generation.sharding is not None:
             committer.gather = self._state.new_gather(generation.sharding, generation)
@@ -288,6 +291,7 @@ class Trainer:
             activity=self._activity,
             faults=self.faults,
             pace=self.pace,
+            await_parameters=committer.await_parameters,
         )
         steps = StepLoop(
             worker=self.worker,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,7 +57,7 @@ class Committer:
         recent: the last steps that it has applied.
         step_s: seconds of the last step that it has run as a whole; None before the first.
         gather: the exchange after an update, if slices of the optimizer's state have owners.
-        gathered: whether the parameters of slices that others own are those after the last update.
+        missing: layers of which some parameters may not be those after the last update, because others own them.
     """
 
     worker: int
@@ -74,7 +74,7 @@ class Committer:
     last_vote: Vote | None = None
     step_s: float | None = None
     gather: ParameterExchange | None = None
-    gathered: bool = True
+    missing: frozenset[int] = frozenset()
 
     def begin(self) -> StepState:
         """Begin step `committed`: there is nothing of it yet."""
@@ -131,6 +131,7 @@ class Committer:
         self.faults.at("sync", self.committed)
         with self.activity.waiting("sync", for_message=True):
             stats.reductions = reductions.finish()
+            self.await_parameters()
             if migration is not None:
                 migration.settle()
         self.reduced = True
@@ -183,27 +184,53 @@ class Committer:
         self.faults.at("optimizer", self.committed)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
         self.buffers.scale(clip / vote.terms)
-        self.gathered = self.gather is None
+        if self.gather is not None:
+            self.gather.restart()
+            self.missing = self.held.layers
         return self._applied(vote, grad_norm, self.held.update(self.committed))
 
-    def gather_parameters(self, migration: LayerMigration | None = None, *, again: bool = False) -> None:
-        """Exchange the parameters that owners have updated. Raises CommunicationError.
+    def begin_exchange(self, *, again: bool = False) -> None:
+        """Begin to exchange the parameters that owners have updated, beside what follows.
 
         The step is applied, whatever happens here: after a failure, the next generation exchanges them again.
 
         Args:
-            migration: of layers whose parameters are sent to shadow holders, too.
-            again: whether other workers may not have finished the last exchange, though this one may have.
+            again: whether other workers may lack some, though this one may have all.
         """
-        if self.gather is None or (self.gathered and not again):
+        if self.gather is None or not (self.missing or again):
             return
         self.activity.begin(f"the exchange of parameters after step {self.committed - 1}")
         self.faults.at("gather", self.committed - 1)
+        self.gather.begin(self.missing)
+
+    def await_parameters(self, layers: Collection[int] | None = None, migration: LayerMigration | None = None) -> None:
+        """Wait for the updated parameters of these layers, or of all. Raises CommunicationError.
+
+        Args:
+            migration: of layers whose parameters are sent to shadow holders, too.
+        """
+        if self.gather is None or not self.missing or (layers is not None and self.gather.has(layers)):
+            return
         with self.activity.waiting("parameters", for_message=True):
-            self.gather.run(keeps=not self.gathered)
+            self.gather.wait(layers)
             if migration is not None:
                 migration.exchange_parameters()
-        self.gathered = True
+        if layers is None:
+            self.missing = frozenset()
+
+    def wait_for_exchange(self) -> None:
+        """Wait until all parameters of the last update have been exchanged. Called from any thread.
+
+        Raises CommunicationError.
+        """
+        if self.gather is not None:
+            self.gather.wait()
+
+    def end_exchange(self) -> None:
+        """End the exchange with the generation; then `missing` is known."""
+        if self.gather is not None:
+            self.gather.close()
+            self.missing -= self.gather.complete
 
     def _applied(self, vote: Vote, grad_norm: float, lr: float) -> AppliedStep:
         self.committed += 1

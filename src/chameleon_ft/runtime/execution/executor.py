@@ -98,6 +98,7 @@ class Executor:
     activity: Activity
     faults: FaultInjector
     pace: Pace | None = None
+    await_parameters: Callable[[Collection[int]], None] = lambda layers: None
 
     def run(
         self,
@@ -223,6 +224,8 @@ class _StepExecution:
 
     def _run_operation(self, index: int, operation: Operation) -> None:
         message = self._message(index, operation)
+        if operation.kind is OperationKind.FORWARD:
+            self._executor.await_parameters(operation.layers)
         self._executor.activity.begin(f"{_describe(operation)} in step {self._state.step}")
         start = perf_counter()
         with generator_lock:  # a loss may draw random numbers, and so may what a backward computes again

@@ -1,9 +1,13 @@
-"""The exchange of updated parameters: owners of slices send them to the holders of a layer that do not own them."""
+"""The exchange of updated parameters: owners of slices send them to the holders of a layer that do not own them.
+
+It goes on beside the following step, whose first forwards wait for their layers alone.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -19,33 +23,49 @@ __all__ = ["ParameterExchange"]
 _TAG: Final = 1 << 29  # far from those of micro-batches and of layers that move
 _MESSAGE_BYTES: Final = 4 << 20
 _IN_FLIGHT: Final = 2  # messages to each worker, and from it
+_POLL_S: Final = 0.01
 
-_Messages = list[list[Tensor]]
-"""Messages between two workers in order: of each, the elements of parameters that it carries, in place."""
+_Pieces = Sequence[tuple[int, Tensor]]
+"""Layers and elements of their parameters, in place."""
 
 
 class ParameterExchange:
     """Messages with elements of parameters to other workers and from them, step after step.
 
-    All messages from one worker to another are joined into few.
+    All messages from one worker to another are joined into few, lower layers first, and go out in rounds: of each round
+    one message to every worker. A thread of its own goes through the rounds, few of which are in flight at a time. All
+    workers have the same order of rounds, so the slowest can always continue.
 
     Args:
         to: worker -> the elements that are sent to it, in place.
         origin: worker -> the elements that arrive from it, in the same order.
+        layers: those that the exchange completes; others are none of its concern.
     """
 
     def __init__(
         self,
-        to: Mapping[int, Sequence[Tensor]],
-        origin: Mapping[int, Sequence[Tensor]],
+        to: Mapping[int, _Pieces],
+        origin: Mapping[int, _Pieces],
         communicators: Communicators,
         *,
+        layers: Iterable[int],
         tag: int,
     ) -> None:
         self._communicators = communicators
         self._tag = tag
-        self._to = {peer: _messages_of(views) for peer, views in sorted(to.items()) if views}
-        self._from = {peer: _messages_of(views) for peer, views in sorted(origin.items()) if views}
+        self._to = {peer: _messages_of(pieces) for peer, pieces in sorted(to.items()) if pieces}
+        self._from = {peer: _messages_of(pieces) for peer, pieces in sorted(origin.items()) if pieces}
+        self._rounds = max(map(len, chain(self._to.values(), self._from.values())), default=0)
+        self._rounds_of = dict.fromkeys(layers, 0)  # by layer, until it is complete
+        for messages in self._from.values():
+            for number, message in enumerate(messages, 1):
+                for layer, _ in message:
+                    self._rounds_of[layer] = max(self._rounds_of[layer], number)
+        self._condition = threading.Condition()
+        self._arrived = 0  # rounds
+        self._sent = True
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     @classmethod
     def of(
@@ -56,33 +76,84 @@ class ParameterExchange:
         Args:
             shards: layer -> its slices, of layers that have other holders, too.
         """
-        to: dict[int, list[Tensor]] = defaultdict(list)
-        origin: dict[int, list[Tensor]] = defaultdict(list)
+        to: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        origin: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for layer, own in sorted(shards.items()):
             if worker not in own.holders:
                 continue
             for part, sender in zip(own.slices, own.senders(), strict=True):
-                views = held.views_of_slice(layer, (part.start, part.stop))
+                pieces = [(layer, view) for view in held.views_of_slice(layer, (part.start, part.stop))]
                 if sender == worker:
                     for holder in own.holders:
                         if holder not in part.owners:
-                            to[holder] += views
+                            to[holder] += pieces
                 elif worker not in part.owners:
-                    origin[sender] += views
-        return cls(to, origin, communicators, tag=_TAG)
+                    origin[sender] += pieces
+        return cls(to, origin, communicators, layers=shards, tag=_TAG)
 
-    def run(self, *, keeps: bool = True) -> None:
-        """Send and receive; return once all elements have arrived. Raises CommunicationError.
+    def restart(self) -> None:
+        """Note that parameters are updated, and have to be exchanged again."""
+        self._arrived = 0
 
-        All workers go through their messages in one order and wait for few at a time, so that the slowest can always
-        continue.
+    @property
+    def complete(self) -> frozenset[int]:
+        """The layers of which all elements have arrived."""
+        return frozenset(layer for layer, rounds in self._rounds_of.items() if rounds <= self._arrived)
+
+    def run(self, keeps: Collection[int] | None = None) -> None:
+        """Begin, and wait for all; see both."""
+        self.begin(keeps)
+        self.wait()
+
+    def begin(self, keeps: Collection[int] | None = None) -> None:
+        """Begin to send and to receive.
 
         Args:
-            keeps: whether what arrives is kept. It is not if it is there already: a forward may have used it.
+            keeps: layers of which what arrives is kept; None: of all. Where it is there already, a forward may have
+                used it.
         """
-        in_flight: deque[tuple[list[tuple[InFlight, Tensor, list[Tensor]]], list[tuple[InFlight, Tensor]]]] = deque()
-        every = chain(self._to.values(), self._from.values())
-        for number in range(max(map(len, every), default=0)):
+        self.restart()
+        if self._rounds:
+            self._sent = False
+            self._thread = threading.Thread(target=self._guarded, args=(keeps,), name="parameters", daemon=True)
+            self._thread.start()
+
+    def has(self, layers: Iterable[int]) -> bool:
+        """Return whether all elements of these layers have arrived."""
+        return all(self._rounds_of.get(layer, 0) <= self._arrived for layer in layers)
+
+    def wait(self, layers: Collection[int] | None = None) -> None:
+        """Wait for all elements of these layers; if None, for all, and until all that is sent has arrived.
+
+        Called from any thread. Raises CommunicationError.
+        """
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._error is not None or (self._sent if layers is None else self.has(layers))
+            )
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Wait for the thread to end; if it has not exchanged all, interrupt the communicators for that."""
+        while self._thread is not None and self._thread.is_alive():
+            if not self._sent:
+                self._communicators.interrupt()
+            self._thread.join(_POLL_S)
+
+    def _guarded(self, keeps: Collection[int] | None) -> None:
+        error: BaseException | None = None
+        try:
+            self._exchange(keeps)
+        except BaseException as failure:  # noqa: BLE001 - whoever waits raises it
+            error = failure.with_traceback(None)
+        with self._condition:
+            self._error, self._sent = error, error is None
+            self._condition.notify_all()
+
+    def _exchange(self, keeps: Collection[int] | None) -> None:
+        in_flight: deque[tuple[list[tuple[InFlight, Tensor, _Pieces]], list[tuple[InFlight, Tensor]]]] = deque()
+        for number in range(self._rounds):
             arriving = [
                 (self._communicators.receive(memory, peer=peer, tag=self._tag), memory, messages[number])
                 for peer, messages in self._from.items()
@@ -93,40 +164,49 @@ class ParameterExchange:
                 (self._communicators.send(content, peer=peer, tag=self._tag), content)
                 for peer, messages in self._to.items()
                 if number < len(messages)
-                for content in (torch.cat(messages[number]),)
+                for content in (torch.cat([view for _, view in messages[number]]),)
             ]
             in_flight.append((arriving, sent))
             if len(in_flight) == _IN_FLIGHT:
-                _finish(*in_flight.popleft(), keeps=keeps)
+                self._finish(*in_flight.popleft(), keeps=keeps)
         for each in in_flight:
-            _finish(*each, keeps=keeps)
+            self._finish(*each, keeps=keeps)
+
+    def _finish(
+        self,
+        arriving: list[tuple[InFlight, Tensor, _Pieces]],
+        sent: list[tuple[InFlight, Tensor]],
+        *,
+        keeps: Collection[int] | None,
+    ) -> None:
+        for receiving, memory, pieces in arriving:
+            receiving.wait()
+            parts = zip(pieces, memory.split([view.numel() for _, view in pieces]), strict=True)
+            kept = [(view, part) for (layer, view), part in parts if keeps is None or layer in keeps]
+            if kept:
+                with torch.no_grad():
+                    torch._foreach_copy_([view for view, _ in kept], [part for _, part in kept])
+        with self._condition:
+            self._arrived += 1
+            self._condition.notify_all()
+        for sending, _ in sent:
+            sending.wait()
 
 
-def _finish(
-    arriving: list[tuple[InFlight, Tensor, list[Tensor]]], sent: list[tuple[InFlight, Tensor]], *, keeps: bool
-) -> None:
-    for receiving, memory, views in arriving:
-        receiving.wait()
-        if keeps:
-            with torch.no_grad():
-                torch._foreach_copy_(views, memory.split([view.numel() for view in views]))
-    for sending, _ in sent:
-        sending.wait()
-
-
-def _messages_of(views: Sequence[Tensor]) -> _Messages:
+def _messages_of(pieces: _Pieces) -> list[_Pieces]:
     """Share out elements to messages, in a way that both ends find: each of one type, and not much too large."""
-    messages: _Messages = []
+    messages: list[list[tuple[int, Tensor]]] = []
     size = 0
-    for view in sorted(views, key=lambda view: str(view.dtype)):
+    for layer, view in sorted(pieces, key=lambda piece: (piece[0], str(piece[1].dtype))):
         for piece in view.split(max(1, _MESSAGE_BYTES // view.element_size())):
-            if not messages or messages[-1][-1].dtype != view.dtype or size + piece.nbytes > _MESSAGE_BYTES:
+            if not messages or messages[-1][-1][1].dtype != view.dtype or size + piece.nbytes > _MESSAGE_BYTES:
                 messages.append([])
                 size = 0
-            messages[-1].append(piece)
+            messages[-1].append((layer, piece))
             size += piece.nbytes
-    return messages
+    return [tuple(message) for message in messages]
 
 
-def _memory_for(views: list[Tensor]) -> Tensor:
+def _memory_for(pieces: _Pieces) -> Tensor:
+    views = [view for _, view in pieces]
     return torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)

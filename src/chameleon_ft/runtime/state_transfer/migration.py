@@ -77,6 +77,7 @@ class LayerMigration:
         stand_in_scale: how many bytes of the model a byte of the gradients stands for, if the layers are stand-ins for
             those of a profile, whose bytes are counted then; otherwise None.
         is_ending: returns whether the present step is known to be the last of the generation.
+        await_parameters: waits until the layers have the parameters of the last update.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class LayerMigration:
         rest_s: float | None = None,
         stand_in_scale: int | None,
         is_ending: Callable[[], bool],
+        await_parameters: Callable[[], object] = lambda: None,
     ) -> None:
         self._worker = worker
         self._held = held
@@ -102,6 +104,7 @@ class LayerMigration:
         self._faults = faults
         self._stand_in_scale = stand_in_scale
         self._is_ending = is_ending
+        self._await_parameters = await_parameters
         self._condition = threading.Condition()
         self._committed = committed
         self._summed = False  # whether this rank's sums are complete
@@ -198,6 +201,12 @@ class LayerMigration:
         while time.monotonic() < until_s and not self._is_ending():
             time.sleep(_POLL_S)
 
+    @property
+    def has_shadow_holders(self) -> bool:
+        """Whether this rank has received layers, or others have received some from it, as of the last vote."""
+        with self._condition:
+            return bool(self._current or self._given)
+
     def exchange_parameters(self) -> None:
         """Send the parameters of layers to shadow holders that have received these, and receive those of own ones.
 
@@ -205,12 +214,13 @@ class LayerMigration:
         """
         with self._condition:
             served = self._served[: self._given]
-        to: dict[int, list[Tensor]] = defaultdict(list)
-        origin: dict[int, list[Tensor]] = defaultdict(list)
+        to: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        origin: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for pairs, found in ((served, to), (self._current, origin)):
             for peer, layer in pairs:
-                found[peer] += self._held.views_of_slice(layer, (0, UNITS))
-        ParameterExchange(to, origin, self._communicators, tag=_PARAMETER_TAG).run()
+                found[peer] += [(layer, view) for view in self._held.views_of_slice(layer, (0, UNITS))]
+        layers = [layer for _, layer in self._current]
+        ParameterExchange(to, origin, self._communicators, layers=layers, tag=_PARAMETER_TAG).run()
 
     def resume(self, *, applied: bool = True) -> None:
         """Note that the update has been applied; or that the step is computed again, and has other sums."""
@@ -326,6 +336,7 @@ class LayerMigration:
                     self._condition.wait()
                 if self._error is not None:
                     raise self._error
+            self._await_parameters()
             is_whole = units == _WHOLE
             state = self._held.constant_state_of(layer) if is_whole else self._held.state_of_slice(layer, units)
             checksums: Future[list[int]] = Future()
