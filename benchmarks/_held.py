@@ -18,6 +18,7 @@ from chameleon_ft.config import Batch
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Placement
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.device import is_host_memory
@@ -87,7 +88,12 @@ class Alone:
     placement: Placement
     worker: int
     operations: tuple[Operation, ...]
+    sharding: Sharding | None = None
     device: torch.device = _CPU
+
+    @property
+    def _owned(self) -> dict[int, tuple[tuple[int, int], ...]] | None:
+        return None if self.sharding is None else self.sharding.owned_by(self.worker)
 
     def train(self) -> None:
         """Build the layers and train some steps, with as many samples prefetched as in a long run."""
@@ -96,6 +102,7 @@ class Alone:
             [n for part in self.placement.ranges_of(self.worker) for n in part],
             seed=_SEED,
             device=self.device,
+            owned=self._owned,
         )
         members = self.placement.workers
         activity = Activity()
@@ -139,17 +146,22 @@ class Alone:
     def likeness(self) -> object:
         """Return a key that is equal for workers with equal work on the same layers, whatever their micro-batches."""
         numbers: dict[tuple[int, int], int] = {}
-        return self.placement.ranges_of(self.worker), tuple(
-            (
-                operation.kind,
-                operation.layers,
-                operation.receive_from is None,
-                operation.send_to is None,
-                operation.first,
-                operation.last,
-                numbers.setdefault((operation.micro_batch, operation.hop), len(numbers)),
-            )
-            for operation in self.operations
+        owned = self._owned and tuple(self._owned.items())
+        return (
+            self.placement.ranges_of(self.worker),
+            owned,
+            tuple(
+                (
+                    operation.kind,
+                    operation.layers,
+                    operation.receive_from is None,
+                    operation.send_to is None,
+                    operation.first,
+                    operation.last,
+                    numbers.setdefault((operation.micro_batch, operation.hop), len(numbers)),
+                )
+                for operation in self.operations
+            ),
         )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
@@ -26,6 +27,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
+from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.layers import sized_layer
@@ -37,6 +39,7 @@ _UNDERESTIMATE: Final = 0.01
 _LINK: Final = Link(1e-4, 1e9)
 _WORKERS: Final = 16
 _CPU: Final = torch.device("cpu")
+_PrecisionName: TypeAlias = Literal["fp32", "bf16"]
 # Share of its layers that each worker recomputes, the lowest first, and whether it does so selectively.
 _RECOMPUTED: Final = {
     "": (0.0, False),
@@ -56,9 +59,10 @@ class Model:
     boundaries: tuple[BoundarySpec, ...]
     layers: tuple[LayerCost, ...]
     device: torch.device = _CPU
+    owners: int | None = None
 
     def costs(self, plan: Plan) -> CostModel:
-        workload = Workload(self.layers, plan.micro_batches, self.config.batch.micro_batch_size)
+        workload = Workload(self.layers, plan.micro_batches, self.config.batch.micro_batch_size, owners=self.owners)
         return CostModel(workload, Cluster(tuple(Worker(w, "host") for w in range(_WORKERS)), _LINK, _LINK))
 
     def pipelines(self, dp: int, pp: int, micro_batches: int, *, skew: float = 0.0) -> Plan:
@@ -103,10 +107,10 @@ def main() -> int:
     folder = new_folder(given.out)
     torch.set_num_threads(1)
     found: list[Counted] = []
-    for model in (*_llamas(given.config, folder), _own_model()):
-        for name, plan in _plans(model):
-            progress(f"{model.name}: {name}")
-            found += count(model, name, plan, storages=given.storages)
+    cases = _all_cases(given.config, folder) if given.drawn is None else _drawn(given.drawn, given.config, folder)
+    for model, name, plan in cases:
+        progress(f"{model.name}: {name}")
+        found += count(model, name, plan, storages=given.storages)
     return _report(found).emit(folder, as_json=given.json)
 
 
@@ -115,21 +119,46 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="the Llama and its batch (TOML)"
     )
+    parser.add_argument(
+        "--drawn", type=int, help="draw so many plans, with precision and redundancy; default: all, fp32"
+    )
     parser.add_argument("--storages", action="store_true", help="count the storages of tensors too")
     return parser.parse_args()
 
 
-def _llamas(path: Path, folder: Path) -> Iterator[Model]:
-    for name, precision in (("Llama", "fp32"), ("Llama in bf16", "bf16")):
-        config = base_config(path, stamped=False).model_copy(update={"output_dir": folder, "precision": precision})
-        prepare_data_of(config)
-        yield measured_model(name, config)
+def _all_cases(path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
+    for model in (_llama(path, folder, "fp32"), _llama(path, folder, "bf16"), _own_model("fp32")):
+        for name, plan in _plans(model):
+            yield model, name, plan
 
 
-def _own_model() -> Model:
+def _drawn(number: int, path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
+    """Draw plans of both models, in both precisions, with some or all owners of slices of the optimizer's state."""
+    rng = random.Random(number)
+    precisions: tuple[_PrecisionName, ...] = ("fp32", "bf16")
+    models = [model for each in precisions for model in (_llama(path, folder, each), _own_model(each))]
+    for _ in range(number):
+        model = replace(rng.choice(models), owners=rng.choice((1, 2, 3, None)))
+        name, plan = rng.choice(list(_plans(model)))
+        yield model, f"{name}, redundancy {'all' if model.owners is None else model.owners}", plan
+
+
+def _llama(path: Path, folder: Path, precision: _PrecisionName) -> Model:
+    config = base_config(path, stamped=False).model_copy(update={"output_dir": folder, "precision": precision})
+    prepare_data_of(config)
+    return measured_model(_named("Llama", precision), config)
+
+
+def _own_model(precision: _PrecisionName) -> Model:
     batch = Batch(micro_batches=8, micro_batch_size=16)
     job = str(ROOT / "examples" / "own_model.py")
-    return measured_model("pictures", RunConfig(job=job, workers=4, parallel=Parallel(dp=2, pp=2), batch=batch))
+    parallel = Parallel(dp=2, pp=2)
+    config = RunConfig(job=job, workers=4, parallel=parallel, batch=batch, precision=precision)
+    return measured_model(_named("pictures", precision), config)
+
+
+def _named(model: str, precision: _PrecisionName) -> str:
+    return model if precision == "fp32" else f"{model} in {precision}"
 
 
 def measured_model(name: str, config: RunConfig, device: torch.device = _CPU) -> Model:
@@ -217,6 +246,8 @@ def count(model: Model, name: str, plan: Plan, *, storages: bool = False) -> Ite
     check_program(program, plan)
     predicted = program_memory(program, plan.placement, costs.workload)
     batch = model.config.batch.model_copy(update={"micro_batches": plan.micro_batches})
+    hosts = dict.fromkeys(plan.workers, "host")
+    sharding = None if model.owners is None else shard_optimizer(plan.placement, hosts, model.owners)
     alike: dict[object, list[Alone]] = {}
     for worker in plan.workers:
         alone = Alone(
@@ -226,6 +257,7 @@ def count(model: Model, name: str, plan: Plan, *, storages: bool = False) -> Ite
             placement=plan.placement,
             worker=worker,
             operations=program.of(worker),
+            sharding=sharding,
             device=model.device,
         )
         alike.setdefault(alone.likeness(), []).append(alone)
