@@ -10,14 +10,8 @@ from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import (
-    PartsEstimate,
-    TransitionEstimate,
-    estimate_parts,
-    peak_bytes_of,
-    state_bytes,
-    workload_memory,
-)
+from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
+from chameleon_ft.estimate.memory import workload_memory
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING, data_size
@@ -379,10 +373,10 @@ def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> 
     if transfer is None:
         return {}
     workload, cluster = context.costs.workload, context.costs.cluster
-    memory = workload_memory(workload)
-    own = [memory.state_of(((layer,),), context.placement, transfer.placement) for layer in range(len(workload.layers))]
-    held_bytes = list(accumulate((use.total_bytes - use.sample_bytes for use in own), initial=0))
-    gradient_bytes = accumulate((use.gradient_bytes for use in own), initial=0)
+    memory, placements = workload_memory(workload), (context.placement, transfer.placement)
+    uses = [memory.state_of(((layer,),), *placements) for layer in range(len(workload.layers))]
+    held_bytes = list(accumulate((use.total_bytes - use.sample_bytes for use in uses), initial=0))
+    gradient_bytes = accumulate((use.gradient_bytes for use in uses), initial=0)
     without_gradients = [held - gradients for held, gradients in zip(held_bytes, gradient_bytes, strict=True)]
     missing: dict[int, float] = {}
     for worker, ranges in transfer.placement.ranges.items():

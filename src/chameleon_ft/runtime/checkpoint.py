@@ -176,8 +176,8 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
             state |= _read(checkpoints, step, layer, slice_directory(checkpoints, step, *place))
     try:
         return joined_masters(state)
-    except RuntimeError as error:
-        raise DamagedCheckpointError(f"layer {layer}: slices of parameters are missing: {error}") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"layer {layer}: {error}") from None
 
 
 def _read(checkpoints: Path, step: int, layer: int, path: Path) -> dict[str, Any]:

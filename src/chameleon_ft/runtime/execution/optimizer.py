@@ -300,7 +300,7 @@ def _device_of(key: str, parameter: nn.Parameter, optimizer: torch.optim.Optimiz
 def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a layer with masters whose slices it has as whole ones, in place of rounded parameters.
 
-    Raises RuntimeError if slices are missing.
+    Raises ValueError if slices are missing.
     """
     joined, slices = dict[str, Any](), defaultdict[str, list[tuple[int, Tensor]]](list)
     for entry, value in state.items():
@@ -310,8 +310,15 @@ def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
         else:
             slices[f"module/{match['name']}"].append((int(match["start"]), value))
     for key, parts in slices.items():
-        whole = torch.cat([part.view(-1) for _, part in sorted(parts, key=lambda each: each[0])])
-        joined[key] = whole.view(state[key].shape)
+        whole, end = torch.empty(state[key].shape, dtype=parts[0][1].dtype), 0
+        for start, part in sorted(parts, key=lambda each: each[0]):  # which may overlap
+            if start > end:
+                break
+            whole.view(-1)[start : start + part.numel()] = part.view(-1)
+            end = max(end, start + part.numel())
+        if end < whole.numel():
+            raise ValueError(f"no slice has element {end} of {key}")
+        joined[key] = whole
     return joined
 
 
