@@ -239,6 +239,18 @@ class Workload:
         return tuple(layer.optimizer_bytes - replicated for layer, replicated in pairs)
 
     @property
+    def moving_layers(self) -> tuple[LayerCost, ...]:
+        """The layers with what moves with them: without `divided_bytes`, but with parameters rounded by the owners."""
+        return tuple(
+            dataclasses.replace(
+                layer,
+                optimizer_bytes=layer.optimizer_bytes - divided,
+                unmoved_bytes=max(0, layer.unmoved_bytes - layer.master_bytes // 2) if divided else layer.unmoved_bytes,
+            )
+            for layer, divided in zip(self.layers, self.divided_bytes, strict=True)
+        )
+
+    @property
     def samples(self) -> int:
         """Samples in the global batch."""
         return self.micro_batches * self.micro_batch_size

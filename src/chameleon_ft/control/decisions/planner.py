@@ -297,7 +297,7 @@ class Planner:
                 and Transition(
                     participants=transition.participants,
                     keep=transition.keep[worker],
-                    moves=transition.moves_of(worker, costs.workload.layers),
+                    moves=transition.moves_of(worker, costs.workload.moving_layers),
                     shards=transition.sharding and pack_shards(transition.sharding),
                 ),
                 rest=rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
@@ -318,10 +318,7 @@ class Planner:
         )
         return Migrate(
             generation=generation,
-            moves=tuple(
-                (source, destination, layer, num_bytes - divided[layer])
-                for _, source, destination, layer, num_bytes in moves_of(plan.migration, workload.layers)
-            ),
+            moves=tuple(move for _, *move in moves_of(plan.migration, workload.moving_layers)),
             slices=slices,
             step_s=plan.predicted_step_s,
             hold_s=plan.hold_s,
