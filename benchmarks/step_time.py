@@ -4,7 +4,7 @@ Both systems train the same model in the same layout, with the same micro-batche
 processes over gloo with one compute thread each: chameleon, and torch.distributed.pipelining's Schedule1F1B with an
 all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
 each taken at the last worker, by stamps in the model that both train. The losses must agree, or the comparison is
-refused.
+refused. With --optimizer-redundancy, the runs are compared that share the optimizer's state and those that do not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks._stamped_job import read_stamps
 from chameleon_ft.config import TrainConfig
 
 _LARGEST_RATIO = 1.05
+_LARGEST_RATIO_SHARED = 1.03
 _LARGEST_LOSS_DEVIATION = 1e-5
 
 
@@ -40,21 +41,29 @@ def main() -> int:
     neighbours = Neighbours(most=given.most_others)
     folder = new_folder(given.out)
     config = base_config(given.config, steps=given.warmup + given.steps + 1)
-    systems = {"chameleon": _run_chameleon, "torch": _run_torch}
+    systems = {"chameleon": _run_chameleon, "Schedule1F1B and all-reduce": _run_torch}
+    if given.optimizer_redundancy is not None:
+        owners = config.parallel.model_copy(update={"optimizer_redundancy": given.optimizer_redundancy})
+        shared = config.model_copy(update={"parallel": owners})
+        systems = {"shared": lambda _, given, path: _run_chameleon(shared, given, path), "whole": _run_chameleon}
     runs: dict[str, list[_Run]] = {name: [] for name in systems}
     for number in range(given.rounds):
         # Each goes first in every other round, so that neither gains from slow changes of the machine.
         for name in list(systems)[:: 1 if number % 2 == 0 else -1]:
             progress(f"round {number + 1} of {given.rounds}: {name}")
             measure = partial(systems[name], config, given)
-            runs[name].append(neighbours.undisturbed(measure, folder / f"{name}-{number}"))
-        _require_equal_losses(runs["chameleon"][-1], runs["torch"][-1])
-    return _report(runs["chameleon"], runs["torch"], neighbours).emit(folder, as_json=given.json)
+            runs[name].append(neighbours.undisturbed(measure, folder / f"{name.split()[0]}-{number}"))
+        _require_equal_losses(*(own[-1] for own in runs.values()))
+    largest = _LARGEST_RATIO if given.optimizer_redundancy is None else _LARGEST_RATIO_SHARED
+    return _report(runs, neighbours, largest).emit(folder, as_json=given.json)
 
 
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__, name="step_time")
     add_most_others(parser)
+    parser.add_argument(
+        "--optimizer-redundancy", type=int, metavar="OWNERS", help="compare sharing among so many owners with none"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="runs of each system")
     parser.add_argument("--steps", type=int, default=40, help="steps of a run that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not")
@@ -80,28 +89,29 @@ def _steps_s(run: Path, warmup: int) -> tuple[float, ...]:
     return tuple(later - earlier for earlier, later in pairwise(updates[step] for step in sorted(updates)))[warmup:]
 
 
-def _require_equal_losses(chameleon: _Run, torch: _Run) -> None:
-    worst = max(abs(a - b) / abs(b) for a, b in zip(chameleon.losses, torch.losses, strict=True))
+def _require_equal_losses(one: _Run, other: _Run) -> None:
+    worst = max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True))
     if worst > _LARGEST_LOSS_DEVIATION:
         raise SystemExit(f"the losses of the two systems deviate by {worst:.1e}: they did not train the same")
 
 
-def _report(chameleon: list[_Run], torch: list[_Run], neighbours: Neighbours) -> Report:
-    ours, theirs = (Spread(tuple(step for run in runs for step in run.steps_s)) for runs in (chameleon, torch))
-    ratios = Spread(tuple(median(a.steps_s) / median(b.steps_s) for a, b in zip(chameleon, torch, strict=True)))
+def _report(runs: dict[str, list[_Run]], neighbours: Neighbours, largest_ratio: float) -> Report:
+    ours, theirs = (Spread(tuple(step for run in own for step in run.steps_s)) for own in runs.values())
+    ratios = Spread(tuple(median(a.steps_s) / median(b.steps_s) for a, b in zip(*runs.values(), strict=True)))
     ratio = ours.median / theirs.median
     return Report(
         benchmark="step_time",
         columns=("", "number", "median (least to largest)"),
         rows=(
-            ("chameleon: step, s", f"{len(ours.values)} steps", ours.shown()),
-            ("Schedule1F1B and all-reduce: step, s", f"{len(theirs.values)} steps", theirs.shown()),
+            *(
+                (f"{name}: step, s", f"{len(own.values)} steps", own.shown())
+                for name, own in zip(runs, (ours, theirs), strict=True)
+            ),
             ("ratio of the two medians of a round", f"{len(ratios.values)} rounds", ratios.shown()),
         ),
-        bars=(Bar(name="median step of chameleon over Schedule1F1B's", value=ratio, limit=_LARGEST_RATIO),),
+        bars=(Bar(name=f"median step, {' over '.join(runs)}", value=ratio, limit=largest_ratio),),
         results={
-            "chameleon_step_s": ours.to_json(),
-            "torch_step_s": theirs.to_json(),
+            "step_s": {name: own.to_json() for name, own in zip(runs, (ours, theirs), strict=True)},
             "ratio_of_medians": ratio,
             "ratio_by_round": ratios.to_json(),
         },
