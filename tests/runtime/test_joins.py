@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -93,8 +93,11 @@ def joined(ended: Ended) -> list[int]:
     return [worker for record in ended.events("join") for worker in record["workers"]]
 
 
-def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
-    ended = train_until(endless(tmp_path, failures=(fails(3, step=4),)), tmp_path / "run", joined)
+@pytest.mark.parametrize("redundancy", ["all", 2])
+def test_a_lost_worker_comes_back(tmp_path: Path, redundancy: Literal["all"] | int) -> None:
+    parallel = Parallel(dp=2, pp=3, optimizer_redundancy=redundancy)
+    config = endless(tmp_path, parallel=parallel, failures=(fails(3, step=4),))
+    ended = train_until(config, tmp_path / "run", joined)
     assert ended.lost == {3}
     (respawn,) = ended.events("respawn")
     assert (respawn["worker"], respawn["incarnation"]) == (3, 2)
@@ -107,6 +110,9 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
     assert ended.run.steps()[-1].workers == 6
     assert not ended.events("refused")
     assert not ended.events("messages_failed")
+    # Slices of optimizer state move beside training, like layers.
+    assert all(record["transfer_s"] == 0 for record in ended.events("join"))
+    assert any(moved["slices"] for moved in ended.events("migration")) == (redundancy != "all")
 
 
 @pytest.mark.parametrize("phase", ["preparation", "transfer", "switch", "sync"])
