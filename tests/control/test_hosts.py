@@ -243,6 +243,25 @@ def test_an_agent_that_waits_is_found_by_the_next_coordinator_or_forgotten() -> 
         assert not history.state.waiting_hosts
 
 
+def test_a_worker_that_was_drained_is_not_started_by_the_next_agent_of_its_host() -> None:
+    history = training()
+    history.say(77, Drain(workers=(3,)))
+    history.wait(0.1)
+    history.consider(0, 1, 2)
+    history.switch()
+    history.commit()
+    history.wait(0.1)
+    assert history.state.members[3].lost
+    history.depart(AGENT)
+    history.commands.clear()
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    (adopt,) = history.sent(Adopt, to=NEXT)
+    assert adopt.ranks == adoption(0, 1, 2).ranks
+    assert history.sent(Spawn) == []
+    history.say(NEXT + 1, HostHello(host="another host", slots=1))
+    assert history.sent(Spawn, to=NEXT + 1) == [Spawn(workers=(3,), incarnations=(2,))], "its number is free"
+
+
 def test_an_order_to_adopt_that_was_lost_is_repeated() -> None:
     history = orphaned()
     history.say(NEXT, HostHello(host="a host", slots=4))

@@ -45,6 +45,9 @@ DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
 
 RunStatus = Literal["finished", "interrupted", "terminated", "failed"]
 
+FOLLOWED_STEPS: Final = 10
+"""Committed steps after which the outcome of a decision is reported, unless another one comes first."""
+
 _STEP_TOLERANCE: Final = 0.06
 """The largest relative error of a step time that the benchmarks allow (docs/benchmarks.md). Candidates often differ by
 less than that, so a larger error can change the choice."""
@@ -252,7 +255,9 @@ class OutcomeRecord(_Record):
 
     @property
     def warning(self) -> str | None:
-        """See `describe_untrusted`."""
+        """See `describe_untrusted`; none if there were fewer steps than are followed, which prove little."""
+        if self.steps < FOLLOWED_STEPS:
+            return None
         return describe_untrusted(
             step_error=self.step_error, stall_error=self.stall_error, stall_is_restart=self.policy == "restart"
         )

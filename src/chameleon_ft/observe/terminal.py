@@ -119,7 +119,7 @@ class TerminalView(View):
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {in_ranges(record.lost_layers)}")
         facts.add_row("action", f"{record.policy}: {record.action}")
-        if record.repeated_s is not None:
+        if record.repeated_s:
             facts.add_row("repeated", f"{duration(record.repeated_s)} of work of step {record.step}")
         self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
 

@@ -143,7 +143,8 @@ def decide_in_place(
         plan = replace(plan, program=course.program, decision=decision, is_checked=known is not None)
     if salvaged is None:
         return plan
-    action = f"{plan.action}, of which {salvaged.repeated_share:.1%} is repeated"
+    share = f"{salvaged.repeated_share:.1%}"
+    action = f"{plan.action}, of which {'nothing' if share == '0.0%' else share} is repeated"
     return replace(plan, rest=salvaged.rest, salvaged=salvaged, action=action)
 
 

@@ -145,9 +145,13 @@ class Members:
             ControlError: all workers of a run that has not begun are taken.
         """
         members, adopt = self._adopted(agent, hello)
-        slots = hello.slots - len(adopt.ranks)
-        end = max(self.count, 1 + max(self.workers, default=0)) + slots if is_late else self.count
-        free = [worker for worker in range(end) if self._is_free(worker) and worker not in blocklist][:slots]
+        # Where others of the host go on, those that were drained stay away.
+        drained = {each.id for each in self if each.lost and each.draining and each.agent_host == hello.host}
+        left = drained if adopt.ranks else set()
+        slots = hello.slots - len(adopt.ranks) - len(left)
+        end = max(self.count, 1 + max(self.workers, default=0)) + max(0, slots) if is_late else self.count
+        kept = {*blocklist, *left}
+        free = [worker for worker in range(end) if self._is_free(worker) and worker not in kept][: max(0, slots)]
         if not free and not adopt.ranks:
             raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
         members = replace(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.observe import FailureCostRecord, OutcomeRecord
+from chameleon_ft.observe.records import FOLLOWED_STEPS
 
 __all__ = ["InterruptedStep", "Outcomes", "PendingOutcome"]
-
-_STEPS: Final = 10  # committed steps after which an outcome is reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,7 @@ class Outcomes:
             return replace(self, since=now, committed_at=now, pending=pending), None
         if pending is not None:
             pending = replace(pending, steps_s=(*pending.steps_s, step_s))
-        recent_s = (*self.recent_s, step_s)[-_STEPS:]
+        recent_s = (*self.recent_s, step_s)[-FOLLOWED_STEPS:]
         after = replace(
             self,
             since=now,
@@ -163,7 +162,7 @@ class Outcomes:
             usual_s=statistics.median(recent_s),
             pending=pending,
         )
-        return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
+        return after.ended() if pending is not None and len(pending.steps_s) == FOLLOWED_STEPS else (after, None)
 
     def migrating(self, plan: ActivePlan, now: float) -> Self:
         """Note that layers begin to move, which makes an interrupted step longer, too.
