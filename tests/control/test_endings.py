@@ -9,7 +9,7 @@ import pytest
 from chameleon_ft.control.commands import Finish as FinishRun
 from chameleon_ft.control.events import Considered, Interrupted, TookOver
 from chameleon_ft.control.state.state import Phase, State
-from chameleon_ft.control.wire.messages import Drain, Exit, Finish, Hello, HostHello, Refused
+from chameleon_ft.control.wire.messages import CheckpointSaved, Drain, Exit, Finish, Hello, HostHello, Refused
 from tests.control.histories import AGENT, History, new_state
 
 CHECKPOINTED = ("terminated", "terminated by SIGTERM, with a checkpoint")
@@ -162,3 +162,20 @@ def test_another_coordinator_ends_the_run_too() -> None:
     terminate(history)
     history.happen(TookOver(at=history.at, term=1))
     assert history.state.ending == "terminated"
+
+
+@pytest.mark.parametrize("is_terminated", [False, True])
+def test_an_end_without_its_checkpoint_says_so(is_terminated: bool) -> None:
+    history = training()
+    if is_terminated:
+        terminate(history)
+        history.commit(finish=True)
+    while not is_terminated and history.state.committed < history.state.settings.steps:
+        history.commit()
+    step = history.state.committed
+    history.tell(0, CheckpointSaved(generation=1, step=step, layers=(0, 1, 2, 3), error="no space left"))
+    history.finish()
+    assert history.state.ended is not None
+    status, reason = history.state.ended
+    assert status == ("terminated" if is_terminated else "finished")
+    assert reason.endswith(", but the last checkpoint could not be written, and --resume goes on from the one before")

@@ -392,9 +392,5 @@ def _finished(draft: Draft, worker: int) -> None:
     """Note that a worker has finished training; end the run when all have."""
     state, finished = draft.state, draft.state.finished | {worker}
     draft.set(finished=finished)
-    if state.active is None or not finished.issuperset(state.active.plan.workers):
-        return
-    if state.committed < state.settings.steps:
+    if state.active is not None and finished.issuperset(state.active.plan.workers):
         endings.end(draft)
-    else:
-        incidents.end(draft, "finished", "all steps are trained")

@@ -1,4 +1,4 @@
-"""The end of a run before its last step: with a checkpoint, from which the same run can be resumed."""
+"""The end of a run: after its last step, or before it with a checkpoint, from which the same run can be resumed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from chameleon_ft.observe import RunStatus
 __all__ = ["end", "request"]
 
 _SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
+_UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
 _BY: Final[dict[RunStatus, str]] = {"interrupted": "interrupted by the user", "terminated": "terminated by SIGTERM"}
 
 
@@ -30,9 +31,14 @@ def request(draft: Draft, status: RunStatus) -> None:
 
 
 def end(draft: Draft) -> None:
-    """End the run, whose checkpoint is written."""
-    if reason := draft.state.health.ending:
+    """End the run, whose checkpoint is written, or could not be."""
+    state = draft.state
+    is_saved = state.committed not in state.checkpoints.failed
+    if state.committed >= state.settings.steps:
+        incidents.end(draft, "finished", "all steps are trained" + ("" if is_saved else f", but {_UNSAVED}"))
+    elif reason := state.health.ending:
         incidents.end(draft, "failed", reason)
-        return
-    status = draft.state.ending or "interrupted"
-    incidents.end(draft, status, f"{_BY[status]}, with a checkpoint")
+    else:
+        status = state.ending or "interrupted"
+        how = "with a checkpoint" if is_saved else f"but {_UNSAVED}"
+        incidents.end(draft, status, f"{_BY[status]}, {how}")
