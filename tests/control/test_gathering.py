@@ -11,7 +11,7 @@ from tests.control.histories import AGENT, History, new_state
 
 OTHER = 2000  # connection of another agent
 RESPAWNING = Recovery(respawn=True, respawn_delay_s=4.0, max_respawns=1)
-TIMEOUTS = Timeouts()
+TIMEOUTS = Timeouts(first_step_s=150.0)
 
 
 def gathering(**changes: object) -> History:
@@ -203,7 +203,7 @@ def test_a_process_that_never_connects_is_given_up_and_started_again(begun: bool
 
 
 def test_a_newcomer_that_never_loads_is_given_up_and_others_do_not_wait_for_it() -> None:
-    history = gathering(recovery=Recovery(respawn=True, respawn_delay_s=0.0, max_respawns=9))
+    history = gathering(recovery=Recovery(respawn=True, respawn_delay_s=0.0, max_respawns=9), timeouts=TIMEOUTS)
     history.join(3)
     history.start()
     history.commit()
@@ -219,7 +219,7 @@ def test_a_newcomer_that_never_loads_is_given_up_and_others_do_not_wait_for_it()
     assert len(history.considerations) == 1, "it has been waited for, but not for long"
     history.consider()
     history.wait(TIMEOUTS.first_step_s)
-    assert history.events("join_failed")[-1]["cause"] == "hung: it has not loaded the job within 600 s"
+    assert history.events("join_failed")[-1]["cause"] == "hung: it has not loaded the job within 150 s"
     assert history.state.members[3].lost
     history.reap(3)
     history.wait(0.1)
@@ -239,7 +239,7 @@ def test_time_in_which_the_coordinator_does_not_run_is_no_reason() -> None:
 
 
 def test_a_newcomer_that_is_ready_has_no_deadline() -> None:
-    history = gathering(recovery=RESPAWNING)
+    history = gathering(recovery=RESPAWNING, timeouts=TIMEOUTS)
     history.join(3)
     history.start()
     history.commit()

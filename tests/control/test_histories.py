@@ -559,7 +559,8 @@ def test_a_message_that_fails_before_its_worker_has_switched_counts() -> None:
 
 @pytest.mark.parametrize("how", ["error", "orders", "time"])
 def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_later(how: str) -> None:
-    history = training(recovery=RESPAWNING)
+    timeouts = Timeouts(watchdog_min_s=6.0, collective_timeout_s=8.0, rendezvous_s=10.0)
+    history = training(recovery=RESPAWNING, timeouts=timeouts)
     come_back(history)
     waits = []
     for attempt in range(1, 4):
