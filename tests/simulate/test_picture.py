@@ -96,7 +96,7 @@ def test_live_workers_are_seen_where_none_is_lost(scene: Scene) -> None:
             assert np.all((low < heights) & (heights < high))
 
 
-@pytest.mark.parametrize(("name", "values"), [("rate", [0.1, 0.3, 1, 3, 10, 30]), ("workers", [24, 32, 40])])
+@pytest.mark.parametrize(("name", "values"), [("rate", [0.1, 1, 30]), ("workers", [24, 32])])
 def test_a_sweep_is_readable(scene: Scene, name: str, values: list[float]) -> None:
     from chameleon_ft.simulate.pictures.sweep_figure import figure_of_sweep
 
