@@ -126,7 +126,7 @@ def _ticked(draft: Draft) -> None:
     draft.set(ticked_at_s=now)
     if held_up_s:
         upcoming = state.next
-        if upcoming is not None and upcoming.deadline_s is not None:
+        if upcoming is not None:
             upcoming = replace(upcoming, deadline_s=upcoming.deadline_s + held_up_s)
         draft.set(return_by_s=state.return_by_s + held_up_s, next=upcoming)
     if held_up_s > _STALL_S:

@@ -94,9 +94,13 @@ def mark_complete(
 
 
 def mark_damaged(checkpoints: Path, step: int) -> None:
-    """Take the mark of a complete checkpoint away, so that it is neither read nor counted any more."""
+    """Take the mark of a complete checkpoint away, so that it is neither read nor counted any more.
+
+    That has reached the disk when this returns.
+    """
     directory = step_directory(checkpoints, step)
     (directory / _COMPLETE).replace(directory / _DAMAGED)
+    _sync(directory)
 
 
 def checkpoint_model(checkpoints: Path, step: int) -> str:

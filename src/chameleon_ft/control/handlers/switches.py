@@ -17,8 +17,9 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
-from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
+from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import without_shadow_holders
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
+_MIGRATION_FACTOR: Final = 20.0  # a migration may take this many times as long as predicted
+_MIGRATION_RENDEZVOUS: Final = 5.0  # and this many times timeouts.rendezvous_s in any case
 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
@@ -47,7 +50,7 @@ def _proceed(draft: Draft) -> None:
     plan, *following = state.following
     assert state.active is not None
     if plan.migration is None or not _only_moves_layers(plan, state.active):
-        _prepare(draft, is_limited=True)
+        _prepare(draft)
         return
     active = replace(
         state.active,
@@ -98,9 +101,7 @@ def resume(draft: Draft) -> bool:
         return False
     assert state.active is not None
     if state.active.migration is not None:
-        # Its workers answer when all layers have arrived, which takes as long as it takes: there is no limit. A worker
-        # that is lost meanwhile, or hangs, is noticed as in any step.
-        _prepare(draft, is_limited=False)
+        _prepare(draft)
     elif state.committed > state.active.first_step:  # by then all workers have dropped layers for the next wave
         if all(set(plan.participants).issubset(state.members.live()) for plan in state.following):
             _proceed(draft)
@@ -109,14 +110,13 @@ def resume(draft: Draft) -> bool:
     return bool(draft.state.following)
 
 
-def _prepare(draft: Draft, *, is_limited: bool) -> None:
-    deadline_s = draft.at.monotonic_s + draft.state.settings.timeouts.rendezvous_s
+def _prepare(draft: Draft) -> None:
     plan = replace(draft.state.following[0], first_step=draft.state.committed + 1)
     generation = NextGeneration(
         number=draft.new_generation(),
         plan=plan,
         unprepared=frozenset(plan.participants),
-        deadline_s=deadline_s if is_limited else None,
+        deadline_s=draft.at.monotonic_s + _patience_s(draft.state),
     )
     draft.set(next=generation)
     if plan.migration is not None and draft.state.active is not None:
@@ -124,6 +124,26 @@ def _prepare(draft: Draft, *, is_limited: bool) -> None:
         newcomers = tuple(worker for worker in plan.participants if worker not in draft.state.active.plan.workers)
         draft.do(commands.Migrate(generation.number, plan, newcomers))
     draft.do(commands.Task.PREPARE_GENERATION)
+
+
+def _patience_s(state: State) -> float:
+    """Return how long to wait for the answers of those that prepare the plan that follows.
+
+    If layers move before it, they answer once all have arrived. That may take far longer than predicted, and costs
+    nothing, because training goes on; a worker that is lost meanwhile, or hangs, is noticed as in any step. So the
+    limit is only for layers that never arrive, and grows with each attempt.
+    """
+    rendezvous_s = state.settings.timeouts.rendezvous_s
+    if (active := _awaits_layers(state)) is None:
+        return rendezvous_s
+    limit_s = max(_MIGRATION_RENDEZVOUS * rendezvous_s, _MIGRATION_FACTOR * active.migration_s)
+    return limit_s * 2 ** min(state.scale_up.retries, 10)
+
+
+def _awaits_layers(state: State) -> ActivePlan | None:
+    """Return the active plan if its layers have to arrive before the plan that follows is prepared."""
+    active = state.active
+    return active if active and active.migration and state.following[0].policy != _CANCELLED else None
 
 
 def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
@@ -145,10 +165,10 @@ def advance(draft: Draft) -> None:
     if upcoming.is_switching:
         return
     _switch_if_prepared(draft)
-    if upcoming.unprepared and upcoming.deadline_s is not None and draft.at.monotonic_s >= upcoming.deadline_s:
+    if upcoming.unprepared and draft.at.monotonic_s >= upcoming.deadline_s:
         missing = ", ".join(map(str, sorted(upcoming.unprepared)))
-        timeout_s = draft.state.settings.timeouts.rendezvous_s
-        _give_up(draft, f"no answer from {missing} within timeouts.rendezvous_s = {timeout_s:g}")
+        limit = "timeouts.rendezvous_s" if _awaits_layers(draft.state) is None else "the limit for layers that move"
+        _give_up(draft, f"no answer from {missing} within {duration(_patience_s(draft.state))}, {limit}", cancels=True)
 
 
 def prepare_failed(draft: Draft, event: events.PrepareFailed) -> None:

@@ -18,8 +18,8 @@ class NextGeneration:
     number: int
     plan: ActivePlan
     unprepared: frozenset[int]  # participants that have not answered yet
+    deadline_s: float  # end of the wait for the answers, in monotonic seconds
     prepared_at: float = 0.0  # when the last one did, in Unix seconds; 0 before
-    deadline_s: float | None = None  # end of the wait for the answers, in monotonic seconds; None: no limit
     is_switching: bool = False  # whether the workers were told to switch to it
 
 
