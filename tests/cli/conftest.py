@@ -99,10 +99,9 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.launched.append(Launched(config, run, resume))
         return 0
 
-    def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
-        command_line.joined.append(
-            {"coordinator": coordinator, "token": token, "tls": tls, "workers": workers, "host": host}
-        )
+    def run_agent(*, stands_by_for: RunDirectory | None, **arguments: object) -> int:
+        standby = {} if stands_by_for is None else {"stands_by_for": stands_by_for.path}
+        command_line.joined.append({**arguments, **standby})
         return 0
 
     def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str, str]) -> int:

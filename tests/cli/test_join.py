@@ -38,6 +38,12 @@ def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine,
     ]
 
 
+def test_an_agent_hosts_a_coordinator_that_stands_by(chameleon: CommandLine, run: RunDirectory) -> None:
+    run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("agent", "--run", run.path, "--workers", "4", "--standby") == 0
+    assert chameleon.joined[0]["stands_by_for"] == run.path
+
+
 def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
     assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4", "--wait-s", "0")
 
@@ -119,6 +125,7 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
         (["--workers", "4", "--token", "t"], "give either --run RUN or --coordinator HOST:PORT"),
         (["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"], "give either --run RUN"),
         (["--run", "r"], "--workers"),
+        (["--coordinator", "h:1", "--token", "t", "--workers", "4", "--standby"], "--standby: reads the journal"),
     ],
 )
 def test_an_agent_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:

@@ -169,6 +169,37 @@ def test_it_leaves_where_a_rank_cannot_be_started() -> None:
         play(starter, coordinator)
 
 
+@pytest.mark.parametrize(("exit_code", "code"), [(0, 0), (75, 75), (-9, None)])
+def test_it_ends_with_the_run_that_is_over_before_it_has_reconnected(
+    starter: Starter, exit_code: int, code: int | None
+) -> None:
+    gone = asyncio.Event()
+
+    async def coordinator(connection: ServerConnection) -> None:
+        assert isinstance(decode(await connection.recv()), HostHello)
+        patience_s = 1.0 if code is None else 1000.0
+        await tell(connection, Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=patience_s))
+        await spawned(connection, starter, 7, 4)
+        gone.set()
+        connection.transport.abort()
+
+    async def scene() -> Exit | None:
+        refusing = lambda connection, _: connection.respond(503, "gone") if gone.is_set() else None  # noqa: E731
+        async with serve(coordinator, "127.0.0.1", 0, process_request=refusing) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            agent = Agent(
+                coordinator=f"127.0.0.1:{port}", token="token", slots=2, host=None, start_rank=cast(Any, starter)
+            )
+            serving = asyncio.ensure_future(agent.serve())
+            await gone.wait()
+            for process in starter.started:
+                process.end(exit_code)
+            return await serving
+
+    order = asyncio.run(scene())
+    assert (order and order.exit_code) == code
+
+
 # --- drained ---------------------------------------------------------------------------------------------------------
 
 

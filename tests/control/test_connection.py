@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import http
+import socket
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.asyncio.server import ServerConnection, serve
+from websockets.http11 import Response
 
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import ControlConnection
@@ -301,3 +305,39 @@ def test_a_peer_gives_up_a_silent_coordinator_and_says_so() -> None:
             await asyncio.sleep(0)
 
     assert between([first, other], scene) == [Stop(generation=4), Stop(generation=5)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_peer_that_starts_while_no_coordinator_leads_tries_all_until_one_does(number: int) -> None:
+    leads, leader = asyncio.Event(), Leader(5)
+
+    async def scene() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as lost:
+            gone = f"127.0.0.1:{lost.getsockname()[1]}"
+
+        def refusing(connection: ServerConnection, _: object) -> Response | None:
+            refused.set()
+            return None if leads.is_set() else connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "")
+
+        refused = asyncio.Event()
+        async with serve(leader, "127.0.0.1", 0, process_request=refusing) as server:
+            own = f"127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            addresses = [[own], [gone, own]][number]
+            connection = ControlConnection(addresses[0], "token", hello, others=addresses[1:], patience_s=30.0)
+            connecting = asyncio.create_task(connection.connect())
+            await refused.wait()
+            leads.set()
+            await connecting
+            async for message in connection.messages():
+                assert message == Stop(generation=5)
+                assert (connection.coordinator, leader.hellos[0].resumes) == (own, None)
+                await connection.close()
+
+    asyncio.run(scene())
+
+
+def test_a_peer_that_finds_no_coordinator_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as lost:
+        gone = f"127.0.0.1:{lost.getsockname()[1]}"
+    with pytest.raises(OSError, match="Connect call failed"):
+        asyncio.run(ControlConnection(gone, "token", hello, patience_s=0.1).connect())

@@ -10,6 +10,7 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     Adopt,
     Drain,
+    Exit,
     HangEvidence,
     Hello,
     HostHello,
@@ -196,6 +197,84 @@ def test_before_the_run_begins_the_ranks_that_have_come_are_adopted_and_the_othe
     history.join(2)
     history.join(3)
     assert history.state.phase is Phase.REGROUPING
+
+
+# --- an agent whose connection was cut -------------------------------------------------------------------------------
+
+
+def returns(history: History, *ranks: int, slots: int = 4) -> None:
+    """Have the agent connect again that was lost, with these ranks."""
+    own = tuple((rank, 1) for rank in ranks)
+    history.say(NEXT, HostHello(host="a host", slots=slots, id="x", resumes=AGENT, ranks=own))
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_an_agent_whose_connection_was_cut_keeps_its_ranks(*, is_silent: bool) -> None:
+    history = training(recovery=RESPAWN)
+    if is_silent:
+        history.silence(AGENT)
+    else:
+        history.depart(AGENT)
+    history.wait(1.0)
+    history.commands.clear()
+    returns(history, 0, 1, 2, 3)
+    assert history.sent(Message, to=NEXT) == [adoption(0, 1, 2, 3)], "it is neither refused nor told to end any"
+    history.wait(1.0)
+    assert (history.failures, history.state.generation) == ([], 1)
+    history.say(NEXT, WorkerExited(worker=2, incarnation=1, exit_code=-9))
+    history.quiesce()
+    history.start()
+    history.wait(0.3)
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(2,), incarnations=(2,))]
+
+
+def test_it_ends_ranks_that_were_lost_meanwhile_and_starts_others() -> None:
+    history = orphaned(recovery=RESPAWN)
+    history.depart(history.connection(1))
+    history.quiesce()
+    history.start()
+    history.commands.clear()
+    returns(history, 0, 1, 2, 3)
+    assert history.sent(Message, to=NEXT) == [
+        Kill(worker=1),
+        adoption(0, 2, 3, given_up=(1,)),
+        Spawn(workers=(1,), incarnations=(2,)),
+    ]
+    history.say(NEXT, WorkerExited(worker=1, incarnation=1, exit_code=-9))
+    history.wait(1.0)
+    assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(1,), incarnations=(2,))], "it is started once"
+
+
+def test_it_leaves_ranks_alone_that_another_agent_has_adopted() -> None:
+    history = orphaned()
+    history.say(NEXT + 1, HostHello(host="a host", slots=4, id="y"))
+    history.commands.clear()
+    returns(history, 0, 1, 2, 3)
+    (order,) = history.sent(Message, to=NEXT)
+    assert isinstance(order, Exit)
+    assert (order.is_drained, order.exit_code) == (True, 0), "it waits for their end"
+    assert dict(history.state.members.agents) == {NEXT + 1: "a host"}
+
+
+def test_it_starts_none_in_place_of_workers_that_were_to_leave() -> None:
+    history = training()
+    history.say(NEXT, HostHello(host="another host", slots=2))
+    for worker in (4, 5):
+        history.come_back(worker)
+    history.wait(0.1)
+    history.say(NEXT, Drain())
+    history.depart(NEXT)
+    history.commands.clear()
+    back = HostHello(host="another host", slots=2, resumes=NEXT, ranks=((4, 1), (5, 1)))
+    history.say(NEXT + 1, back)
+    assert history.sent(Message, to=NEXT + 1) == [adoption(4, 5)]
+    history.commit()
+    history.wait(0.1)
+    drained = Exit(reason="drained", is_drained=True)
+    assert history.sent(Exit, to=NEXT + 1) == [drained]
+    history.depart(NEXT + 1)
+    history.say(NEXT + 2, back.model_copy(update={"resumes": NEXT + 1, "ranks": ()}))
+    assert history.sent(Message, to=NEXT + 2) == [drained], "it may not have had the first one"
 
 
 # --- with another coordinator ----------------------------------------------------------------------------------------

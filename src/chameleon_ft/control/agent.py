@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import secrets
 import signal
 import socket
@@ -41,6 +42,7 @@ from chameleon_ft.errors import ControlError
 __all__ = ["Agent"]
 
 _EXIT_GRACE_S = 5.0  # for ranks that are told to exit
+_TOLD = "its workers were told to exit"
 
 _logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ class Agent:
         tls: directory for `tls_context`; None: no TLS.
         slots: workers to run on this host.
         host: address at which other hosts reach this one; None uses the local address towards the coordinator.
-        start_rank: function that starts the process of a rank; keywords: coordinator, token, tls, worker,
-            incarnation, host, local_index.
+        start_rank: function that starts the process of a rank; keywords: coordinator, others, patience_s, token, tls,
+            worker, incarnation, host, local_index.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Agent:
         self._id = secrets.token_hex(8)
         self._token = token
         self._tls = tls
-        self._connection = ControlConnection(coordinator, token, self._hello, tls=tls)
+        self._connection = ControlConnection(
+            coordinator, token, self._hello, tls=tls, is_needed=lambda: not self._were_told_to_exit()
+        )
         self._is_connected = False
         self._slots = slots
         self._host = host or local_address_towards(coordinator)
@@ -80,6 +84,7 @@ class Agent:
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
         self._exit: Exit | None = None
         self._exit_grace_s = 0.0
+        self._last_exit_code: int | None = None  # of a rank
         self._pending: set[tuple[int, int]] = set()  # ranks still to be started
         self._unknown: set[tuple[int, int]] = set()  # ranks to adopt whose processes are not found
         self._spawn_lock = asyncio.Lock()
@@ -173,6 +178,9 @@ class Agent:
                     raise ControlError(f"an agent does not expect {message.type!r}")
         if self._failure is not None:
             raise self._failure
+        if self._were_told_to_exit():  # while this agent was not connected
+            is_terminated = self._last_exit_code == os.EX_TEMPFAIL
+            self._exit = Exit(reason=_TOLD, status="terminated" if is_terminated else None)
 
     async def _start(self, ranks: Sequence[tuple[int, int]]) -> None:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
@@ -251,6 +259,8 @@ class Agent:
     async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
         return await self._start_rank(
             coordinator=self._connection.coordinator,
+            others=self._connection.others,
+            patience_s=self._connection.patience_s,
             token=self._token,
             tls=self._tls,
             worker=worker,
@@ -270,4 +280,9 @@ class Agent:
         """Report the exit of a rank to the coordinator as soon as it ends."""
         exit_code = await rank.wait()
         del self._ranks[worker, incarnation]
+        self._last_exit_code = exit_code
         self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+
+    def _were_told_to_exit(self) -> bool:
+        """Return whether all ranks have ended, and the last one was told to: the run is over, or they have left it."""
+        return not (self._ranks or self._pending) and self._last_exit_code in (0, os.EX_TEMPFAIL)

@@ -1,28 +1,50 @@
-"""The agent of a host, with its ranks."""
+"""The agent of a host, with its ranks, and maybe a coordinator that stands by."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from chameleon_ft.control.agent import Agent
+from chameleon_ft.control.wire.messages import Exit
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch import processes
+from chameleon_ft.launch.coordinator import DEPOSED
+from chameleon_ft.observe import RunDirectory
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
 __all__ = ["create_agent", "run_agent"]
 
 
-def run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
+def run_agent(
+    *,
+    coordinator: str,
+    token: str,
+    tls: Path | None,
+    workers: int,
+    host: str | None,
+    stands_by_for: RunDirectory | None = None,
+) -> int:
     """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
+
+    Args:
+        stands_by_for: the directory of the run, if another coordinator is to stand by on this machine.
 
     Raises:
         ControlError: the coordinator does not answer, or does not want this host.
     """
-    return asyncio.run(_run_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host))
+
+    async def whole() -> int:
+        agent = create_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host)
+        standby = None if stands_by_for is None else _HostedStandby(stands_by_for, host)
+        return await _run_agent(agent, standby)
+
+    return asyncio.run(whole())
 
 
 def create_agent(
@@ -45,26 +67,88 @@ def create_agent(
     return Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
 
 
-async def _run_agent(*, coordinator: str, token: str, tls: Path | None, workers: int, host: str | None) -> int:
-    agent = create_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host)
+async def _run_agent(agent: Agent, standby: _HostedStandby | None) -> int:
     serving = asyncio.ensure_future(agent.serve())
-
+    standing_by = None if standby is None else asyncio.ensure_future(standby.run())
     loop, terminated_s = asyncio.get_running_loop(), math.inf
+
+    def interrupt() -> None:
+        serving.cancel()
+        if standby is not None:
+            standby.send(signal.SIGINT)
 
     def terminate() -> None:
         nonlocal terminated_s
+        if standby is not None and (serving.done() or standby.leads()):
+            standby.send(signal.SIGTERM)  # which ends the run with a checkpoint if it leads
         if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain()):
             serving.cancel()
-        elif terminated_s == math.inf:
+        elif terminated_s == math.inf and not serving.done():
             print("draining the workers of this agent; SIGTERM or Ctrl-C ends them at once", flush=True)
         terminated_s = min(terminated_s, loop.time())
 
-    try:
-        with processes.signals_handled(SIGINT=serving.cancel, SIGTERM=terminate):
+    order: Exit | None = None
+    with processes.signals_handled(SIGINT=interrupt, SIGTERM=terminate):
+        try:
             order = await serving
-        if order is not None:
-            return order.exit_code
-        print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
-        return 1 if terminated_s == math.inf else os.EX_TEMPFAIL
-    except asyncio.CancelledError:
-        return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
+            return _told(order, is_terminated=terminated_s < math.inf)
+        except asyncio.CancelledError:
+            return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
+        finally:
+            if standby is not None and standing_by is not None:
+                standby.leave(order)
+                await standing_by
+
+
+def _told(order: Exit | None, *, is_terminated: bool) -> int:
+    """Print why the agent ends, and return its exit code."""
+    if order is not None:
+        print(f"the agent ends: {order.reason}", flush=True)
+        return order.exit_code
+    print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
+    return os.EX_TEMPFAIL if is_terminated else 1
+
+
+class _HostedStandby:
+    """A coordinator that stands by in a process of its own, which outlives this one if that is killed."""
+
+    def __init__(self, run: RunDirectory, host: str | None) -> None:
+        self._run = run
+        self._host = [] if host is None else ["--host", host]
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Stand by until the run is over; once more if it has led and another coordinator leads now."""
+        command = [sys.executable, "-m", "chameleon_ft", "coordinator", "--standby", str(self._run.path), *self._host]
+        code = DEPOSED
+        while code == DEPOSED:
+            self._process = await asyncio.create_subprocess_exec(*command)
+            code = await self._process.wait()
+        if code < 0:
+            name = signal.Signals(-code).name
+            print(f"the coordinator that stood by here was ended by {name}; none does now", file=sys.stderr, flush=True)
+
+    def leads(self) -> bool:
+        """Return whether it leads the run."""
+        if self._process is None or self._process.returncode is not None:
+            return False
+        try:
+            control = self._run.read_control()
+        except ConfigError:
+            return False
+        return control.pid == self._process.pid and control.has_process_here() is True
+
+    def leave(self, order: Exit | None) -> None:
+        """End it if the agent leaves a run that goes on elsewhere; if it leads, the run needs it."""
+        is_over = order is not None and order.status is not None
+        if is_over:
+            return  # it has been told
+        if self.leads():
+            print("the coordinator of the run is on this machine; SIGTERM ends the run with a checkpoint", flush=True)
+        else:
+            self.send(signal.SIGTERM)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)

@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class ControlClient:
         self,
         *,
         coordinator: str,
+        others: Iterable[str] = (),
+        patience_s: float = 0.0,
         token: str,
         tls: Path | None = None,
         worker: int,
@@ -97,6 +99,8 @@ class ControlClient:
                 update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to, "term": term}
             ),
             tls=tls,
+            others=others,
+            patience_s=patience_s,
         )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
         self._ended = 0  # highest generation that is known to be over, with all before it
@@ -175,7 +179,7 @@ class ControlClient:
         finally:
             # Without a coordinator this rank belongs to no run.
             self._ended = sys.maxsize
-            self.orders.put(Exit(reason="the connection to the coordinator is lost"))
+            self.orders.put(Refused(reason="the connection to the coordinator is lost"))
             self._loop.run_until_complete(self._end())
 
     async def _serve(self) -> None:

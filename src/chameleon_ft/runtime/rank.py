@@ -65,6 +65,8 @@ def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoRetur
 def rank_main(
     *,
     coordinator: str,
+    others: Sequence[str] = (),
+    patience_s: float = 0.0,
     token: str,
     tls: Path | None,
     worker: int,
@@ -76,6 +78,8 @@ def rank_main(
 
     Args:
         coordinator: host:port.
+        others: those of coordinators that may lead instead.
+        patience_s: how long to look for one that leads.
         tls: directory for `tls_context`; None: no TLS.
         host: address by which other ranks reach this one.
         local_index: number of this rank on its host, which picks its accelerator.
@@ -88,6 +92,8 @@ def rank_main(
     own = os.getpid()
     client = ControlClient(
         coordinator=coordinator,
+        others=others,
+        patience_s=patience_s,
         token=token,
         tls=tls,
         worker=worker,

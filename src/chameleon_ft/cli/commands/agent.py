@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from chameleon_ft.cli.arguments import OptionalStr, metavar, parse_arguments
+from chameleon_ft.cli.arguments import OptionalStr, Switch, metavar, parse_arguments
 from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
 
 __all__ = ["main"]
 
@@ -24,6 +25,8 @@ class AgentArguments(JoinArguments):
 
     workers: int
     """Worker processes to start here, one for each accelerator."""
+    standby: Switch = False
+    """Have a coordinator stand by on this machine, too, and continue the run when the one that leads is lost."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
     """Address at which the other machines reach this one; by default that of the interface towards the coordinator."""
 
@@ -33,7 +36,16 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(AgentArguments, arguments, command="agent")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: should be 1 or more")
+    if given.standby and given.run is None:
+        raise ConfigError("--standby: reads the journal of the run, so it needs --run RUN in place of --coordinator")
     address, token, tls = given.find_coordinator()
     from chameleon_ft.launch import run_agent
 
-    return run_agent(coordinator=address, token=token, tls=tls, workers=given.workers, host=given.host)
+    return run_agent(
+        coordinator=address,
+        token=token,
+        tls=tls,
+        workers=given.workers,
+        host=given.host,
+        stands_by_for=None if not given.standby or given.run is None else RunDirectory.open(given.run),
+    )

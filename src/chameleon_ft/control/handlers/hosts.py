@@ -1,4 +1,4 @@
-"""Hosts: an agent joins, its connection ends, and another one of its host adopts the workers that it leaves behind."""
+"""Hosts: an agent joins, its connection ends, and it returns, or another one of its host adopts its workers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import HostHello, Refused
+from chameleon_ft.control.wire.messages import Exit, HostHello, Kill, Refused
 from chameleon_ft.errors import ControlError
 from chameleon_ft.quantities import duration
 
-__all__ = ["admit_waiting", "joined", "lost"]
+__all__ = ["admit_waiting", "joined", "lost", "returned_late"]
 
 
 def joined(draft: Draft, agent: int, hello: HostHello) -> None:
@@ -44,6 +44,32 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
         )
         message = f"{hello.host} {' and '.join(actions)}"
         draft.record("host_joined", host=hello.host, workers=spawn.workers, adopted=adopted, message=message)
+
+
+def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None) -> None:
+    """Have an agent join again whose lost connection `before` is not waited for any more.
+
+    It ends those of its ranks that are lost by now, and keeps the others. If another agent has adopted them, or they
+    are to leave, it starts none, and exits after them.
+
+    Raises:
+        ControlError: like `joined`.
+    """
+    members = draft.state.members
+    ranks = [(number, members.incarnation_of(number, incarnation)) for number, incarnation in hello.ranks]
+    live = {number: rank for number, rank in ranks if rank is not None and not rank.lost}
+    draft.do(*(Send(agent, Kill(worker=number)) for number, _ in ranks if number not in live))
+    is_leaving = before in members.drain_requests or any(rank.draining for rank in live.values())
+    is_replaced = any(rank.agent is not None for rank in live.values())
+    if before in members.drained_agents or is_replaced or (is_leaving and not live):
+        reason = f"another agent of {hello.host} has adopted its workers" if is_replaced else "drained"
+        draft.do(Send(agent, Exit(reason=reason, is_drained=True)))
+        draft.set(members=members.fence_connection(agent))
+    elif is_leaving:
+        draft.set(members=members.with_drain_request(agent) if before in members.drain_requests else members)
+        joined(draft, agent, hello.model_copy(update={"slots": len(live)}))
+    else:
+        joined(draft, agent, hello)
 
 
 def admit_waiting(draft: Draft) -> None:

@@ -137,7 +137,7 @@ def _patience_s(state: State) -> float:
     if (active := _awaits_layers(state)) is None:
         return rendezvous_s
     limit_s = max(_MIGRATION_RENDEZVOUS * rendezvous_s, _MIGRATION_FACTOR * active.migration_s)
-    return limit_s * 2 ** min(state.scale_up.retries, 10)
+    return limit_s * float(2 ** min(state.scale_up.retries, 10))
 
 
 def _awaits_layers(state: State) -> ActivePlan | None:

@@ -190,7 +190,7 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
     # If the journal lacks changes, another agent may have the number of a connection that was lost before.
     is_another = any(each == before and name != hello.id for name, each in members.agent_ids.items())
     if before not in members.agents or is_another:
-        _refuse(draft, connection, f"host {hello.host} is not in the run any more")
+        hosts.returned_late(draft, connection, hello, None if is_another else before)
         return
     _reconnected(draft, before, connection)
     own = [worker for worker in draft.state.members if worker.agent == connection]

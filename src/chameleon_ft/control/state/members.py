@@ -61,6 +61,7 @@ class Members:
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
     agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
     fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
+    drained_agents: frozenset[int] = frozenset()  # of these, connections of agents that were told to exit
     drain_requests: frozenset[int] = frozenset()  # connections of agents and workers that asked to be drained
 
     def __post_init__(self) -> None:
@@ -111,9 +112,15 @@ class Members:
         return next((w for w in (*self.workers.values(), *self.former) if w.told_to_end == connection), None)
 
     def started_by(self, agent: int, worker: int, incarnation: int) -> Worker:
-        """Return an incarnation that this agent has started. Raises ControlError if it has not."""
+        """Return an incarnation that this agent has started, or another of its host that is gone.
+
+        Raises ControlError if neither has.
+        """
         found = self.incarnation_of(worker, incarnation)
-        if found is None or found.agent != agent:
+        if found is None or (found.agent, found.agent_host) not in (
+            (agent, found.agent_host),
+            (None, self.agents[agent]),
+        ):
             raise ControlError(f"worker {worker} was not started by this agent")
         return found
 
@@ -221,7 +228,8 @@ class Members:
 
     def dismissed(self, agent: int) -> Self:
         """Remove an agent whose workers have all left, and ignore its connection from now on."""
-        return self.without_agent(agent).fence_connection(agent)
+        members = self.without_agent(agent).fence_connection(agent)
+        return replace(members, drained_agents=members.drained_agents | {agent})
 
     def with_drain_request(self, connection: int) -> Self:
         """Note that an agent or a worker has asked to be drained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -73,16 +73,28 @@ class ControlConnection:
 
     Args:
         coordinator: host:port.
+        others: those of coordinators that may lead instead.
+        patience_s: how long to look for one that leads at first; later that is as the coordinator says.
         token: the join token of the run.
         hello: returns the first message; its arguments are the number of the lost connection that it resumes, if any,
             and the highest term known.
         tls: directory for `tls_context`; None: no TLS.
+        is_needed: returns whether to look for a coordinator any longer.
     """
 
     def __init__(
-        self, coordinator: str, token: str, hello: Callable[[int | None, int], Message], *, tls: Path | None = None
+        self,
+        coordinator: str,
+        token: str,
+        hello: Callable[[int | None, int], Message],
+        *,
+        tls: Path | None = None,
+        others: Iterable[str] = (),
+        patience_s: float = 0.0,
+        is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._addresses: deque[str] = deque([coordinator])  # to try; the present one first
+        self._is_needed = is_needed
+        self._addresses: deque[str] = deque([coordinator, *others])  # to try; the present one first
         self._token = token
         self._hello = hello
         self._tls = tls
@@ -90,7 +102,7 @@ class ControlConnection:
         self._number: int | None = None  # of the newest connection that the coordinator has acknowledged
         self._term = 0  # highest of a coordinator that was obeyed
         self._lease_s = _PING_EVERY_S
-        self._reconnect_s = 0.0
+        self._patience_s = patience_s
         self._lost_at_s: float | None = None  # when the last connection that was acknowledged ended
         self._is_over = False
         self._kept: deque[Message] = deque()  # messages that are not acknowledged
@@ -103,9 +115,22 @@ class ControlConnection:
         """The host:port of the coordinator."""
         return self._addresses[0]
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The host:port of each coordinator that may lead instead."""
+        return tuple(self._addresses)[1:]
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to look for a coordinator that leads."""
+        return self._patience_s
+
     async def connect(self) -> None:
         """Connect and introduce this peer. Raises OSError or InvalidHandshake."""
-        await self._introduce(await control_connection(self.coordinator, self._token, tls=self._tls))
+        if self.others or self._patience_s:
+            await self._reconnect()
+        if self._connection is None:  # if none was found, the error tells why
+            await self._introduce(await control_connection(self.coordinator, self._token, tls=self._tls))
 
     async def _introduce(self, connection: ClientConnection) -> None:
         try:
@@ -176,7 +201,7 @@ class ControlConnection:
         if message.connection != self._number:
             self._number = message.connection
             self._sent = max(message.received, self._acknowledged)
-        self._term, self._lease_s, self._reconnect_s = message.term, message.lease_s, message.reconnect_s
+        self._term, self._lease_s, self._patience_s = message.term, message.lease_s, message.reconnect_s
         self._addresses = deque(dict.fromkeys([self.coordinator, *message.standbys]))
         while self._acknowledged < (message.received if message.written is None else message.written):
             self._kept.popleft()
@@ -210,10 +235,10 @@ class ControlConnection:
         self._connection = None
         loop = asyncio.get_running_loop()
         # A connection that ends before it is acknowledged was not to a coordinator that leads.
-        until_s = self._reconnect_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
+        until_s = self._patience_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
         attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses)]
         try:
-            while attempts and not self._is_over and loop.time() < until_s:
+            while attempts and self._is_needed() and not self._is_over and loop.time() < until_s:
                 done, _ = await asyncio.wait(attempts, timeout=_RETRY_MAX_S, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     attempts.remove(attempt)
@@ -231,8 +256,10 @@ class ControlConnection:
     async def _attempt(self, place: int, address: str) -> tuple[str, ClientConnection]:
         """Connect to a coordinator as soon as it leads."""
         pause_s = _RETRY_S * (1 + place)
+        if self._lost_at_s is None and not place:
+            pause_s = 0.0  # at the start all is well, usually
         while True:
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _RETRY_MAX_S)
+            pause_s = min(max(_RETRY_S, 2 * pause_s), _RETRY_MAX_S)
             with contextlib.suppress(OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError):
                 return address, await control_connection(address, self._token, tls=self._tls)
