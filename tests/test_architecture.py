@@ -355,6 +355,7 @@ SURFACE = {
         "DataError",
         "DeposedError",
         "LeaseError",
+        "LiveRunError",
         "NoHolderError",
         "PlanError",
         "ProfileError",

@@ -10,6 +10,7 @@
       CheckpointError        a checkpoint that is missing, incomplete, unreadable or of another model
         DamagedCheckpointError  files of a checkpoint that are not as they were written
       ControlError           the control plane: membership, messages, joining
+        LiveRunError         a run that is to be started runs already
         DeposedError         another coordinator leads the run
         LeaseError           the place where coordinators claim leadership cannot be reached or refuses
 
@@ -33,6 +34,7 @@ __all__ = [
     "DataError",
     "DeposedError",
     "LeaseError",
+    "LiveRunError",
     "NoHolderError",
     "PlanError",
     "ProfileError",
@@ -123,6 +125,22 @@ class DeposedError(ControlError):
         """Describe the coordinator that leads, if it is known, and the term of the one that does not any more."""
         who = "another coordinator" if leader is None else f"the coordinator at {leader}"
         super().__init__(f"{who} leads the run; this one, of term {term}, ends and leaves the run to it")
+        self._fields = term, leader
+
+    def __reduce__(self) -> tuple[type[DeposedError], tuple[int, str | None]]:
+        return type(self), self._fields  # another process prints it, too
+
+
+class LiveRunError(ControlError):
+    """A run that is to be started or resumed runs already."""
+
+    def __init__(self, run: object, holder: str) -> None:
+        """Name the run and the process, or the coordinator, that it has."""
+        super().__init__(f"{run}: this run is still live in {holder}; wait for it to end, or end it first")
+        self._fields = run, holder
+
+    def __reduce__(self) -> tuple[type[LiveRunError], tuple[object, str]]:
+        return type(self), self._fields
 
 
 class LeaseError(ControlError):

@@ -60,9 +60,9 @@ class CommandLine:
         except SystemExit as ending:
             return int(ending.code or 0)
 
-    def refused(self, *arguments: str | Path) -> str:
+    def refused(self, *arguments: str | Path, code: int = 2) -> str:
         """Run `chameleon` with `arguments` that it must refuse, and return what it says."""
-        assert self(*arguments) == 2
+        assert self(*arguments) == code
         assert not self.launched
         captured = self.capture.readouterr()
         assert "Traceback" not in captured.err

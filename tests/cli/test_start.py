@@ -272,8 +272,11 @@ def test_a_run_with_damaged_checkpoints_alone_cannot_go_on_and_the_damage_is_nam
 def test_a_live_run_is_not_started_again(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file)
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
-    assert "is still live in process" in chameleon.refused("train", "--resume", run.path)
-    assert "is still live" in chameleon.refused("train", config_file, "--output-dir", run.path, "--resume", "auto")
+    code = os.EX_UNAVAILABLE
+    assert "is still live in process" in chameleon.refused("train", "--resume", run.path, code=code)
+    assert "is still live" in chameleon.refused(
+        "train", config_file, "--output-dir", run.path, "--resume", "auto", code=code
+    )
 
 
 @pytest.mark.parametrize("change", [{"started": 1}, {"host": "elsewhere"}, {"host": None, "started": None}])
@@ -293,7 +296,8 @@ def test_a_run_on_another_host_is_live_if_its_coordinator_answers(chameleon: Com
     run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=1))
     values = {**json.loads(run.control_file.read_text()), "host": "elsewhere"}
     run.control_file.write_text(json.dumps(values))
-    assert "is still live in process 1 on elsewhere" in chameleon.refused("train", "--resume", run.path)
+    refused = chameleon.refused("train", "--resume", run.path, code=os.EX_UNAVAILABLE)
+    assert "is still live in process 1 on elsewhere" in refused
 
 
 # --- one command that starts and resumes -----------------------------------------------------------------------------

@@ -161,6 +161,16 @@ class MemberRuns(RuleBasedStateMachine):
         if rarely:
             self.history.depart(agent)
 
+    @rule(agent=st.sampled_from([AGENT, AGENT + 1]), absent_s=st.sampled_from([0.0, 0.5, 12.0]))
+    def agent_is_cut_off_and_returns(self, agent: int, absent_s: float) -> None:
+        members = self.history.state.members
+        if (host := members.agents.get(self.history.now_at(agent))) is None:
+            return
+        own = [(each.id, each.incarnation) for each in members if each.agent == self.history.now_at(agent)]
+        self.history.depart(agent)
+        self.history.wait(absent_s)
+        self.attempt(lambda: self.history.return_agent(agent, ranks=own, host=host))
+
     # --- generations ---
 
     @rule(workers=st.sets(WORKERS, min_size=1), placed=st.integers(0, 3))

@@ -222,10 +222,12 @@ class History:
         hello = Hello(worker=worker, host="10.0.0.1", incarnation=incarnation, known=known, switch_to=switch_to)
         return self._return(self.connection(worker), hello)
 
-    def return_agent(self, agent: int = AGENT, *, ranks: Collection[tuple[int, int]] | None = None) -> None:
+    def return_agent(
+        self, agent: int = AGENT, *, ranks: Collection[tuple[int, int]] | None = None, host: str = "a host"
+    ) -> None:
         """Have an agent come back that runs these ranks, or all that are its own."""
         own = [(each.id, each.incarnation) for each in self.state.members if each.agent == self.now_at(agent)]
-        self._return(agent, HostHello(host="a host", slots=4, ranks=tuple(own if ranks is None else ranks)))
+        self._return(agent, HostHello(host=host, slots=4, ranks=tuple(own if ranks is None else ranks)))
 
     def _return(self, connection: int, hello: Hello | HostHello) -> tuple[Command, ...]:
         before = self.now_at(connection)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Final
 
 import chameleon_ft
-from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
 
 __all__ = ["COMMANDS", "main", "take_log_level"]
 
@@ -85,6 +85,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
             code: int = module.main(arguments)
     except ChameleonError as error:
         print(f"chameleon {name}: {error}", file=sys.stderr)
+        if isinstance(error, LiveRunError):
+            return os.EX_UNAVAILABLE
         return _USER_ERROR if isinstance(error, ConfigError | CheckpointError) else _FAILURE
     except KeyboardInterrupt:
         return _INTERRUPTED

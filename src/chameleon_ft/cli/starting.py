@@ -5,20 +5,20 @@ Modules that load numpy or torch are imported lazily, because `--help` must not 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalPath, Switch, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.live_runs import refuse_live_run
 from chameleon_ft.cli.run_config import configured
 from chameleon_ft.config import (
     RENAMED_KEYS,
@@ -30,9 +30,9 @@ from chameleon_ft.config import (
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
-from chameleon_ft.control.wire.address import split_address
-from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LeaseError
+from chameleon_ft.errors import CheckpointError, ConfigError, LeaseError
 from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
+from chameleon_ft.observe.run_lock import RunLock
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ __all__ = [
     "Forks",
     "PreparedRun",
     "Resume",
-    "lost_run",
     "parse_start",
     "prepare_data_of",
     "prepare_run",
@@ -78,7 +77,6 @@ Forks = Annotated[
 ]
 
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
-_ANSWER_S = 2.0  # for a connection, where nothing answers
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
 _OF_A_FORK = ("optimizer", "batch")
@@ -94,6 +92,7 @@ class PreparedRun:
     resume: bool
     is_done: bool = False
     is_new: bool = True  # whether its directory was made for this start
+    lock: RunLock = field(default_factory=RunLock)  # of its directory, until it has ended
 
     def start(self, entry: Callable[..., int]) -> int:
         """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
@@ -102,17 +101,19 @@ class PreparedRun:
         place of the lease cannot be used. In these cases, or if interrupted or terminated that early, the directory of
         a new run is removed.
         """
-        if self.is_done:
-            print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
-            return 0
-        if warning := self.config.untried:
-            print(warning, file=sys.stderr, flush=True)
         try:
+            if self.is_done:
+                print(f"{self.directory.path}: all of its {self.config.steps} steps are done")
+                return 0
+            if warning := self.config.untried:
+                print(warning, file=sys.stderr, flush=True)
             return entry(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, LeaseError, KeyboardInterrupt, SystemExit):
             if self.is_new and not self.directory.metrics_file.exists():
                 shutil.rmtree(self.directory.path)
             raise
+        finally:
+            self.lock.release()
 
 
 def parse_start(
@@ -147,14 +148,28 @@ def prepare_run(
 
     Raises:
         ConfigError or CheckpointError: the message says what to change.
+        LiveRunError: another process starts or runs that run.
     """
-    if fork:
-        return _forked_run(flags, None if resume == AUTO else resume, file=file, job=job)
-    if resume is not None and resume != AUTO:
-        return _resumed_run(flags, resume, file=file, job=job)
+    lock = RunLock()
+    try:
+        if fork:
+            prepared = _forked_run(flags, None if resume == AUTO else resume, lock, file=file, job=job)
+        elif resume is not None and resume != AUTO:
+            prepared = _resumed_run(flags, resume, lock, file=file, job=job)
+        else:
+            prepared = _started_run(flags, lock, file=file, is_auto=resume == AUTO, job=job, name=name)
+    except BaseException:
+        lock.release()
+        raise
+    return replace(prepared, lock=lock)
+
+
+def _started_run(
+    flags: dict[str, Any], lock: RunLock, *, file: Path | None, is_auto: bool, job: str | None, name: str | None
+) -> PreparedRun:
     values = {} if file is None else read_toml(file)
     config = configured(values, flags, job=job, source="the configuration" if file is None else str(file))
-    if resume == AUTO and (found := _earlier_run(config)) is not None:
+    if is_auto and (found := _earlier_run(config, lock)) is not None:
         return found
     name = name or ("llama" if file is None else file.stem)
     out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -168,37 +183,29 @@ def prepare_run(
         skipped = f", {len(data.skipped)} files skipped" if data.skipped else ""
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
     _check_inputs(config)
+    lock.take(out)
     directory = RunDirectory.create(out, config)
     config = directory.own(config)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=False)
 
 
-def lost_run(path: Path) -> PreparedRun:
-    """Return the live run in a directory, whose coordinator is lost. Raises ConfigError if it is not."""
-    directory = RunDirectory.open(path)
-    control = directory.read_control()
-    with contextlib.suppress(OSError), socket.create_connection(split_address(control.address), timeout=_ANSWER_S):
-        raise ConfigError(
-            f"--take-over {path}: the coordinator at {control.address} still listens; end it first, by "
-            f"`kill -9 {control.pid}` on its host"
-        )
-    if not directory.journals():
-        raise ConfigError(f"--take-over {path}: the run has no journal; begin with --resume")
-    return PreparedRun(directory.own(directory.config()), directory, resume=False, is_new=False)
-
-
-def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: str | None) -> PreparedRun:
+def _resumed_run(
+    flags: dict[str, Any], path: Path, lock: RunLock, *, file: Path | None, job: str | None
+) -> PreparedRun:
     if file is not None or "output_dir" in flags:
         raise ConfigError(
             f"--resume {path}: takes the configuration and the directory from that run; leave out the configuration "
             "file and --output-dir, and give any changes as flags; --fork continues in another directory"
         )
     directory = RunDirectory.open(path)
+    lock.take(directory.path)
     return _resumed(_recorded_config(flags, directory, job=job), directory)
 
 
-def _forked_run(flags: dict[str, Any], path: Path | None, *, file: Path | None, job: str | None) -> PreparedRun:
+def _forked_run(
+    flags: dict[str, Any], path: Path | None, lock: RunLock, *, file: Path | None, job: str | None
+) -> PreparedRun:
     """Make the directory of a run that continues from the newest checkpoint of another one."""
     if path is None or file is not None or "output_dir" not in flags:
         raise ConfigError(
@@ -221,6 +228,7 @@ def _forked_run(flags: dict[str, Any], path: Path | None, *, file: Path | None, 
     config = config.model_copy(update={"output_dir": out, "forked": fork})
     _check_inputs(config)
     _check_address(config.control)
+    lock.take(out)
     directory = RunDirectory.create(out, config)
     try:
         link_checkpoint(source.checkpoints, step, directory.checkpoints)
@@ -236,7 +244,7 @@ def _forked_run(flags: dict[str, Any], path: Path | None, *, file: Path | None, 
 
 def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str | None) -> RunConfig:
     """Return the configuration of an earlier run that is not live, with the flags given."""
-    _refuse_live_run(directory)
+    refuse_live_run(directory)
     values = read_recorded_toml(directory.config_file)
     # The failures have happened already, and the plan was made for the original workers.
     values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
@@ -258,22 +266,21 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     return PreparedRun(config, directory, resume=True, is_new=False)
 
 
-def _earlier_run(config: RunConfig) -> PreparedRun | None:
-    """Return the run in `config.output_dir`, as `config` resumes it; None if none has a checkpoint there.
+def _earlier_run(config: RunConfig, lock: RunLock) -> PreparedRun | None:
+    """Lock `config.output_dir`, and return its run as `config` resumes it; None if none has a checkpoint there.
 
     The directory of a run without a checkpoint is renamed: nothing in it is needed, and another run takes its place.
     """
     if config.output_dir is None:
         raise ConfigError("--resume auto: needs a fixed --output-dir, or output_dir in the configuration")
     path = config.output_dir
-    if not path.exists() or not any(path.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
-            path.rmdir()
+    lock.take(path)
+    if not (names := RunLock.names_in(path)):
         return None
-    is_begun = {each.name for each in path.iterdir()} <= _MADE_FIRST  # by a process that was killed just then
+    is_begun = names <= _MADE_FIRST  # by a process that was killed just then
     if not is_begun:
         directory = RunDirectory.open(path)
-        _refuse_live_run(directory)
+        refuse_live_run(directory)
         newest, damages = sound_checkpoint(directory.checkpoints)
         if newest is not None or damages:
             return _resumed(config.model_copy(update={"failures": (), "plan": None}), directory, may_be_done=True)
@@ -285,28 +292,9 @@ def _earlier_run(config: RunConfig) -> PreparedRun | None:
             f"--resume auto: {path} has a run without a checkpoint and cannot be renamed: {error.strerror}; take a "
             "directory below it"
         ) from None
+    lock.take(path)
     print(f"{path}: its run has no checkpoint and begins anew; its files are in {aside}")
     return None
-
-
-def _refuse_live_run(directory: RunDirectory) -> None:
-    """Raise ConfigError if the coordinator of a run lives. Its number alone proves nothing: another may have it now."""
-    if not directory.control_file.exists():
-        return
-    control = directory.read_control()
-    lives = control.has_process_here()
-    if lives is None:
-        from chameleon_ft.control.requests import knock
-
-        with contextlib.suppress(ChameleonError, OSError):
-            knock(control.address, control.token, tls=control.tls)
-            lives = True
-    if lives:
-        where = f" on {control.host}" if control.host else ""
-        raise ConfigError(
-            f"--resume {directory.path}: this run is still live in process {control.pid}{where}; wait for it to end, "
-            "or end it first"
-        )
 
 
 def _refuse_another_model(config: RunConfig, directory: RunDirectory, *, fixed: Sequence[str]) -> None:

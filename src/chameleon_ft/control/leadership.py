@@ -199,10 +199,15 @@ class Leadership:
         raise DeposedError(self.term, None if leader is None else f"{leader.address} in term {leader.term}")
 
 
-async def wait_for_silence(lease: Lease, *, lease_s: float) -> Claim | None:
+async def wait_for_silence(
+    lease: Lease, *, lease_s: float, lives: Callable[[Claim], None] = lambda _: None
+) -> Claim | None:
     """Wait until the leader of a run is gone, and return its claim; None if no term was claimed.
 
     It is gone if it has shown no sign of life for `lease_s`, or was a process of this host that has ended.
+
+    Args:
+        lives: called with the claim of a leader at each sign of life.
     """
     found = await lease.newest()
     began_s = time.monotonic()
@@ -211,6 +216,9 @@ async def wait_for_silence(lease: Lease, *, lease_s: float) -> Claim | None:
         await asyncio.sleep(lease_s / POLLS)
         looked_s = time.monotonic()
         with contextlib.suppress(LeaseError):  # a look that fails says nothing about the leader
-            watch = watch.observed(await lease.newest(), time.monotonic())
+            seen = await lease.newest()
+            if seen is not None and seen != watch.claim:
+                lives(seen)
+            watch = watch.observed(seen, time.monotonic())
             began_s = looked_s
     return watch.claim

@@ -15,16 +15,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import BaseContext
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership, wait_for_silence
-from chameleon_ft.control.lease import lease_of
+from chameleon_ft.control.lease import Claim, lease_of
 from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
-from chameleon_ft.errors import DeposedError
+from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
 from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
@@ -180,13 +180,32 @@ async def serve_run(
 
 
 async def _claim(start: RunStart, address: str) -> Leadership:
-    """Claim the next term, once the leader of an earlier start is gone, which `control.json` of that start names."""
-    lease, lease_s, was_lost = lease_of(start.config, start.run), start.config.control.lease_s, start.run.control_file
+    """Claim the next term, once the leader of an earlier start is gone.
+
+    Raises:
+        LiveRunError: it is not, or another coordinator has claimed a term at the same moment.
+    """
+    lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
+
+    def lives(claim: Claim) -> NoReturn:
+        raise LiveRunError(start.run.path, f"process {claim.pid} on {claim.host}, which leads in term {claim.term}")
+
     while True:
-        before = await (wait_for_silence(lease, lease_s=lease_s) if was_lost.exists() else lease.newest())
+        before = await lease.newest()
+        if before is not None and not _has_ended(start.run, before.term):
+            before = await wait_for_silence(lease, lease_s=lease_s, lives=lives)
         term = 1 if before is None else before.term + 1
         if (leadership := await Leadership.claimed(lease, term, address=address, lease_s=lease_s)) is not None:
             return leadership
+
+
+def _has_ended(run: RunDirectory, term: int) -> bool:
+    """Return whether the coordinator of a term has ended the run, as its journal says."""
+    try:
+        last = LastEntry.newest(run)
+    except ChameleonError:  # damaged; it is not read by a run that begins or resumes
+        return False
+    return last is not None and last.state.term == term and last.state.ended is not None
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.observe.run_lock import RunLock
 
 __all__ = [
     "ControlAddress",
@@ -88,12 +89,12 @@ class RunDirectory:
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
         """Make the directory and write the resolved configuration into it, with copies of the files that it names.
 
-        Raises ConfigError if `path` exists or cannot be made.
+        Raises ConfigError if `path` exists, with more than a `RunLock`, or cannot be made.
         """
         cls.require_free(path)
         run = cls(path.absolute())
         try:
-            run.path.mkdir(parents=True)
+            run.path.mkdir(parents=True, exist_ok=RunLock.is_alone_in(path))
             run.checkpoints.mkdir()
             run.logs.mkdir()
             run._copy_files_of(config)
@@ -106,8 +107,8 @@ class RunDirectory:
 
     @classmethod
     def require_free(cls, path: Path) -> None:
-        """Raise ConfigError if `path` exists."""
-        if path.exists():
+        """Raise ConfigError if `path` exists, with more than a `RunLock`."""
+        if path.exists() and not RunLock.is_alone_in(path):
             is_run = cls(path).config_file.is_file()
             instead = f", or go on with that run by --resume {path}" if is_run else ""
             raise ConfigError(

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
 from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, lost_run, parse_start, prepare_run
+from chameleon_ft.cli.live_runs import lost_run
+from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         lost = lost_run(given.take_over)
         from chameleon_ft.launch import take_over
 
-        return take_over(lost.config, run=lost.directory)
+        return take_over(lost.own(lost.config()), run=lost)
     if given.standby is not None:
         if flags or given.config is not None or given.resume is not None:
             raise ConfigError(f"--standby {given.standby}: the run goes on as it is; leave out all but --host")

@@ -1,0 +1,106 @@
+"""The lock of a run directory: of several processes that start the same run, one goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+from typing import Final
+
+from chameleon_ft.errors import ConfigError, LiveRunError
+
+__all__ = ["RunLock"]
+
+_NAME: Final = "lock"
+
+
+class RunLock:
+    """Held by the process that starts a run, from before it looks at the directory until it ends, however it does.
+
+    It holds between the processes of a host, and between hosts if the file system has locks (see flock(2)). Where it
+    has none, the term that a coordinator claims decides, a little later. Processes that are forked do not hold it.
+    """
+
+    _held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._file = Path()
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    @staticmethod
+    def is_alone_in(directory: Path) -> bool:
+        """Return whether a directory has the file of this lock and nothing else."""
+        return directory.is_dir() and [each.name for each in directory.iterdir()] == [_NAME]
+
+    @staticmethod
+    def names_in(directory: Path) -> frozenset[str]:
+        """Return the names of the other files in a directory."""
+        return frozenset(each.name for each in directory.iterdir()) - {_NAME}
+
+    def take(self, directory: Path) -> None:
+        """Lock a directory, in place of the one before if there is one; make it if there is none.
+
+        Raises:
+            LiveRunError: another process has locked it.
+            ConfigError: the directory, or the file of the lock, cannot be made.
+        """
+        self._let_go()
+        self._file = directory / _NAME
+        try:
+            while self._descriptor is None:
+                directory.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # it was renamed or removed just now
+                    self._descriptor = self._locked()
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be locked: {error.strerror}; take another directory") from None
+        self._held.add(self)
+
+    def release(self) -> None:
+        """Let go of the directory, and remove it if it is empty."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.unlink()
+            self._file.parent.rmdir()
+        self._let_go()
+
+    def _locked(self) -> int | None:
+        """Return the descriptor of the locked file; None if its name is another file's by now."""
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
+                raise LiveRunError(self._file.parent, holder) from None
+            except OSError:  # this file system has no locks
+                return descriptor
+            if not os.path.samestat(os.fstat(descriptor), self._file.stat()):
+                os.close(descriptor)
+                return None
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _let_go(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @classmethod
+    def _forget(cls) -> None:
+        """Close the locks of the parent in a process that it has forked; they stay its own."""
+        for lock in cls._held:
+            lock._let_go()
+
+
+os.register_at_fork(after_in_child=RunLock._forget)

@@ -1,0 +1,79 @@
+"""Which of several processes that start or resume one run leads it."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chameleon_ft.config import Control, RunConfig
+from chameleon_ft.control.events import Moment
+from chameleon_ft.control.journal import Journal
+from chameleon_ft.control.leadership import Leadership
+from chameleon_ft.control.lease import Claim, Lease, lease_of
+from chameleon_ft.errors import DeposedError, LiveRunError
+from chameleon_ft.launch.coordinator import _claim
+from chameleon_ft.launch.start import RunStart
+from chameleon_ft.observe import FileQueue, RunDirectory
+from tests.control.histories import new_state
+
+
+def start(path: Path, *, lease_s: float) -> RunStart:
+    run = RunDirectory(path)
+    run.path.mkdir(exist_ok=True)
+    return cast(RunStart, SimpleNamespace(run=run, config=RunConfig(control=Control(lease_s=lease_s))))
+
+
+def elsewhere(lease: Lease, term: int) -> Any:
+    """Claim a term by a process of another host."""
+    return lease.claim(Claim(term=term, address="10.0.0.1:1", host="elsewhere", pid=1))
+
+
+def test_of_two_that_resume_a_run_at_once_one_leads_and_the_other_says_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        first = start(tmp_path / "run", lease_s=1.0)
+        await elsewhere(lease_of(first.config, first.run), 4)
+
+        async def led(address: str) -> Leadership:
+            leadership = await _claim(first, address)
+            keeping = asyncio.create_task(leadership.keep(lambda: None, lambda: None))
+            await asyncio.wait({keeping}, timeout=2.0)  # by then the other has seen it renew its term
+            keeping.cancel()
+            return leadership
+
+        found = await asyncio.gather(led("10.0.0.2:1"), led("10.0.0.3:1"), return_exceptions=True)
+        (leader,) = (each for each in found if isinstance(each, Leadership))
+        (error,) = (each for each in found if isinstance(each, LiveRunError))
+        assert (leader.term, leader.holds()) == (5, True)
+        assert f"{first.run.path}: this run is still live in process " in str(error)
+        newest = await lease_of(first.config, first.run).newest()
+        assert newest is not None
+        assert newest.is_same_leader(leader.claim), "no harm is done to it"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_run_that_has_ended_elsewhere_is_resumed_at_once_and_one_that_is_lost_after_the_lease(
+    tmp_path: Path, *, has_ended: bool
+) -> None:
+    async def scene() -> None:
+        resumed = start(tmp_path / "run", lease_s=1000.0 if has_ended else 0.2)
+        await elsewhere(lease_of(resumed.config, resumed.run), 4)
+        with FileQueue() as files:
+            ended = ("interrupted", "interrupted by the user") if has_ended else None
+            journal = Journal(resumed.run.journal_file(3), files)
+            journal.write(replace(new_state(), term=4, ended=cast(Any, ended)), Moment(unix_s=1.0, monotonic_s=1.0))
+        assert (await _claim(resumed, "10.0.0.2:1")).term == 5
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("error", [LiveRunError(Path("run"), "process 1"), DeposedError(3, "h:1"), DeposedError(3)])
+def test_the_launcher_prints_what_its_coordinator_has_raised(error: Exception) -> None:
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

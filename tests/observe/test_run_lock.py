@@ -1,0 +1,108 @@
+"""The lock of a run directory, between processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.errors import ConfigError, LiveRunError
+from chameleon_ft.observe.run_lock import RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from chameleon_ft.errors import LiveRunError
+from chameleon_ft.observe.run_lock import RunLock
+
+lock = RunLock()
+try:
+    lock.take(Path(sys.argv[1]))
+except LiveRunError:
+    print("refused", flush=True)
+else:
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holding(directory: Path) -> subprocess.Popen[str]:
+    """Start a process that takes the lock of a directory, and holds it until its input ends."""
+    command = [sys.executable, "-c", HOLD, str(directory)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_of_processes_that_take_it_at_once_one_gets_it(tmp_path: Path) -> None:
+    directory = tmp_path / "runs" / "one"
+    processes = [holding(directory) for _ in range(4)]
+    try:
+        assert sorted(map(said, processes)) == ["held", "refused", "refused", "refused"]
+        with pytest.raises(LiveRunError, match=r"is still live in process \d+ on "):
+            RunLock().take(directory)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    lock = RunLock()
+    lock.take(directory)  # a process that was killed holds nothing
+    assert RunLock.is_alone_in(directory)
+    lock.release()
+    assert not directory.exists()
+    assert directory.parent.exists()
+
+
+def test_a_directory_with_other_files_stays(tmp_path: Path) -> None:
+    lock = RunLock()
+    lock.take(tmp_path)
+    (tmp_path / "config.toml").touch()
+    assert RunLock.names_in(tmp_path) == {"config.toml"}
+    assert not RunLock.is_alone_in(tmp_path)
+    lock.release()
+    assert [each.name for each in tmp_path.iterdir()] == ["config.toml"]
+    lock.release()
+
+
+def test_a_directory_that_is_renamed_is_free_for_another_run(tmp_path: Path) -> None:
+    lock, other = RunLock(), RunLock()
+    lock.take(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "before")
+    other.take(tmp_path / "run")
+    with pytest.raises(LiveRunError):
+        lock.take(tmp_path / "run")
+    other.take(tmp_path / "before")
+    other.release()
+
+
+def test_a_process_that_is_forked_does_not_hold_it(tmp_path: Path) -> None:
+    lock = RunLock()
+    lock.take(tmp_path)
+    readable, writable = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writable)
+        os.read(readable, 1)  # until the parent is done
+        os._exit(0)
+    try:
+        with pytest.raises(LiveRunError):
+            RunLock().take(tmp_path)
+        lock.release()
+        after = RunLock()
+        after.take(tmp_path)
+        after.release()
+    finally:
+        os.close(readable)
+        os.close(writable)
+        os.waitpid(child, 0)
+
+
+def test_a_place_where_no_directory_can_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be locked: .*take another directory"):
+        RunLock().take(tmp_path / "file" / "run")
