@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -33,13 +34,15 @@ from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStat
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.fork_server import receive
-from chameleon_ft.runtime.process import Lifeline
+from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
 
 __all__ = ["train"]
 
 _MOST_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
 _ALIVE: Final = b"alive"
+_MOST_SIGNALS: Final = 2
+"""Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
 _ASKS: Final = 5  # within the lease
 _AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
 
@@ -88,6 +91,10 @@ class _Launcher:
         self._agent = agent
         self._coordinator: Child | None = None
         self._signals: list[signal.Signals] = []
+        self._signalled_s: list[float] = []  # when they came
+        self._stands_by = False  # whether another coordinator led the run when the present one was started
+        self._has_ended = False  # whether a coordinator has said how the run ended
+        self._given_up: RunStatus | None = None  # how this process ends if no coordinator says so
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
         self._ask_every_s = start.config.control.lease_s / _ASKS
         self._silent_s: float | None = None  # for which the coordinator has not answered, once it has begun
@@ -100,7 +107,8 @@ class _Launcher:
             try:
                 self._agent.begin()
                 outcome = self._watch()
-                if not isinstance(outcome, ChameleonError):
+                self._has_ended = True
+                if not isinstance(outcome, ChameleonError) and self._given_up is None:
                     self._agent.process.join(_AGENT_GRACE_S)
             finally:
                 self._listener.close()
@@ -122,10 +130,12 @@ class _Launcher:
                 outcome = received(coordinator.pipe)
                 if outcome == _ALIVE:
                     self._silent_s = 0.0
+                elif outcome is None and self._given_up is not None:
+                    return self._given_up
                 elif isinstance(outcome, DeposedError):
                     print(outcome, flush=True)
                     coordinator.process.join()
-                    self._start_coordinator()  # which stands by
+                    self._start_coordinator(stands_by=True)
                 elif outcome is not None:
                     coordinator.process.join()
                     return outcome  # type: ignore[no-any-return]
@@ -133,6 +143,7 @@ class _Launcher:
                     return lost
             elif not ready:
                 self._ask(coordinator, time.monotonic() - began_s)
+                self._give_up_if_unheard()
             elif agent:
                 error = received(self._agent.pipe)
                 agent.clear()
@@ -164,8 +175,8 @@ class _Launcher:
             self._end_reason = f"SIGKILL, because it did not answer for {self._silent_s:.1f} s"
             coordinator.process.kill()
 
-    def _start_coordinator(self) -> None:
-        self._silent_s, self._end_reason = None, None
+    def _start_coordinator(self, *, stands_by: bool = False) -> None:
+        self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
         self._coordinator = Child(
             partial(
                 _run_coordinator,
@@ -203,10 +214,32 @@ class _Launcher:
         return True
 
     def _pass_on(self, number: signal.Signals) -> None:
+        """Tell the coordinator of a signal, and act on it here if that may have no effect."""
         self._signals.append(number)
-        if self._coordinator is not None:
+        self._signalled_s.append(time.monotonic())
+        if self._has_ended:
+            self._agent.process.kill()
+        elif self._coordinator is not None:
             with contextlib.suppress(OSError):  # the next one is told when it starts
                 self._coordinator.pipe.send(number)
+            self._give_up_if_unheard()
+
+    def _give_up_if_unheard(self) -> None:
+        """End the coordinator if it has been told to end the run and does not, so that this process ends.
+
+        Before it has begun, that is at once if another one leads the run, and else at the second signal or after the
+        lease, by which it may have found out that another one does. Later, that is at the third signal.
+        """
+        if not self._signals or self._coordinator is None or self._given_up is not None:
+            return
+        waited_s = time.monotonic() - self._signalled_s[0]
+        number = 1 + sum(after > before + SAME_SIGNAL_S for before, after in itertools.pairwise(self._signalled_s))
+        has_begun, lease_s = self._silent_s is not None, self._start.config.control.lease_s
+        if number > _MOST_SIGNALS or (not has_begun and (self._stands_by or number > 1 or waited_s > lease_s)):
+            self._given_up = "interrupted" if self._signals[-1] == signal.SIGINT else "terminated"
+            why = "another coordinator leads the run" if self._stands_by else "no coordinator of this machine answers"
+            print(f"{why}; this machine and its workers leave it", flush=True)
+            self._coordinator.process.kill()
 
 
 @dataclass(slots=True)
