@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.conditions import _DESCRIBE, ROUTINE
 from tests.cli.conftest import CommandLine
 from tests.observe.test_decisions import came, decided, lost, planned, started
 
@@ -183,10 +185,11 @@ action  training went on; the records waited in memory and are written, but for 
 """
 
 
-def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: CommandLine) -> None:
-    def happened(name: str, at: float, **fields: Any) -> dict[str, Any]:
-        return {"event": name, "time": NOON + at, **fields}
+def happened(name: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"event": name, "time": NOON + at, **fields}
 
+
+def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: CommandLine) -> None:
     run = write(
         [
             started(),
@@ -207,3 +210,100 @@ def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: Co
     assert told(chameleon, run).partition("\n")[2] == CONDITIONS.lstrip()
     kinds = [condition["kind"] for condition in json.loads(told(chameleon, run, "--json"))["conditions"]]
     assert kinds == ["slow", "slow", "took_over", "waiting", "stalled", "records_late"]
+
+
+OTHERS = """
+Slow link: the link of workers 4, 5
+since   2026-01-01 12:00:01 UTC, for 8.000 s
+why     messages take 2.00 times as long as on other links since step 15
+action  none
+
+Bad step: step 40
+since   2026-01-01 12:00:02 UTC
+why     the loss is nan, also when it was computed again, first in the forward of micro-batch 3 on worker 5
+action  its samples were left out
+
+Bad step: step 41
+since   2026-01-01 12:00:03 UTC
+why     the loss is nan, but not when it was computed again: the contribution of worker 2 was another one
+action  the second result counts; the hardware is at fault
+
+Silent corruption: layer 1
+since   2026-01-01 12:00:04 UTC
+why     workers 0, 2 have different states of it after 50 updates, without a majority
+action  all returned to a checkpoint of step 40 or before
+
+Lost agent: node7 (10.0.0.7)
+since   2026-01-01 12:00:05 UTC, for 1.000 s
+why     its agent is gone
+action  another agent adopted workers 4, 5
+
+Messages failed: messages
+since   2026-01-01 12:00:07 UTC
+why     of worker 1: connection reset
+action  no worker was lost; the step was completed in generation 9
+
+Not written: the checkpoint of step 60
+since   2026-01-01 12:00:10 UTC
+why     [Errno 28] No space left on device
+action  what was written of it is removed; the one before stays the newest
+
+Refused: 10.0.0.9:1
+since   2026-01-01 12:00:11 UTC
+why     wrong join token
+action  the connection was rejected (2 times in the records)
+
+Lost before it took part: worker 3
+since   2026-01-01 12:00:12 UTC
+why     it was lost before it took part: SIGKILL
+action  it was started again, as incarnation 4
+
+Solar storm: worker 3
+since   2026-01-01 12:00:13 UTC
+why     a bit has flipped
+action  none
+"""
+
+
+def test_no_condition_is_left_out(write: Any, chameleon: CommandLine) -> None:
+    full = {"step": 60, "error": "[Errno 28] No space left on device"}
+    stranger = {"address": "10.0.0.9:1", "reason": "wrong join token"}
+    link = {"workers": [4, 5], "speed": 0.5, "since_step": 15, "step": 22, "before_step_s": None, "step_s": None}
+    bad = {"why": "the loss is nan", "origins": [], "changed": []}
+    origin = {"worker": 5, "micro_batch": 3, "layers": [1, 2], "where": "forward"}
+    report = {"reporter": 1, "peer": None, "error": "connection reset"}
+    run = write(
+        [
+            started(),
+            happened("slow_link", 1, **link),
+            happened("bad_step", 2, step=40, is_bad_again=True, action="skip", **{**bad, "origins": [origin]}),
+            happened("bad_step", 3, step=41, is_bad_again=False, action="applied", **{**bad, "changed": [2]}),
+            happened("state_differs", 4, step=50, agreed=40, odd={}, undecided={"1": [0, 2]}),
+            happened("host_lost", 5, host="node7 (10.0.0.7)", workers=[4, 5]),
+            happened("host_joined", 6, host="node7 (10.0.0.7)", workers=[], adopted=[4, 5]),
+            happened("messages_failed", 7, generation=8, reports=[report]),
+            {**planned(9, "reroute"), "time": NOON + 8},
+            happened("recovered_link", 9, workers=[4, 5], step=70, is_trial=False),
+            happened("checkpoint_failed", 10, **full, message="no complete one"),
+            happened("checkpoint_failed", 10.1, **full),
+            happened("refused", 11, **stranger, count=1),
+            happened("refused", 11.5, **stranger, count=2),
+            happened("join_failed", 12, worker=3, incarnation=3, cause="SIGKILL"),
+            happened("respawn", 12.5, worker=3, incarnation=4),
+            happened("solar_storm", 13, worker=3, message="a bit has flipped"),
+        ]
+    )
+    assert told(chameleon, run).partition("\n\n")[2] == OTHERS.lstrip()
+
+
+def test_every_event_is_routine_or_described() -> None:
+    """A new kind of event is either part of a run without failures, or `chameleon diagnose` says what it means."""
+    table = (
+        (Path(__file__).parents[2] / "docs/files.md")
+        .read_text()
+        .partition("## `events.jsonl`")[2]
+        .partition("\n\nA failure has")[0]
+    )
+    kinds = {kind for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for kind in re.findall(r"`(\w+)`", row)}
+    assert len(kinds) > 40
+    assert kinds - ROUTINE - _DESCRIBE.keys() == {"no_checkpoints"}, "its message says all there is to say"

@@ -1,20 +1,56 @@
-"""Conditions of a run that are no loss.
+"""Conditions of a run that are no loss of a worker, such as slow workers, bad steps and late records.
 
-These are slow workers, coordinators that were replaced or held up, late records, and workers that wait for a disk.
+Every event that reports that something ails is one, so that `chameleon diagnose` leaves none out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from chameleon_ft.quantities import duration
+from chameleon_ft.quantities import counted, duration, in_ranges, listed
 
-__all__ = ["Condition", "conditions"]
+__all__ = ["ROUTINE", "Condition", "conditions"]
 
-_ENDED_BY: Final[Mapping[str, str]] = {"slow": "recovered", "records_late": "records_written"}
-_KINDS: Final = frozenset({*_ENDED_BY, "took_over", "stalled", "waiting"})
+Event: TypeAlias = Mapping[str, Any]
+Described: TypeAlias = tuple[str, str, str]
+"""Subject, why and action of a condition."""
+
+ROUTINE: Final = frozenset(
+    {
+        *("started", "plan", "prepared", "decision", "outcome", "transition", "migration", "checkpoint", "finished"),
+        *(
+            "respawn",
+            "host_joined",
+            "joined",
+            "join",
+            "draining",
+            "drained",
+            "host_drained",
+            "interrupt",
+            "termination",
+        ),
+        *("failure", "hang", "failure_cost"),  # of incidents, see `diagnosis`
+        *("recovered", "recovered_link", "stay", "records_written"),  # ends of conditions, and answers to them
+    }
+)
+"""Events that report no condition."""
+
+_ENDED_BY: Final[Mapping[str, tuple[str, str]]] = {
+    "slow": ("recovered", "worker"),
+    "slow_link": ("recovered_link", "workers"),
+    "records_late": ("records_written", ""),
+    "checkpoint_late": ("checkpoint", "step"),
+    "host_lost": ("host_joined", "host"),
+}
+"""Kind -> the event that ends it, and the field in which both are equal."""
+
+_BAD_STEP: Final = {
+    "skip": "its samples were left out",
+    "rollback": "all returned to the newest checkpoint, and its samples were left out",
+    "stop": "the run ended, with a checkpoint of the state before it",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +59,7 @@ class Condition:
 
     Attributes:
         kind: name of the event that reports it.
-        subject: the worker, the coordinator, or the file.
+        subject: the worker, the host, the coordinator, the step, or the file.
         since: when it was noticed, in Unix seconds.
         lasted_s: seconds until its end; None if it has not ended, or happened at once.
         why: what was observed.
@@ -42,59 +78,66 @@ class Condition:
         return asdict(self)
 
 
-def conditions(events: Sequence[Mapping[str, Any]]) -> tuple[Condition, ...]:
+def conditions(events: Sequence[Event]) -> tuple[Condition, ...]:
     """Find the conditions in the events of a run, in their order."""
-    return tuple(
-        _condition(event, events[index + 1 :])
-        for index, event in enumerate(events)
-        if event["event"] in _KINDS and not _is_repeated(event, events[index + 1 :])
-    )
+    found = []
+    for index, event in enumerate(events):
+        before, later = events[:index], events[index + 1 :]
+        if event["event"] not in ROUTINE and not _belongs_to_another(event, before, later):
+            found.append(_condition(event, later))
+    return tuple(found)
 
 
-def _is_repeated(event: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a wait is reported once more, when it has become twice as long."""
-    if event["event"] != "waiting":
-        return False
-    same = (each for each in later if each["event"] == "waiting" and each["worker"] == event["worker"])
-    after = next(same, None)
-    return after is not None and after["doing"] == event["doing"] and after["since_s"] == 2 * event["since_s"]
+def _belongs_to_another(event: Event, before: Sequence[Event], later: Sequence[Event]) -> bool:
+    """Return whether an event is told by an incident, or by another event of the condition."""
+    match event["event"]:
+        case "waiting":  # it is reported again when it has become twice as long
+            same = (each for each in _of("waiting", later) if each["worker"] == event["worker"])
+            after = next(same, None)
+            return after is not None and after["doing"] == event["doing"] and after["since_s"] == 2 * event["since_s"]
+        case "refused":
+            return any(_is_same(event, each, "address", "reason") for each in _of("refused", before))
+        case "checkpoint_failed":  # by other workers
+            return any(_is_same(event, each, "step") for each in _of("checkpoint_failed", before))
+        case "state_differs":
+            return not event["undecided"]  # the workers that are wrong are lost
+        case "messages_failed":
+            return any(each["generation"] == _next_generation(event, later) for each in _of("failure", later))
+    return False
 
 
-def _condition(event: Mapping[str, Any], later: Sequence[Mapping[str, Any]]) -> Condition:
-    kind, worker = event["event"], event.get("worker")
-    end = next((e for e in later if e["event"] == _ENDED_BY.get(kind) and e.get("worker") == worker), None)
-    match kind:
-        case "slow":
-            subject = f"worker {worker}"
-            why = f"it computes at {event['speed']:.2f} of the speed of others since step {event['since_step']}"
-            if event["step_s"] is not None:
-                why += f"; a step takes {duration(event['step_s'])} instead of {duration(event['before_step_s'])}"
-            action = _answer_to_slowness(later if end is None else later[: later.index(end)])
-        case "took_over":
-            subject = "the coordinator"
-            why = "the one before was lost"
-            action = f"another one continued in step {event['step']} and generation {event['generation']}"
-        case "stalled":
-            subject = "the coordinator"
-            why = f"it did not run for {duration(event['stall_s'])}"
-            action = "no worker was given up for that"
-        case "waiting":
-            subject = f"worker {worker}"
-            why = f"it has been {event['doing']} for {duration(event['since_s'])} or longer"
-            action = "none; there is no limit to that"
-        case _:
-            subject = event["file"]
-            why = event["reason"]
-            action = "training went on; the records waited in memory"
-            if end is not None:
-                lost = f", but for {end['dropped']} lines that are lost" if end["dropped"] else ""
-                action += f" and are written{lost}"
+def _condition(event: Event, later: Sequence[Event]) -> Condition:
+    kind = event["event"]
+    name, key = _ENDED_BY.get(kind, ("", ""))
+    end = next((each for each in _of(name, later) if not key or _is_same(event, each, key)), None)
+    meanwhile = later if end is None else later[: later.index(end)]
+    describe = _DESCRIBE.get(kind, _other)
+    subject, why, action = describe(event, meanwhile, end)
     lasted_s = None if end is None else end["time"] - event["time"]
     return Condition(kind=kind, subject=subject, since=event["time"], lasted_s=lasted_s, why=why, action=action)
 
 
-def _answer_to_slowness(later: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the run did about a slow worker, from the events until it recovered."""
+# --- each kind -------------------------------------------------------------------------------------------------------
+
+
+def _slow(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    why = f"it computes at {event['speed']:.2f} of the speed of others since step {event['since_step']}"
+    return f"worker {event['worker']}", why + _step_times(event), _answer_to_slowness(later)
+
+
+def _slow_link(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    why = f"messages take {1 / event['speed']:.2f} times as long as on other links since step {event['since_step']}"
+    return f"the link of {listed('worker', event['workers'])}", why + _step_times(event), _answer_to_slowness(later)
+
+
+def _step_times(event: Event) -> str:
+    if event["step_s"] is None:
+        return ""
+    return f"; a step takes {duration(event['step_s'])} instead of {duration(event['before_step_s'])}"
+
+
+def _answer_to_slowness(later: Sequence[Event]) -> str:
+    """Return what the run did about a slow worker or link, from the events until it recovered."""
     for index, event in enumerate(later):
         if event["event"] == "stay":
             return "the plan stays as it is, because no other is better"
@@ -103,3 +146,154 @@ def _answer_to_slowness(later: Sequence[Mapping[str, Any]]) -> str:
             if joins:
                 return f"{joins[0]['policy']}: {joins[0]['action']}"
     return "none"
+
+
+def _took_over(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    action = f"another one continued in step {event['step']} and generation {event['generation']}"
+    return "the coordinator", "the one before was lost", action
+
+
+def _stalled(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return "the coordinator", f"it did not run for {duration(event['stall_s'])}", "no worker was given up for that"
+
+
+def _waiting(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    why = f"it has been {event['doing']} for {duration(event['since_s'])} or longer"
+    return f"worker {event['worker']}", why, "none; there is no limit to that"
+
+
+def _records_late(event: Event, _: Sequence[Event], end: Event | None) -> Described:
+    action = "training went on; the records waited in memory"
+    if end is not None:
+        lost = f", but for {end['dropped']} lines that are lost" if end["dropped"] else ""
+        action += f" and are written{lost}"
+    return event["file"], event["reason"], action
+
+
+def _state_differs(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    layers = {int(layer): workers for layer, workers in event["undecided"].items()}
+    workers = sorted({worker for each in layers.values() for worker in each})
+    why = f"{listed('worker', workers)} have different states of it after {event['step']} updates, without a majority"
+    goes_on = bool(_of("plan", later))
+    action = f"all returned to a checkpoint of step {event['agreed']} or before" if goes_on else "the run ended"
+    return f"{'layer' if len(layers) == 1 else 'layers'} {in_ranges(sorted(layers))}", why, action
+
+
+def _bad_step(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    if not event["is_bad_again"]:
+        who = f"the contribution of {listed('worker', event['changed'])} was another one"
+        why = f"{event['why']}, but not when it was computed again: {who if event['changed'] else 'no worker is known'}"
+        return f"step {event['step']}", why, "the second result counts; the hardware is at fault"
+    why = f"{event['why']}, also when it was computed again"
+    for place in event["origins"][:1]:
+        why += f", first in the {place['where']} of micro-batch {place['micro_batch']} on worker {place['worker']}"
+    return f"step {event['step']}", why, _BAD_STEP[event["action"]]
+
+
+def _join_failed(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    again = next((each for each in _of("respawn", later) if _is_same(event, each, "worker")), None)
+    action = "none" if again is None else f"it was started again, as incarnation {again['incarnation']}"
+    return f"worker {event['worker']}", f"it was lost before it took part: {event['cause']}", action
+
+
+def _blocklisted(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    why = f"it was lost {counted(event['deaths'], 'time')} in a row"
+    return f"worker {event['worker']}", why, "it is not taken again (recovery.max_respawns)"
+
+
+def _decision_failed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    links = [f"the link of {listed('worker', workers)}" for workers in event.get("slow_links", ())]
+    subject = ", ".join([listed("worker", event["workers"])] * bool(event["workers"]) + links)
+    return f"the decision on {subject}", event["error"], "the plan stays as it is, and new workers stay spares"
+
+
+def _discarded(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return f"generation {event['generation']}", event["error"], "training went on without it; it is tried again later"
+
+
+def _drain_failed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return listed("worker", event["workers"]), f"no plan was found without them: {event['reason']}", "they stay"
+
+
+def _host_lost(event: Event, _: Sequence[Event], end: Event | None) -> Described:
+    action = f"{listed('worker', event['workers'])} live on without it" if event["workers"] else "none"
+    if end is not None and (adopted := end.get("adopted")):
+        action = f"another agent adopted {listed('worker', adopted)}"
+    return event["host"], "its agent is gone", action
+
+
+def _not_ended(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    subject = f"worker {event['worker']} on {event['host']}"
+    return subject, "it was given up, does not answer and has no agent", "none; its process may live on"
+
+
+def _checkpoint(why: str, action: str) -> Callable[[Event, Sequence[Event], Event | None], Described]:
+    """Return the description of an event about a checkpoint; `why`: if the event has no error."""
+
+    def describe(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+        return f"the checkpoint of step {event['step']}", event.get("error") or why, action
+
+    return describe
+
+
+def _refused(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    times = 1 + sum(_is_same(event, each, "address", "reason") for each in _of("refused", later))
+    return event["address"], event["reason"], f"the connection was rejected ({counted(times, 'time')} in the records)"
+
+
+def _messages_failed(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    reports = [f"of worker {each['reporter']}{_with(each['peer'])}: {each['error']}" for each in event["reports"]]
+    after = _next_generation(event, later)
+    action = "none" if after is None else f"no worker was lost; the step was completed in generation {after}"
+    return "messages", "; ".join(reports), action
+
+
+def _with(peer: int | None) -> str:
+    return "" if peer is None else f" with worker {peer}"
+
+
+def _other(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    """Describe an event of a kind that this file does not know, as it describes itself."""
+    worker = event.get("worker")
+    subject = "the run" if worker is None else f"worker {worker}"
+    fields = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("time", "event", "worker"))
+    return subject, str(event.get("message") or event.get("error") or event.get("reason") or fields), "none"
+
+
+_DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], Described]]] = {
+    "slow": _slow,
+    "slow_link": _slow_link,
+    "took_over": _took_over,
+    "stalled": _stalled,
+    "waiting": _waiting,
+    "records_late": _records_late,
+    "state_differs": _state_differs,
+    "bad_step": _bad_step,
+    "join_failed": _join_failed,
+    "blocklisted": _blocklisted,
+    "decision_failed": _decision_failed,
+    "discarded": _discarded,
+    "drain_failed": _drain_failed,
+    "host_lost": _host_lost,
+    "not_ended": _not_ended,
+    "checkpoint_late": _checkpoint("it was not written when the next one was due", "the next one waited for it"),
+    "checkpoint_failed": _checkpoint("", "what was written of it is removed; the one before stays the newest"),
+    "checkpoint_unreadable": _checkpoint("", "an older one was read"),
+    "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
+    "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
+    "refused": _refused,
+    "messages_failed": _messages_failed,
+}
+
+
+def _of(kind: str, events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _is_same(one: Event, other: Event, *fields: str) -> bool:
+    return all(one.get(field) == other.get(field) for field in fields)
+
+
+def _next_generation(event: Event, later: Sequence[Event]) -> int | None:
+    """Return the generation that was put in force after that of an event."""
+    return next((each["generation"] for each in _of("plan", later) if each["generation"] > event["generation"]), None)

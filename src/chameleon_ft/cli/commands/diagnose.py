@@ -24,6 +24,17 @@ _TITLES: Final[Mapping[str, str]] = {
     "stalled": "Held up",
     "records_late": "Records were late",
     "waiting": "Slow disk",
+    "state_differs": "Silent corruption",
+    "join_failed": "Lost before it took part",
+    "blocklisted": "Given up",
+    "discarded": "Not prepared",
+    "host_lost": "Lost agent",
+    "not_ended": "Not ended",
+    "checkpoint_late": "Slow checkpoint",
+    "checkpoint_failed": "Not written",
+    "checkpoint_unreadable": "Damaged",
+    "checkpoint_incomplete": "Not complete",
+    "checkpoint_unchecked": "Not checked",
 }
 
 
@@ -61,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         out.text("no worker was lost")
     for condition in others:
         out.text("")
-        out.text(f"{_TITLES[condition.kind]}: {condition.subject}", "bold")
+        title = _TITLES.get(condition.kind, condition.kind.replace("_", " ").capitalize())
+        out.text(f"{title}: {condition.subject}", "bold")
         out.facts(_facts_about(condition))
     for event in events[-1:]:
         if event["event"] == "finished" and event["status"] == "failed":
