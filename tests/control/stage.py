@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
+from chameleon_ft.control.command_runner import RunSetup
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.messages import (
@@ -311,7 +312,8 @@ def _staged(
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, View()) as recorder:
-        coordinator = Coordinator(config=config, run=run, recorder=recorder, job=JOB, profile=measured, resume=resume)
+        setup = RunSetup(config=config, run=run, recorder=recorder, job=JOB, profile=measured, resume=resume)
+        coordinator = Coordinator(setup)
         yield Stage(coordinator, run)
 
 

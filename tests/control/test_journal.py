@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_ft.control.command_runner import RunSetup
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.journal import Journal, LastEntry
@@ -117,9 +118,8 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
     last = LastEntry(stage.coordinator.state, moment(5.0), counts, [])
     with journal_at(stage.run.journal_file(1)) as journal, Recorder(stage.run, View()) as recorder:
         config = stage.run.config()
-        coordinator = Coordinator(
-            config=config, run=stage.run, recorder=recorder, job=JOB, resume=True, journal=journal, last=last
-        )
+        setup = RunSetup(config=config, run=stage.run, recorder=recorder, job=JOB, resume=True)
+        coordinator = Coordinator(setup, journal=journal, last=last)
         assert coordinator.first_connection > max(counts), "no peer resumes a connection that another one had"
     found = LastEntry.read(stage.run.journal_file(1))
     assert found is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
@@ -23,7 +24,28 @@ from chameleon_ft.observe import Recorder, RunDirectory
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
 
-__all__ = ["CommandRunner"]
+__all__ = ["CommandRunner", "RunSetup"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """A run, as its coordinator is given it.
+
+    Attributes:
+        profile: measured costs, if there are any.
+        plan: the plan to start with, if one was given.
+        resume: whether to begin with a checkpoint.
+        executor: prepares decisions on losses while training goes on; without it, each is made after the loss.
+    """
+
+    config: RunConfig
+    run: RunDirectory
+    recorder: Recorder
+    job: JobInfo
+    resume: bool
+    profile: Profile | None = None
+    plan: Plan | None = None
+    executor: Executor | None = None
 
 
 class CommandRunner:
@@ -38,20 +60,14 @@ class CommandRunner:
 
     def __init__(
         self,
+        setup: RunSetup,
         *,
-        config: RunConfig,
-        run: RunDirectory,
-        recorder: Recorder,
-        job: JobInfo,
-        profile: Profile | None,
-        plan: Plan | None,
-        resume: bool,
-        executor: Executor | None,
         send: Callable[[int, messages.Message], None],
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
+        config, run, recorder, job, executor = setup.config, setup.run, setup.recorder, setup.job, setup.executor
         self._config = config
         self._run = run
         self._recorder = recorder
@@ -61,7 +77,7 @@ class CommandRunner:
         self._begin_task = begin_task
         self._generation = 0  # of the newest state
         self.rendezvous = RendezvousStore()
-        self.planner = Planner(config, job, profile=profile, plan=plan)
+        self.planner = Planner(config, job, profile=setup.profile, plan=setup.plan)
         policy = config.recovery.policy
         cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
         self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
@@ -79,7 +95,7 @@ class CommandRunner:
             decisions=self.decisions,
             files=self.files,
             recorder=recorder,
-            resume=resume,
+            resume=setup.resume,
             now=now,
             handle=handle,
             begin_task=begin_task,

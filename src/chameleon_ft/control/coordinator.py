@@ -6,15 +6,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from chameleon_ft.config import RunConfig
 from chameleon_ft.control import commands, events
-from chameleon_ft.control.command_runner import CommandRunner
-from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.state.incident import Fault
@@ -23,9 +20,7 @@ from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, DeposedError
-from chameleon_ft.observe import Recorder, RunDirectory, RunStatus, line_of
-from chameleon_ft.plan import Plan
-from chameleon_ft.profiles import Profile
+from chameleon_ft.observe import RunStatus, line_of
 
 __all__ = ["Coordinator"]
 
@@ -37,10 +32,9 @@ class Coordinator:
     """Takes a run from its first worker to its end.
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
-    event is handled. `executor` prepares decisions on losses while training goes on; without it, each is made after the
-    loss. Every change is written to `journal` first, if the disk answers; see there. All file operations go through the
-    queue of `recorder`, so that no disk can stop the event loop. With `last`, the entry of a journal, the coordinator
-    continues the run of one that is lost.
+    event is handled. Every change is written to `journal` first, if the disk answers; see there. All file operations go
+    through the queue of the recorder, so that no disk can stop the event loop. With `last`, the entry of a journal, the
+    coordinator continues the run of one that is lost.
 
     While `leadership` does not hold, the coordinator does nothing: whatever happens is handled once it holds again, as
     after a time in which the process did not run. Without it, as in tests, there is no other coordinator.
@@ -48,31 +42,17 @@ class Coordinator:
 
     def __init__(
         self,
+        setup: RunSetup,
         *,
-        config: RunConfig,
-        run: RunDirectory,
-        recorder: Recorder,
-        job: JobInfo,
-        profile: Profile | None = None,
-        plan: Plan | None = None,
-        resume: bool,
-        executor: Executor | None = None,
         journal: Journal | None = None,
         last: LastEntry | None = None,
         leadership: Leadership | None = None,
     ) -> None:
+        config, run = setup.config, setup.run
         self._config = config
-        self._run = run
-        self._recorder = recorder
+        self._recorder = setup.recorder
         self._commands = CommandRunner(
-            config=config,
-            run=run,
-            recorder=recorder,
-            job=job,
-            profile=profile,
-            plan=plan,
-            resume=resume,
-            executor=executor,
+            setup,
             send=self._send,
             now=self._now,
             handle=self._handle_answer,
@@ -87,11 +67,11 @@ class Coordinator:
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
         self._acknowledged: dict[int, int] = {}  # likewise, that the peer need not keep any more
         self._clock_ahead_s = 0.0
-        settings = Settings.of(config, run, num_layers=job.num_layers)
+        settings = Settings.of(config, run, num_layers=setup.job.num_layers)
         self.state = State.before(
             settings,
             last_generation=run.last_generation(),
-            skipped=run.skipped_steps() if resume else (),
+            skipped=run.skipped_steps() if setup.resume else (),
             term=self._term,
         )
         self._journal = journal

@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final, NoReturn, TypeAlias
 
 from chameleon_ft.config import RunConfig
+from chameleon_ft.control.command_runner import RunSetup
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership, wait_for_silence
@@ -142,7 +143,7 @@ async def serve_run(
     for file in (run.metrics_file, run.events_file):  # a coordinator that is lost may have them open
         detach(file, may_write=leadership.holds)
     with Recorder(run, view, may_write=leadership.holds) as recorder, background(processes) as executor:
-        coordinator = Coordinator(
+        setup = RunSetup(
             config=config,
             run=run,
             recorder=recorder,
@@ -151,6 +152,9 @@ async def serve_run(
             plan=start.plan,
             resume=start.resume or last is not None,
             executor=executor,
+        )
+        coordinator = Coordinator(
+            setup,
             journal=Journal(run.journal_file(leadership.term), recorder.files),
             last=last,
             leadership=leadership,

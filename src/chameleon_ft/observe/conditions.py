@@ -174,8 +174,8 @@ def _state_differs(event: Event, later: Sequence[Event], _: Event | None) -> Des
     layers = {int(layer): workers for layer, workers in event["undecided"].items()}
     workers = sorted({worker for each in layers.values() for worker in each})
     why = f"{listed('worker', workers)} have different states of it after {event['step']} updates, without a majority"
-    goes_on = bool(_of("plan", later))
-    action = f"all returned to a checkpoint of step {event['agreed']} or before" if goes_on else "the run ended"
+    has_returned = bool(_of("plan", later))
+    action = f"all returned to a checkpoint of step {event['agreed']} or before" if has_returned else "the run ended"
     return f"{'layer' if len(layers) == 1 else 'layers'} {in_ranges(sorted(layers))}", why, action
 
 
