@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,17 @@ def written(config: RunConfig, directory: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
+
+
+def first_to_end(commands: Sequence[Command]) -> Command:
+    """Wait until one of these commands has ended, and return it."""
+    watched = {os.pidfd_open(each.pid): each for each in commands}
+    try:
+        ready, _, _ = select.select(list(watched), [], [], 60.0)
+        return watched[ready[0]]
+    finally:
+        for descriptor in watched:
+            os.close(descriptor)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -122,6 +134,28 @@ def test_one_command_starts_a_run_resumes_it_and_has_nothing_left_to_do(tmp_path
     ended = Ended(0, run)
     assert ended.steps == [*range(60)]
     assert_as_the_plain_loop(ended)
+
+
+def test_of_commands_that_start_or_resume_a_run_at_once_one_does(tmp_path: Path, run: RunDirectory) -> None:
+    config = small_config(tmp_path, steps=100_000, workers=2, parallel=Parallel(dp=2, pp=1))
+    requeued = ("train", written(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
+    for _ in range(2):  # it is started, and then resumed
+        with ExitStack() as stack:
+            both = [stack.enter_context(Command(*requeued)) for _ in range(2)]
+            loser = first_to_end(both)
+            (winner,) = (each for each in both if each is not loser)
+            assert loser.wait() == os.EX_UNAVAILABLE, loser.printed
+            assert f"{run.path}: this run is still live in process" in loser.printed
+            winner.read_until(STEP.format(r"\d+"))
+            with Command(*requeued) as beside:
+                assert beside.wait() == os.EX_UNAVAILABLE, beside.printed
+            winner.signal(signal.SIGTERM)
+            assert winner.wait() == os.EX_TEMPFAIL, winner.printed
+    ended = Ended(os.EX_TEMPFAIL, run)
+    assert ended.steps == [*range(len(ended.steps))]
+    assert len(ended.events("started")) == 2
+    assert not list(tmp_path.glob("run-before-*")), "the directory of the other one is left alone"
+    assert not (run.path / "lock").exists()
 
 
 def test_an_agent_may_come_before_its_coordinator(tmp_path: Path, run: RunDirectory) -> None:

@@ -58,7 +58,7 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
                 assert first.wait() == DEPOSED, first.printed
                 assert re.search(r"leads the run; this one, of term \d, ends", first.printed)
             assert standby.wait() == 0, standby.printed
-            agent.wait()  # its exit code is 1 if the run, which trains on meanwhile, has ended before it was back
+            assert agent.wait() == 0, agent.printed  # also if the run has ended before it was back
     assert_complete(Ended(0, run), steps=steps)
     assert len(Ended(0, run).events("took_over")) == 1
     assert not run.control_file.exists()
@@ -75,3 +75,41 @@ def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
             assert standby.wait() == 130, standby.printed
         assert "the run is over: interrupted" in standby.printed
         assert "leads in term" not in standby.printed
+
+
+def test_an_agent_hosts_a_standby(tmp_path: Path) -> None:
+    run, steps = RunDirectory(tmp_path / "run"), 600
+    with ExitStack() as stack:
+        first = stack.enter_context(Command("coordinator", written(tmp_path, steps=steps), "--output-dir", run.path))
+        first.read_until("waiting for 2 workers")
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", "--standby"))
+        agent.read_until("standing by at 127.0.0.1:")
+        first.read_until(r"^\s+5\s")
+        with every_process_ends(agent.session()):
+            first.signal(signal.SIGKILL)
+            agent.read_until(r"this one leads in term \d")
+            assert agent.wait() == 0, agent.printed
+    assert_complete(Ended(0, run), steps=steps)
+    assert len(Ended(0, run).events("took_over")) == 1
+
+
+def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as stack:
+        training = stack.enter_context(Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path))
+        training.read_until(r"^\s+3\s")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path))
+        standby.read_until("standing by at 127.0.0.1:")
+        stopped = [training.pid, run.read_control().pid]
+        for process in stopped:
+            os.kill(process, signal.SIGSTOP)
+        standby.read_until(r"this one leads in term \d")
+        for process in reversed(stopped):
+            os.kill(process, signal.SIGCONT)
+        training.read_until(r"leads the run; this one, of term \d, ends")
+        with every_process_ends(training.session()):
+            training.signal(signal.SIGINT)
+            assert training.wait() == 130, training.printed
+        assert "another coordinator leads the run; this machine and its workers leave it" in training.printed
+        assert standby.wait() == 1, standby.printed
+    assert Ended(1, run).summary["reason"].startswith("no worker is left")

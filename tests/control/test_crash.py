@@ -37,6 +37,13 @@ def test_later_it_is_of_the_job_if_another_worker_meets_it_in_the_same_step() ->
     assert crashes.is_of_the_job(2, "KeyError: 'y'", step=5)
 
 
+def test_numbers_do_not_make_another_error_of_it() -> None:
+    crashes = Crashes()
+    out = "OutOfMemoryError: Tried to allocate {} GiB, in the forward of micro-batch {} in layers {}-7 in step 5"
+    assert not crashes.is_of_the_job(0, out.format(2.5, 1, 0), step=5)
+    assert crashes.is_of_the_job(1, out.format("1.25", 3, 4), step=5)
+
+
 @pytest.mark.parametrize("since_step", [None, 5], ids=["takes no part", "has just come"])
 def test_a_newcomer_proves_nothing(since_step: int | None) -> None:
     crashes = Crashes()

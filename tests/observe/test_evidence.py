@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, Evidence, activity_entry
+from chameleon_ft.observe.evidence import ENTRIES, ENTRY_BYTES, Evidence, activity_entry, place_of
 
 RUNTIME = """\
   File "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1747 in _call_impl
@@ -93,3 +96,17 @@ def test_an_activity_is_read_as_it_was_written(doing: str) -> None:
 def test_any_text_is_read(text: str) -> None:
     Evidence.parse(text)
     _ = Evidence.parse(ring() + text).place
+
+
+def test_the_place_of_an_error_is_the_innermost_of_the_job() -> None:
+    def forward() -> None:
+        torch.zeros(2).view(3)
+
+    with pytest.raises(RuntimeError) as raised:
+        forward()
+    line = forward.__code__.co_firstlineno + 1
+    assert place_of(raised.value) == f"{__file__}:{line} in forward"
+    with pytest.raises(json.JSONDecodeError) as decoded:
+        json.loads("{")
+    own = decoded.value.with_traceback(decoded.tb.tb_next)
+    assert place_of(own) is None, "only Python's own code"

@@ -12,18 +12,19 @@ import pytest
 from chameleon_ft.config import Batch, Parallel, Recovery, config_to_toml
 from chameleon_ft.observe import RunDirectory
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+from tests.proxy import Proxy
 
 pytestmark = pytest.mark.multiprocess
 
 STEP = r"^\s+{}\s"  # the line of a step
 
 
-def endless(directory: Path) -> Path:
+def endless(directory: Path, *, steps: int = 100_000) -> Path:
     """Write the configuration of a run of two workers that trains until it is ended; lost workers come back."""
     config = small_config(
         directory,
         workers=2,
-        steps=100_000,
+        steps=steps,
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=4, micro_batch_size=1),
         recovery=Recovery(policy="reroute", respawn=True, respawn_delay_s=0.0),
@@ -100,3 +101,25 @@ def test_the_launcher_replaces_a_killed_agent(tmp_path: Path, last: signal.Signa
             training.signal(last)
             assert training.wait() == (130 if last == signal.SIGINT else -last), training.printed
     assert_one_loss(Ended(0, run))
+
+
+def test_an_agent_whose_connection_is_cut_keeps_its_ranks(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with Command("coordinator", endless(tmp_path, steps=400), "--output-dir", run.path) as coordinator:
+        coordinator.read_until("waiting for 2 workers")
+        control = run.read_control()
+        with Proxy(control.address) as proxy:
+            to = ("--coordinator", proxy.address, "--workers", "2")
+            with Command("agent", *to, environ={"CHAMELEON_TOKEN": control.token}) as agent:
+                coordinator.read_until(STEP.format(3))
+                with every_process_ends(agent.session()):
+                    proxy.cut(1)  # the first one was only to see whether a coordinator answers
+                    coordinator.read_until("host_lost: .* workers 0, 1 live on")
+                    coordinator.read_until("host_joined: .* adopts workers 0, 1")
+                    assert coordinator.wait() == 0, coordinator.printed
+                    assert agent.wait() == 0, agent.printed
+                assert "the agent ends: all steps are trained" in agent.printed
+    ended = Ended(0, run)
+    assert ended.failures == []
+    assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
+    assert ended.steps == list(range(400))

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import re
 import signal
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
-__all__ = ["ACTIVITY", "ENTRIES", "ENTRY_BYTES", "STACKS_SIGNAL", "ActivityEntry", "Evidence", "activity_entry"]
+__all__ = [
+    "ACTIVITY",
+    "ENTRIES",
+    "ENTRY_BYTES",
+    "STACKS_SIGNAL",
+    "ActivityEntry",
+    "Evidence",
+    "activity_entry",
+    "place_of",
+]
 
 ACTIVITY: Final = "chameleon activity"
 """Name of the file in memory with the activity of a worker."""
@@ -61,6 +71,17 @@ class _Frame:
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
 
+    @property
+    def is_of_the_job(self) -> bool:
+        return not (_STANDARD_LIBRARY.search(self.file) or _FRAMEWORK.search(self.file))
+
+
+def place_of(error: BaseException) -> str | None:
+    """Return "FILE:LINE in FUNCTION", the innermost place in code of the job at which an error was raised, if any."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = (_Frame(each.filename, str(each.lineno), each.name) for each in reversed(stack))
+    return next((str(frame) for frame in frames if frame.is_of_the_job), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -90,7 +111,7 @@ class Evidence:
         """
         frames = list(self._training_frames())
         own = [frame for frame in frames if not _STANDARD_LIBRARY.search(frame.file)]
-        of_the_job = [frame for frame in own if not _FRAMEWORK.search(frame.file)]
+        of_the_job = [frame for frame in own if frame.is_of_the_job]
         return next((str(frame) for frame in (*of_the_job, *own, *frames)), None)
 
     def _training_frames(self) -> Iterator[_Frame]:

@@ -28,7 +28,9 @@ from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
+from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.profiles import costs_of_run, profile_of_run
+from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, communicators_for
 from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
@@ -113,13 +115,23 @@ def rank_main(
         client.send(Ready())
         code = trainer.serve()
     except Exception as error:  # noqa: BLE001
-        client.send(Crashed(error=f"{type(error).__name__}: {error}"))
+        client.send(Crashed(error=_described(error, client.activity)))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
     with contextlib.suppress(TimeoutError, RuntimeError):  # the coordinator may be gone
         client.flush()
     return code
+
+
+def _described(error: Exception, activity: Activity) -> str:
+    """Return an error in one line, and where it was raised; the log has its traceback."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if isinstance(error, ChameleonError):
+        return text
+    place = place_of(error)
+    return f"{text}, in {activity.position(0).doing}{f', at {place}' if place else ''}"
 
 
 def _drain_on_sigterm(client: ControlClient) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from chameleon_ft.control.detectors.base import ErrorReported, Fatal, Finding, Lost, Signal
 from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["CrashDetector"]
 
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+"""What differs between equal errors of two workers: layers, micro-batches, sizes, addresses, devices."""
+
 
 @dataclass(frozen=True, slots=True)
 class CrashDetector:
     """Tells an error of one worker, without which the run continues, from an error that every worker would meet."""
 
-    errors: Mapping[int, tuple[int, str]] = FrozenMap({})  # step -> last worker that an error ended, and the error
+    errors: Mapping[int, tuple[int, str]] = FrozenMap({})  # step -> last worker that an error ended, and its kind
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "errors", FrozenMap(self.errors))
@@ -29,9 +33,10 @@ class CrashDetector:
         # A worker that has joined in this step proves nothing: it may lack what the others have.
         if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
             return self, (lost,)
-        other, error = self.errors.get(signal.step, (signal.worker, signal.error))
-        after = replace(self, errors={**self.errors, signal.step: (signal.worker, signal.error)})
-        if signal.step == 0 or (error == signal.error and other != signal.worker):
+        kind = _NUMBER.sub("#", signal.error)
+        other, error = self.errors.get(signal.step, (signal.worker, kind))
+        after = replace(self, errors={**self.errors, signal.step: (signal.worker, kind)})
+        if signal.step == 0 or (error == kind and other != signal.worker):
             reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
             return after, (Fatal(reason),)
         return after, (lost,)
