@@ -99,8 +99,8 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.launched.append(Launched(config, run, resume))
         return 0
 
-    def run_agent(*, stands_by_for: RunDirectory | None, **arguments: object) -> int:
-        standby = {} if stands_by_for is None else {"stands_by_for": stands_by_for.path}
+    def run_agent(*, run: RunDirectory | None, stands_by: bool, **arguments: object) -> int:
+        standby = {"stands_by_for": run.path} if run is not None and stands_by else {}
         command_line.joined.append({**arguments, **standby})
         return 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import math
 import os
 import signal
@@ -15,7 +17,7 @@ from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch import processes
 from chameleon_ft.launch.coordinator import DEPOSED
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
 __all__ = ["create_agent", "run_agent"]
@@ -28,12 +30,14 @@ def run_agent(
     tls: Path | None,
     workers: int,
     host: str | None,
-    stands_by_for: RunDirectory | None = None,
+    run: RunDirectory | None = None,
+    stands_by: bool = False,
 ) -> int:
     """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
 
     Args:
-        stands_by_for: the directory of the run, if another coordinator is to stand by on this machine.
+        run: its directory, if this machine can read it.
+        stands_by: whether another coordinator is to stand by on this machine; that needs the directory.
 
     Raises:
         ControlError: the coordinator does not answer, or does not want this host.
@@ -41,8 +45,7 @@ def run_agent(
 
     async def whole() -> int:
         agent = create_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host)
-        standby = None if stands_by_for is None else _HostedStandby(stands_by_for, host)
-        return await _run_agent(agent, standby)
+        return await _run_agent(agent, run, _HostedStandby(run, host) if run is not None and stands_by else None)
 
     return asyncio.run(whole())
 
@@ -67,7 +70,7 @@ def create_agent(
     return Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
 
 
-async def _run_agent(agent: Agent, standby: _HostedStandby | None) -> int:
+async def _run_agent(agent: Agent, run: RunDirectory | None, standby: _HostedStandby | None) -> int:
     serving = asyncio.ensure_future(agent.serve())
     standing_by = None if standby is None else asyncio.ensure_future(standby.run())
     loop, terminated_s = asyncio.get_running_loop(), math.inf
@@ -91,7 +94,7 @@ async def _run_agent(agent: Agent, standby: _HostedStandby | None) -> int:
     with processes.signals_handled(SIGINT=interrupt, SIGTERM=terminate):
         try:
             order = await serving
-            return _told(order, is_terminated=terminated_s < math.inf)
+            return _told(order, run, is_terminated=terminated_s < math.inf)
         except asyncio.CancelledError:
             return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
         finally:
@@ -100,13 +103,25 @@ async def _run_agent(agent: Agent, standby: _HostedStandby | None) -> int:
                 await standing_by
 
 
-def _told(order: Exit | None, *, is_terminated: bool) -> int:
+def _told(order: Exit | None, run: RunDirectory | None, *, is_terminated: bool) -> int:
     """Print why the agent ends, and return its exit code."""
+    if order is None and run is not None and (status := _status_at_end(run)) is not None:
+        order = Exit(reason=f"the run is over: {status}", status=status)
     if order is not None:
         print(f"the agent ends: {order.reason}", flush=True)
         return order.exit_code
     print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
     return os.EX_TEMPFAIL if is_terminated else 1
+
+
+def _status_at_end(run: RunDirectory) -> RunStatus | None:
+    """Return how the run ended, while this agent was not connected; None if it is live, or its coordinator is lost."""
+    if run.control_file.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        status: RunStatus = json.loads(run.summary_file.read_text(encoding="utf-8"))["status"]
+        return status
+    return None
 
 
 class _HostedStandby:

@@ -114,7 +114,7 @@ def rank_main(
         trainer = _trainer(welcome, client, worker=worker, host=host, local_index=local_index)
         client.send(Ready())
         code = trainer.serve()
-    except Exception as error:  # noqa: BLE001
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the job may call sys.exit
         client.send(Crashed(error=_described(error, client.activity)))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
@@ -124,7 +124,7 @@ def rank_main(
     return code
 
 
-def _described(error: Exception, activity: Activity) -> str:
+def _described(error: BaseException, activity: Activity) -> str:
     """Return an error in one line, and where it was raised; the log has its traceback."""
     first = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__

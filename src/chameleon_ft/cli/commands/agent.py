@@ -47,5 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         tls=tls,
         workers=given.workers,
         host=given.host,
-        stands_by_for=None if not given.standby or given.run is None else RunDirectory.open(given.run),
+        run=None if given.run is None else RunDirectory.open(given.run),
+        stands_by=given.standby,
     )

@@ -1,0 +1,28 @@
+"""How the command of an agent ends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.control.wire.messages import Exit
+from chameleon_ft.launch.agent import _told
+from chameleon_ft.observe import ControlAddress, RunDirectory
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("failed", 0), ("terminated", os.EX_TEMPFAIL)])
+def test_one_that_was_not_connected_when_the_run_ended_reads_how_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    run = RunDirectory(tmp_path)
+    assert _told(None, run, is_terminated=False) == 1, "it has not ended yet"
+    run.summary_file.write_text(f'{{"status": "{status}"}}')
+    run.write_control(ControlAddress(address="h:1", token="t", pid=1))
+    assert _told(None, run, is_terminated=False) == 1, "another start of the run has"
+    assert "the connection to the coordinator is lost" in capsys.readouterr().err
+    run.remove_control()
+    assert _told(None, run, is_terminated=False) == code
+    assert capsys.readouterr().out == f"the agent ends: the run is over: {status}\n"
+    assert _told(Exit(reason="all steps are trained", status="finished"), None, is_terminated=False) == 0
