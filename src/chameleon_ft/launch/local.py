@@ -129,8 +129,10 @@ class _Launcher:
             if coordinator.pipe in ready:
                 outcome = received(coordinator.pipe)
                 if outcome == _ALIVE:
-                    self._silent_s = 0.0
+                    self._silent_s, self._stands_by = 0.0, False
                 elif outcome is None and self._given_up is not None:
+                    why = "another coordinator leads the run" if self._stands_by else "the coordinator does not answer"
+                    print(f"{why}; this machine and its workers leave it", flush=True)
                     return self._given_up
                 elif isinstance(outcome, DeposedError):
                     print(outcome, flush=True)
@@ -237,8 +239,6 @@ class _Launcher:
         has_begun, lease_s = self._silent_s is not None, self._start.config.control.lease_s
         if number > _MOST_SIGNALS or (not has_begun and (self._stands_by or number > 1 or waited_s > lease_s)):
             self._given_up = "interrupted" if self._signals[-1] == signal.SIGINT else "terminated"
-            why = "another coordinator leads the run" if self._stands_by else "no coordinator of this machine answers"
-            print(f"{why}; this machine and its workers leave it", flush=True)
             self._coordinator.process.kill()
 
 
