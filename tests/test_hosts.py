@@ -120,10 +120,10 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
             # Its agent is missed last, when its own heartbeats stop; the test's time limit bounds this.
             while not any(event["event"] == "host_lost" for event in run.events()):
                 time.sleep(0.05)
+            assert hosts["second"].wait() == 1, hosts["second"].printed
             coordinator.signal(signal.SIGINT)
             assert coordinator.wait() == 130
             assert hosts["first"].wait() == 0
-            assert hosts["second"].wait() == 1, hosts["second"].printed
         assert "the connection to the coordinator is lost" in hosts["second"].printed
     ended = Ended(130, run)
     assert_as_the_plain_loop(ended, steps=60)

@@ -7,7 +7,7 @@ import contextlib
 import http
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from chameleon_ft.control.lease import Lease, lease_of
 from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
-from chameleon_ft.control.wire.messages import Exit, StandbyHello
+from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
 from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError, LeaseError
@@ -56,9 +56,10 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
         port = 0 if own_host == split_address(leader.address)[0] else config.control.port
         with listening_socket(own_host, port) as listener:
             address = join_address(own_host, listener.getsockname()[1])
-            print(f"standing by at {address} for the coordinator of {run.path}", flush=True)
             control = ControlAddress(address=address, token=leader.token, pid=os.getpid(), tls=leader.tls)
-            leadership = await until_lost(start, control, listener)
+            # Peers look for this one from now on, and not before.
+            text = f"standing by at {address} for the coordinator of {run.path}"
+            leadership = await until_lost(start, control, listener, announced=partial(print, text, flush=True))
             if not isinstance(leadership, Leadership):
                 print(f"the run is over: {leadership}", flush=True)
                 return leadership
@@ -104,19 +105,26 @@ def take_over(config: RunConfig, *, run: RunDirectory) -> int:
     return run_coordinator(coordinated())
 
 
-async def until_lost(start: RunStart, control: ControlAddress, listener: socket.socket) -> Leadership | RunStatus:
+async def until_lost(
+    start: RunStart,
+    control: ControlAddress,
+    listener: socket.socket,
+    *,
+    announced: Callable[[], None] = lambda: None,
+) -> Leadership | RunStatus:
     """Stand by until this process has claimed a term, or the run is over; return how it ended then.
 
     Args:
         control: of this process.
         listener: the socket at its address, where it refuses all connections meanwhile.
+        announced: called once the coordinator that leads has told all peers that this one stands by.
 
     Raises:
         LeaseError: the lease cannot be used.
     """
     lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
     claiming = asyncio.create_task(_claim(lease, start.run, control.address, lease_s))
-    following = asyncio.create_task(_follow(lease, control))
+    following = asyncio.create_task(_follow(lease, control, announced))
     try:
         async with _refusing(listener, control):
             done, _ = await asyncio.wait({claiming, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -141,8 +149,9 @@ async def _claim(lease: Lease, run: RunDirectory, address: str, lease_s: float) 
         await asyncio.sleep(lease_s / POLLS)
 
 
-async def _follow(lease: Lease, own: ControlAddress) -> RunStatus:
+async def _follow(lease: Lease, own: ControlAddress, announced: Callable[[], None]) -> RunStatus:
     """Tell whichever coordinator leads that this one stands by; return how the run ended once it says so."""
+    is_announced = False
     while True:
         errors = (OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError, ControlError)
         with contextlib.suppress(*errors):
@@ -152,6 +161,9 @@ async def _follow(lease: Lease, own: ControlAddress) -> RunStatus:
                     await connection.send(encode(StandbyHello(address=own.address, term=leader.term)))
                     async for text in connection:
                         order = decode(text)
+                        if isinstance(order, Acknowledged) and not is_announced:
+                            is_announced = True
+                            announced()
                         if isinstance(order, Exit) and order.status is not None:
                             return order.status
         await asyncio.sleep(_RETRY_S)
