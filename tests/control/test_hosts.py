@@ -365,8 +365,9 @@ def test_an_agent_does_not_take_the_place_of_another_one() -> None:
     """Its connection has the number of one that a coordinator had before which the journal does not know."""
     history = History()
     history.say(AGENT, HostHello(host="a host", slots=4, id="x"))
-    history.say(NEXT, HostHello(host="a host", slots=4, id="y", resumes=AGENT))
-    assert history.sent(Refused, to=NEXT) == [Refused(reason="host a host is not in the run any more")]
+    with pytest.raises(ControlError, match="host a host is not needed yet"):
+        history.say(NEXT, HostHello(host="a host", slots=4, id="y", resumes=AGENT))
+    assert dict(history.state.members.agents) == {AGENT: "a host"}
     assert dict(history.state.members.agents) == {AGENT: "a host"}
 
 

@@ -36,6 +36,10 @@ from chameleon_ft.observe.terminal import TerminalView
 __all__ = ["stand_by", "take_over", "until_lost"]
 
 _RETRY_S: Final = 0.5
+_UNKNOWN: Final = (
+    "the coordinator shows no sign of life, and its workers do not know this one yet; if it is lost, continue by "
+    "`chameleon coordinator --take-over {}` on its machine"
+)
 
 
 def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -> int:
@@ -123,8 +127,14 @@ async def until_lost(
         LeaseError: the lease cannot be used.
     """
     lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
-    claiming = asyncio.create_task(_claim(lease, start.run, control.address, lease_s))
-    following = asyncio.create_task(_follow(lease, control, announced))
+    is_known = asyncio.Event()
+
+    def noted() -> None:
+        is_known.set()
+        announced()
+
+    claiming = asyncio.create_task(_claim(lease, start.run, control.address, lease_s, is_known))
+    following = asyncio.create_task(_follow(lease, control, noted))
     try:
         async with _refusing(listener, control):
             done, _ = await asyncio.wait({claiming, following}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,13 +144,26 @@ async def until_lost(
         following.cancel()
 
 
-async def _claim(lease: Lease, run: RunDirectory, address: str, lease_s: float) -> Leadership | RunStatus:
-    """Claim the next term once the leader of this one is gone; return how the run ended if it is over."""
+async def _claim(
+    lease: Lease, run: RunDirectory, address: str, lease_s: float, is_known: asyncio.Event
+) -> Leadership | RunStatus:
+    """Claim the next term once the leader of this one is gone; return how the run ended if it is over.
+
+    Peers that do not know this coordinator would not find it. So before `is_known`, only one at the address of the
+    leader takes its place: a leader that was only slow may go on.
+    """
+    has_told = False
     while True:
         lost = await wait_for_silence(lease, lease_s=lease_s)
         if not run.control_file.exists():
             last = LastEntry.newest(run)
             return last.state.ended[0] if last is not None and last.state.ended is not None else "failed"
+        if lost is not None and lost.address != address and not is_known.is_set():
+            if not has_told:
+                has_told = True
+                print(_UNKNOWN.format(run.path), flush=True)
+            await asyncio.sleep(lease_s / POLLS)
+            continue
         with contextlib.suppress(LeaseError):
             term = 1 if lost is None else lost.term + 1
             leadership = await Leadership.claimed(lease, term, address=address, lease_s=lease_s)

@@ -128,7 +128,7 @@ class ControlConnection:
     async def connect(self) -> None:
         """Connect and introduce this peer. Raises OSError or InvalidHandshake."""
         if self.others or self._patience_s:
-            await self._reconnect()
+            await self._reconnect(first_place=0)
         if self._connection is None:  # if none was found, the error tells why
             await self._introduce(await control_connection(self.coordinator, self._token, tls=self._tls))
 
@@ -230,13 +230,13 @@ class ControlConnection:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def _reconnect(self) -> None:
-        """Try all coordinators at the same time, until one takes this peer."""
+    async def _reconnect(self, *, first_place: int = 1) -> None:
+        """Try all coordinators at the same time, until one takes this peer; the later a place, the longer the wait."""
         self._connection = None
         loop = asyncio.get_running_loop()
         # A connection that ends before it is acknowledged was not to a coordinator that leads.
         until_s = self._patience_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
-        attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses)]
+        attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses, first_place)]
         try:
             while attempts and self._is_needed() and not self._is_over and loop.time() < until_s:
                 done, _ = await asyncio.wait(attempts, timeout=_RETRY_MAX_S, return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +246,7 @@ class ControlConnection:
                     self._addresses.rotate(-self._addresses.index(address))
                     with contextlib.suppress(ConnectionClosed):
                         return await self._introduce(found)
-                    attempts.append(asyncio.create_task(self._attempt(len(attempts), address)))
+                    attempts.append(asyncio.create_task(self._attempt(1 + len(attempts), address)))
         finally:
             for attempt in attempts:
                 attempt.cancel()
@@ -255,9 +255,7 @@ class ControlConnection:
 
     async def _attempt(self, place: int, address: str) -> tuple[str, ClientConnection]:
         """Connect to a coordinator as soon as it leads."""
-        pause_s = _RETRY_S * (1 + place)
-        if self._lost_at_s is None and not place:
-            pause_s = 0.0  # at the start all is well, usually
+        pause_s = _RETRY_S * place
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(max(_RETRY_S, 2 * pause_s), _RETRY_MAX_S)
