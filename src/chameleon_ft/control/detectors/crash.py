@@ -13,7 +13,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 __all__ = ["CrashDetector"]
 
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
-"""What differs between equal errors of two workers: layers, micro-batches, sizes, addresses, devices."""
+"""A number, in which equal errors of two workers may differ: a layer, a micro-batch, a size, an address, a device."""
 
 
 @dataclass(frozen=True, slots=True)
