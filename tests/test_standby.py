@@ -19,6 +19,9 @@ from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, eve
 pytestmark = pytest.mark.multiprocess
 
 LEASE_S = 3.0
+SLOW = Batch(
+    micro_batches=64, micro_batch_size=2
+)  # the lines of its steps do not fill a pipe that is not read for long
 
 
 def written(directory: Path, **changes: Any) -> Path:
@@ -66,7 +69,7 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
 
 def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
+    with Command("train", written(tmp_path, steps=100_000, batch=SLOW), "--output-dir", run.path) as training:
         training.read_until(r"^\s+3\s")
         with Command("coordinator", "--standby", run.path) as standby:
             standby.read_until("standing by at 127.0.0.1:")
@@ -96,7 +99,9 @@ def test_an_agent_hosts_a_standby(tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
-        training = stack.enter_context(Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path))
+        training = stack.enter_context(
+            Command("train", written(tmp_path, steps=100_000, batch=SLOW), "--output-dir", run.path)
+        )
         training.read_until(r"^\s+3\s")
         standby = stack.enter_context(Command("coordinator", "--standby", run.path))
         standby.read_until("standing by at 127.0.0.1:")

@@ -30,7 +30,6 @@ from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.profiles import costs_of_run, profile_of_run
-from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, communicators_for
 from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
@@ -115,7 +114,7 @@ def rank_main(
         client.send(Ready())
         code = trainer.serve()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the job may call sys.exit
-        client.send(Crashed(error=_described(error, client.activity)))
+        client.send(Crashed(error=_described(error)))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
@@ -124,14 +123,12 @@ def rank_main(
     return code
 
 
-def _described(error: BaseException, activity: Activity) -> str:
+def _described(error: BaseException) -> str:
     """Return an error in one line, and where it was raised; the log has its traceback."""
     first = (str(error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    if isinstance(error, ChameleonError):
-        return text
-    place = place_of(error)
-    return f"{text}, in {activity.position(0).doing}{f', at {place}' if place else ''}"
+    place = None if isinstance(error, ChameleonError) else place_of(error)
+    return text if place is None else f"{text}, at {place}"
 
 
 def _drain_on_sigterm(client: ControlClient) -> None:
