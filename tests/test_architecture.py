@@ -250,6 +250,7 @@ SURFACE = {
         "PolicyName",
         "Recovery",
         "RunConfig",
+        "Snapshots",
         "Timelines",
         "Timeouts",
         "TrainConfig",

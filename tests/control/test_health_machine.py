@@ -82,7 +82,10 @@ class Orders(History):
                 case DistrustCheckpoints(after=after) if files:
                     self.checkpoints = {step: each for step, each in self.checkpoints.items() if step <= after}
 
-    def _begin(self, rank: Rank, generation: int, load: Literal["initial", "keep"] | int, first_step: int) -> None:
+    def _begin(
+        self, rank: Rank, generation: int, load: Literal["initial", "keep", "snapshot"] | int, first_step: int
+    ) -> None:
+        assert load != "snapshot"
         if load != "keep":
             rank.content = 0 if load == "initial" else self.checkpoints[load]
             rank.loaded, rank.committed, rank.condemned = generation, first_step, False

@@ -60,6 +60,7 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
         ),
         committer=committer,
         executor=executor,
+        snapshots=None,
         migration=unused,
         check=nullcontext(),  # type: ignore[arg-type]
         recorder=StepRecorder(log=unused, worker=0, every=0),

@@ -24,6 +24,7 @@ from chameleon_ft.config.sections import (
     Parallel,
     PolicyName,
     Recovery,
+    Snapshots,
     Timelines,
     Timeouts,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "PolicyName",
     "Recovery",
     "RunConfig",
+    "Snapshots",
     "Timelines",
     "Timeouts",
     "TrainConfig",

@@ -22,6 +22,7 @@ from chameleon_ft.config.sections import (
     Parallel,
     Recovery,
     Section,
+    Snapshots,
     Timelines,
     Timeouts,
 )
@@ -85,6 +86,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()
+    snapshots: Snapshots = Snapshots()
     recovery: Recovery = Recovery()
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
@@ -123,6 +125,7 @@ class RunConfig(Section):
         yield from self._layout_problems()
         yield from self._device_problems()
         yield from self._sharding_problems()
+        yield from self._snapshot_problems()
         yield from self._emulation_problems()
         yield from self._failure_problems()
 
@@ -159,6 +162,10 @@ class RunConfig(Section):
                 "the holders of a layer share its optimizer state only over gloo so far",
             )
 
+    def _snapshot_problems(self) -> Iterator[tuple[str, str]]:
+        if self.snapshots.every and not self.receives_block:
+            yield "snapshots.every", "snapshots are sent beside training only over gloo so far; set it to 0"
+
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         if self.is_emulated and self.profile is None:
             yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
@@ -194,6 +201,8 @@ class RunConfig(Section):
                 )
             if failure.phase == "checkpoint" and not self.checkpoint.every:
                 yield f"{key}.phase", "no checkpoint is written during training; set checkpoint.every"
+            if failure.phase == "snapshot" and not self.snapshots.every:
+                yield f"{key}.phase", "no snapshot is taken; set snapshots.every"
 
 
 class TrainConfig(RunConfig):

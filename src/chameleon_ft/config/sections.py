@@ -27,6 +27,7 @@ __all__ = [
     "PolicyName",
     "Recovery",
     "Section",
+    "Snapshots",
     "Timelines",
     "Timeouts",
 ]
@@ -48,6 +49,7 @@ FailurePhase = Literal[
     "confirm",
     "switch",
     "checkpoint",
+    "snapshot",
 ]
 FailureKind = Literal["kill", "hang", "disconnect", "slow", "slow-link", "corrupt", "nan"]
 SLOWNESS: Final = ("slow", "slow-link")
@@ -91,6 +93,13 @@ class Section(BaseModel):
         for part in re.findall(r"\w+", key):
             value = value[int(part)] if part.isdecimal() else getattr(value, part)
         return value
+
+
+def _steps_or_auto(every: object) -> object:
+    # The errors of a union would name both of its parts.
+    if every == "auto" or (type(every) is int and every >= 0):
+        return every
+    raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
 
 
 class Parallel(Section):
@@ -147,10 +156,33 @@ class Checkpoint(Section):
     @field_validator("every", mode="before")
     @classmethod
     def _require_steps_or_auto(cls, every: object) -> object:
-        # The errors of a union would name both of its parts.
-        if every == "auto" or (type(every) is int and every >= 0):
-            return every
-        raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
+        return _steps_or_auto(every)
+
+
+class Snapshots(Section):
+    """Copies of the training state in the memory of other workers, so that it outlives all holders of a layer."""
+
+    every: Literal["auto"] | int = Field(
+        default=0,
+        description="Most steps that are repeated after the loss of all holders of a layer; auto: as many as lose "
+        "least time, by the measured cost of a snapshot and the rate of failures; 0: no snapshots.",
+    )
+    mode: Literal["copy", "parity"] = Field(
+        default="copy",
+        description="What a worker keeps for others. copy: a copy of a part of the state; parity: the exclusive or of "
+        "several parts, which takes less memory and restores one of them from the others.",
+    )
+    group: int = Field(default=3, ge=2, description="With mode = parity: parts of a group, each on another host.")
+
+    @field_validator("every", mode="before")
+    @classmethod
+    def _require_steps_or_auto(cls, every: object) -> object:
+        return _steps_or_auto(every)
+
+    @property
+    def parts(self) -> int:
+        """The most parts that share a backup."""
+        return 1 if self.mode == "copy" else self.group
 
 
 class Forked(Section):

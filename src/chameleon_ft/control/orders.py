@@ -106,6 +106,8 @@ class Orders:
         self._rendezvous.forget_before(min(generation, state.active_generation))
         planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
         skipped = tuple(sorted(state.health.skipped))
-        orders = {worker: order.model_copy(update={"skipped": skipped}) for worker, order in orders.items()}
+        complete = state.snapshots.complete
+        known = {"skipped": skipped, "snapshot": None if complete is None else complete.step}
+        orders = {worker: order.model_copy(update=known) for worker, order in orders.items()}
         connections = {worker: state.members[worker].connection for worker in orders}
         return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}

@@ -25,6 +25,7 @@ from chameleon_ft.control.handlers import (
     injection,
     regrouping,
     scale_up,
+    snapshots,
     switches,
     takeover,
 )
@@ -261,7 +262,7 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
         case messages.PeerFailed() if message.generation in draft.state.reported:
             incidents.peer_failed(draft, worker.id, message)
         case messages.Finished() if message.generation == generation:
-            _finished(draft, worker.id)
+            endings.finished(draft, worker.id)
         case messages.CheckpointUnreadable() if message.generation == generation:
             incidents.checkpoint_unreadable(draft, worker.id, message)
         case messages.Crashed(error=error):
@@ -272,6 +273,8 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             health.state_differs(draft, message)
         case messages.CheckpointSaved():
             checkpoints.saved(draft, message)
+        case messages.SnapshotTaken():
+            snapshots.taken(draft, worker.id, message)
         case messages.SlowIO():
             checkpoints.slow_io(draft, worker.id, message)
         case _ if not isinstance(message, _OF_A_GENERATION):  # those of an earlier generation are ignored
@@ -386,11 +389,4 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if vote.checked and (placed := draft.state.placed) is not None:
         draft.set(health=draft.state.health.found_equal(message.step, placed.witnesses))
     checkpoints.committed(draft, message)
-
-
-def _finished(draft: Draft, worker: int) -> None:
-    """Note that a worker has finished training; end the run when all have."""
-    state, finished = draft.state, draft.state.finished | {worker}
-    draft.set(finished=finished)
-    if state.active is not None and finished.issuperset(state.active.plan.workers):
-        endings.end(draft)
+    snapshots.committed(draft, message)

@@ -21,6 +21,7 @@ from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Begin,
     BeginCheckpoint,
+    BeginSnapshot,
     Discard,
     Drain,
     Exit,
@@ -35,6 +36,7 @@ from chameleon_ft.control.wire.messages import (
     Probe,
     Published,
     Refused,
+    SnapshotResolved,
     StartGeneration,
     Stop,
     Switch,
@@ -69,6 +71,8 @@ class ControlClient:
         preparations: orders to prepare a generation beside training, to discard it, or to move layers; likewise.
         finishing: whether the run shall end after the current step.
         checkpoint_request: number of the newest request for a checkpoint; 0 before the first.
+        snapshot_request: likewise for a snapshot.
+        snapshot_resolved: called by the control thread with a snapshot's step and whether it is complete, once known.
         switch_to: the newest generation that all ranks have prepared, to begin once the current step is applied.
     """
 
@@ -113,7 +117,8 @@ class ControlClient:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.preparations: queue.SimpleQueue[Prepare | Migrate | Discard] = queue.SimpleQueue()
         self.finishing = False
-        self.checkpoint_request = 0
+        self.checkpoint_request = self.snapshot_request = 0
+        self.snapshot_resolved: Callable[[int, bool], None] = lambda step, is_complete: None
         self.switch_to = 0
 
     def start(self) -> None:
@@ -222,6 +227,10 @@ class ControlClient:
                 self.finishing = True
             case BeginCheckpoint(request=request):
                 self.checkpoint_request = request
+            case BeginSnapshot(request=request):
+                self.snapshot_request = request
+            case SnapshotResolved(step=step, is_complete=is_complete):
+                self.snapshot_resolved(step, is_complete)
             case Switch(generation=generation):
                 self.switch_to = generation
             case Kill():

@@ -24,6 +24,8 @@ from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
 from chameleon_ft.runtime.generation import Generation
+from chameleon_ft.runtime.snapshots.restore import rebuild, states_of
+from chameleon_ft.runtime.snapshots.store import SnapshotStore
 from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
 from chameleon_ft.runtime.state_transfer.transfer import StateTransfer
 
@@ -35,13 +37,15 @@ class RankState:
     """The layers of a rank and their committer, brought to the state in which a generation begins.
 
     Attributes:
-        is_emulated: whether the layers are the stand-ins of an emulated device.
+        stand_in_scale: how many bytes of the model a byte stands for, if the layers are the stand-ins of an emulated
+            device; otherwise None.
         held: the layers; None while there is no state that counts.
         committer: None as long as the rank takes part in no generation.
         placed: the generation whose placement it has switched to.
         allocator: of layers that will arrive.
         transfer: moves layers while no rank trains.
         slow_io: reports reads and writes of layers that take long.
+        snapshots: of this rank's layers, and backups of others'.
     """
 
     worker: int
@@ -50,7 +54,7 @@ class RankState:
     job: Job
     boundaries: tuple[BoundarySpec, ...]
     device: torch.device
-    is_emulated: bool
+    stand_in_scale: int | None
     client: ControlClient
     faults: FaultInjector
     held: HeldLayers | None = None
@@ -58,14 +62,17 @@ class RankState:
     placed: int = 0
     allocator: LayerAllocator = field(init=False)
     transfer: StateTransfer = field(init=False)
+    snapshots: SnapshotStore = field(init=False)
 
     def __post_init__(self) -> None:
+        is_emulated = self.stand_in_scale is not None
+        self.snapshots = SnapshotStore(pins_memory=self.device.type == "cuda")
         # The stand-ins of an emulated device are too small to be worth preallocating.
         self.allocator = LayerAllocator(
             self.job,
             seed=self.config.seed,
             device=self.device,
-            ahead=not self.is_emulated,
+            ahead=not is_emulated,
             is_divided=self.config.parallel.owners is not None,
         )
         self.transfer = StateTransfer(
@@ -74,7 +81,7 @@ class RankState:
             allocator=self.allocator,
             activity=self.client.activity,
             faults=self.faults,
-            stand_ins=self.is_emulated,
+            stand_ins=is_emulated,
         )
         self.slow_io = SlowIOReporter(self.client.activity, self.client.send)
         self.faults.corrupt, self.faults.spoil = self._corrupt, self._spoil
@@ -108,7 +115,9 @@ class RankState:
         if transition is None and not generation.is_open:
             self.allocator.drop()  # a generation that is open follows by a switch, and a later one may be prepared
         begins_anew = not (generation.layers if transition is None else transition.keep)
-        if order.load != "keep":
+        if order.load == "snapshot":
+            self.held = self.committer = None  # see `restore`
+        elif order.load != "keep":
             self._load(generation)
         elif begins_anew:
             self.held = self.committer = None  # what it may hold is outdated
@@ -120,12 +129,13 @@ class RankState:
         # Hold until the switch only the layers that the transition keeps, and no gradients.
         if self.held is None:
             self.held = self._new_layers((), generation)
-        self.held.keep_only(transition.keep)
+        if order.load != "snapshot":
+            self.held.keep_only(transition.keep)
         missing = frozenset[int]() if self.committer is None else self.committer.missing
         self.committer = self._new_committer(self.held, order)
         self.committer.missing = missing & self.held.layers
         self.held.drop_gradients()
-        if not order.gather:
+        if not order.gather and order.load != "snapshot":
             self.transfer.begin(transition, self.held)
 
     def _load(self, generation: Generation) -> None:
@@ -152,6 +162,24 @@ class RankState:
                 f"step {order.first_step}"
             )
         committer.apply(order.roll_forward)
+
+    def restore(self, generation: Generation) -> None:
+        """Go back to a snapshot, if the generation begins with one: hold all layers that its transition keeps.
+
+        Raises CheckpointError if this rank's part of the snapshot is damaged.
+        """
+        order, transition = generation.order, generation.order.transition
+        if order.load != "snapshot":
+            return
+        assert self.held is not None
+        assert transition is not None
+        blocks = self.snapshots.blocks(order.first_step)
+        with self.client.activity.waiting("the parts of a snapshot", for_message=True):
+            made = rebuild(self.worker, order.rebuilt, blocks, generation.communicators, scale=self.stand_in_scale or 1)
+        self.client.activity.begin("restoring layers from a snapshot")
+        for layer, state in sorted(states_of(transition.keep, blocks, made, self.device).items()):
+            self.held.take_in(layer, state)
+        self.transfer.begin(transition, self.held)
 
     def gather_again(self, generation: Generation) -> None:
         """Exchange updated parameters before anything else uses them, if a failure may have cut that short."""

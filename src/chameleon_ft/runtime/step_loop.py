@@ -22,6 +22,7 @@ from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
 from chameleon_ft.runtime.generation import Generation
+from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
@@ -49,6 +50,7 @@ class StepLoop:
 
     Attributes:
         migration: of layers that may move during the generation.
+        snapshots: that are taken in the generation; None if there are none.
         check: of the layers of the generation between their holders.
         first_committed: called after the first commit, when every rank has left the generation before.
     """
@@ -60,6 +62,7 @@ class StepLoop:
     committer: Committer
     executor: Executor
     migration: LayerMigration
+    snapshots: SnapshotTaker | None
     check: StateCheck
     recorder: StepRecorder
     writer: CheckpointWriter
@@ -271,7 +274,9 @@ class StepLoop:
             finish=self.client.finishing,
             switch=lambda: self.client.switch_to > order.generation,
             checkpoint=self._wants_checkpoint(request),
+            snapshot=self._wants_snapshot(),
             migration=self.migration,
+            snapshots=self.snapshots,
             check=self.check,
             is_skipped=is_skipped,
             repetition=repetition,
@@ -309,6 +314,15 @@ class StepLoop:
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request
             self._begin_checkpoint()
+        if self.snapshots is not None and applied.vote.takes_snapshot:
+            self.snapshots.begin(self.committer.committed, request=self.client.snapshot_request)
+
+    def _wants_snapshot(self) -> bool:
+        """Return whether a snapshot is due after the present step; none is after the last one."""
+        step = self.committer.committed + 1
+        if self.snapshots is None or step >= self.config.steps:
+            return False
+        return self.snapshots.wants(step, request=self.client.snapshot_request)
 
     def _begin_check(self, *, always: bool = False) -> None:
         """Begin to compare the state before the present step, if it is due; after the last one it always is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from chameleon_ft.control.wire.messages import (
     Finished,
     PeerFailed,
     Refused,
+    SnapshotTaken,
     Started,
     StartGeneration,
     StateDiffers,
@@ -36,6 +38,7 @@ from chameleon_ft.runtime.execution.step_stats import StepRecorder
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.generation import Generation, Preparations
 from chameleon_ft.runtime.rank_state import RankState
+from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.runtime.step_loop import Outcome, StepLoop
 
@@ -80,13 +83,18 @@ class Trainer:
             job=self.job,
             boundaries=self.boundaries,
             device=self.device,
-            is_emulated=self.pace is not None,
+            stand_in_scale=self.stand_in_scale,
             client=self.client,
             faults=self.faults,
         )
+        self.client.snapshot_resolved = lambda step, is_complete: self._state.snapshots.resolve(
+            step, is_complete=is_complete
+        )
         self._migration: LayerMigration | None = None
+        self._snapshots: SnapshotTaker | None = None
         self._has_quiesced = False
-        self._former: list[Communicators] = []  # of generations that other ranks may not have left yet
+        # Of generations that other ranks may not have left yet.
+        self._former: list[tuple[Communicators, SnapshotTaker | None]] = []
         self._preparations = Preparations(
             self.worker,
             client=self.client,
@@ -159,6 +167,8 @@ class Trainer:
         if self._has_quiesced:
             self.faults.at("recovery", order.first_step)
             self._has_quiesced = False
+        if not generation.is_open:  # one that is open follows by a switch: its order was given before
+            self._state.snapshots.keep_only(order.snapshot)
         try:
             self._state.prepare(generation)
         except CheckpointError as error:  # another generation follows, which begins with an older one
@@ -176,6 +186,7 @@ class Trainer:
             if not generation.is_open:
                 with self._activity.waiting("regroup", for_message=True):
                     generation.open(self.client.rendezvous(order.generation))
+            self._state.restore(generation)
             self._state.gather_again(generation)
             if order.transition is not None:
                 self._state.carry_out_transition(generation)
@@ -186,6 +197,9 @@ class Trainer:
         except CommunicationError as error:
             if not self.client.is_over(order.generation):
                 self.client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
+        except CheckpointError as error:
+            self._state.drop()
+            self._report_unreadable(order, error)
         except StateDiffersError as error:
             assert self._state.committer is not None
             self.client.send(
@@ -209,10 +223,15 @@ class Trainer:
             if self._migration is not None:
                 self._migration.close(interrupt=outcome is not Outcome.SWITCH)
                 self._migration = None
+            snapshots, self._snapshots = self._snapshots, None
+            if snapshots is not None and outcome is Outcome.SWITCH:
+                snapshots.abandon()
+            elif snapshots is not None:
+                snapshots.close()
             self.client.leave(order.generation)
             self._state.transfer.end()
             if outcome is Outcome.SWITCH:
-                self._former.append(communicators)
+                self._former.append((communicators, snapshots))
             else:
                 communicators.close()
         return self._next(generation) if outcome is Outcome.SWITCH else None
@@ -237,15 +256,27 @@ class Trainer:
     def _close_former(self) -> None:
         """Close the communicators of generations that all ranks have left."""
         while self._former:
-            self._former.pop().close()
+            communicators, snapshots = self._former.pop()
+            if snapshots is not None:
+                snapshots.close()
+            communicators.close()
 
     def _report_unreadable(self, order: StartGeneration, error: CheckpointError) -> None:
-        assert isinstance(order.load, int)
-        is_damaged = isinstance(error, DamagedCheckpointError)
-        generation, step = order.generation, order.load
         self.client.send(
-            CheckpointUnreadable(generation=generation, step=step, error=str(error), is_damaged=is_damaged)
+            CheckpointUnreadable(
+                generation=order.generation,
+                step=order.first_step,
+                error=str(error),
+                is_damaged=isinstance(error, DamagedCheckpointError),
+                is_snapshot=order.load == "snapshot",
+            )
         )
+
+    def _report_snapshot(self, generation: int, step: int, held_up_s: float) -> None:
+        """Report this rank's part of a snapshot; the report arrives even if this rank is lost right afterwards."""
+        self.client.send(SnapshotTaken(generation=generation, step=step, held_up_s=held_up_s))
+        with suppress(TimeoutError):
+            self.client.flush()
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -280,6 +311,18 @@ class Trainer:
         )
         if generation.sharding is not None:
             committer.gather = self._state.new_gather(generation.sharding, generation)
+        if order.snapshots is not None:
+            self._snapshots = SnapshotTaker(
+                self.worker,
+                order.snapshots,
+                held=self._state.held,
+                store=self._state.snapshots,
+                communicators=communicators,
+                faults=self.faults,
+                every=self.config.snapshots.every,
+                scale=self.stand_in_scale or 1,
+                taken=partial(self._report_snapshot, generation.number),
+            )
         self._preparations.training(generation.number, self._state.held, committer.buffers, migration)
         executor = Executor(
             job=self.job,
@@ -301,6 +344,7 @@ class Trainer:
             committer=committer,
             executor=executor,
             migration=migration,
+            snapshots=self._snapshots,
             check=StateCheck(
                 self.worker, self._state.held, generation.segments, device=self.device, sharding=generation.sharding
             ),

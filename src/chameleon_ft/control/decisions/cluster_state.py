@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from chameleon_ft.control.state.health import Disagreement
+from chameleon_ft.control.state.snapshots import Snapshot
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
@@ -30,6 +31,8 @@ class ClusterState:
     committed: int  # steps that some worker, live or lost, has applied
     last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
     checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
+    snapshot: Snapshot | None = None  # the newest complete one, if it can be restored
+    is_fresh: bool = False  # whether the state of step 0 are fresh weights, which serve as a snapshot
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
     shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
     rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss
@@ -49,6 +52,8 @@ class ClusterState:
             committed=state.committed,
             last_vote=state.last_vote,
             checkpoints=checkpoints,
+            snapshot=state.snapshots.restorable,
+            is_fresh=state.settings.snapshots.every != 0 and state.snapshots.is_fresh,
             newcomers=state.scale_up.newcomers,
             shadows=() if state.active is None or state.active.migration is None else state.active.plan.workers,
             rest=state.in_force.rest if state.committed == state.in_force.first_step else None,
@@ -56,6 +61,28 @@ class ClusterState:
             disagreement=state.health.disagreement,
             sharding=state.in_force.sharding,
         )
+
+    @property
+    def source(self) -> Literal["initial", "snapshot"] | int | None:
+        """The newest state before the present one, as `RecoveryPlan.load`; None if there is none.
+
+        A snapshot comes before a checkpoint of the same step, because no disk has to be read.
+        """
+        step = self.checkpoints[-1] if self.checkpoints else None
+        if self.snapshot is not None and (step is None or self.snapshot.step >= step):
+            return "snapshot"
+        return "initial" if step is None and self.is_fresh else step
+
+    @property
+    def source_step(self) -> int:
+        """The step of that state; 0 if there is none."""
+        match self.source:
+            case "snapshot":
+                assert self.snapshot is not None
+                return self.snapshot.step
+            case int(step):
+                return step
+        return 0
 
     @property
     def owners_left(self) -> Sharding | None:

@@ -210,7 +210,7 @@ class Decisions:
             state.members.hosts(),
             phases=phases,
             repeat_s=repeat_s,
-            unsaved=0 if cluster is None else cluster.committed - max(cluster.checkpoints, default=0),
+            unsaved=0 if cluster is None else cluster.committed - cluster.source_step,
             checkpoint_interval_s=state.schedule.interval_s,
             leaving=without,
             held=None if cluster is None else cluster.held,

@@ -23,11 +23,12 @@ def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, s
     If no layers move, the owners that are left go on. Otherwise slices move with the layers.
 
     Args:
-        left: the owners that are left; unused unless the plan continues from the workers' state.
+        left: the owners that are left, or those of the snapshot that the plan begins with; unused if workers load
+            their layers anew.
         hosts: worker -> host.
     """
     placement, transition = plan.plan.placement, plan.transition
-    if plan.load != "keep" or left is None:
+    if plan.load not in ("keep", "snapshot") or left is None:
         return replace(plan, sharding=shard_optimizer(placement, hosts, redundancy))
     # Layers that have migrated, and that a worker drops at once, are not exchanged any more.
     if transition is None:

@@ -10,6 +10,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
+from chameleon_ft.control.decisions.keepers import with_keepers
 from chameleon_ft.control.decisions.owners import (
     lacks_copies,
     restoring_copies,
@@ -303,6 +304,8 @@ class Planner:
                 rest=rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
                 shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
                 gather=recovery_plan.gather,
+                snapshots=recovery_plan.snapshots,
+                rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
             )
             for worker in recovery_plan.participants
         }
@@ -331,21 +334,28 @@ class Planner:
     def plans_with_owners(
         self, plans: Sequence[RecoveryPlan], active: ActivePlan, hosts: Mapping[int, str], live: Collection[int]
     ) -> tuple[RecoveryPlan, ...]:
-        """Return plans to switch to, with the owners of slices.
+        """Return plans to switch to, with the owners of slices and the keepers of snapshots.
 
         If there is no plan but slices have lost owners, the one in force, in which they get others.
         """
         redundancy = self._config.parallel.owners
         if redundancy is None:
-            return tuple(plans)
+            return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in plans)
         if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
             plans = (restoring_copies(active, redundancy),)
         layers = self._costs(hosts).workload.layers
-        return with_owners_between(plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers)
+        owned = with_owners_between(
+            plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers
+        )
+        return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in owned)
 
     def _with_owners(self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str]) -> RecoveryPlan:
+        """Return a plan with the owners of slices and the keepers of snapshots; `left` as for `with_owners`."""
         redundancy = self._config.parallel.owners
-        return plan if redundancy is None else with_owners(plan, left, hosts, redundancy)
+        if redundancy is not None:
+            left = left if plan.restoration is None else plan.restoration.sharding
+            plan = with_owners(plan, left, hosts, redundancy)
+        return with_keepers(plan, hosts, self._config.snapshots, self._costs)
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
         """Describe what is trained, on what, by which workers, and from which step."""

@@ -17,6 +17,7 @@ from chameleon_ft.errors import ControlError, NoHolderError, NoOwnerError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.snapshots import Restoration
 from chameleon_ft.quantities import counted, in_ranges, listed
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
@@ -29,7 +30,8 @@ __all__ = ["RecoveryPlan", "decide", "decide_in_place", "describe_pipelines", "d
 class RecoveryPlan(ActivePlan):
     """The next plan of all workers; their orders are built from it."""
 
-    load: Literal["initial", "keep"] | int  # fresh weights, the workers' state, or the checkpoint of this step
+    load: Literal["initial", "keep", "snapshot"] | int
+    """Fresh weights, the workers' state, the snapshot of step `first_step`, or the checkpoint of this step."""
     roll_forward: Vote | None  # the vote with which lagging workers apply step ``first_step - 1``
     program: Program | None = None  # the plan's program, if already known
     decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
@@ -39,6 +41,7 @@ class RecoveryPlan(ActivePlan):
     salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
     gather: bool = False  # whether owners of slices send updated parameters again, because some have not arrived
+    restoration: Restoration | None = None  # of the snapshot, if it begins with one
     is_hasty: bool = False  # whether it was chosen without a search, so that a better plan may be found later
 
     @classmethod
@@ -95,12 +98,12 @@ def decide(
     course, chosen = decision.course, decision.chosen
     if chosen is None or course is None:
         return _fall_back(cluster, context, decision)
-    if course.transfer is None and not cluster.checkpoints and context.has_checkpoints:
+    if course.transfer is None and cluster.source is None and context.has_checkpoints:
         # There will be checkpoints, but none is complete yet.
         context = replace(context, has_checkpoints=False)
         return decide(cluster, context, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
-        anew = _from_checkpoint(cluster, context, course.plan, chosen.policy, course.in_flight_limits)
+        anew = _go_back(cluster, context, course.plan, chosen.policy, course.in_flight_limits)
     else:
         # A prepared transfer assumes that each worker holds exactly its part of the placement in force.
         is_as_planned = prepared is None or context.held == context.placement
@@ -204,7 +207,7 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
 
 
 def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
-    """Return the present plan, or new pipelines if it has lost workers, from the newest checkpoint that is left.
+    """Return the present plan, or new pipelines if it has lost workers, from the newest state that is left.
 
     If no step was trained, and there is none, all begin with fresh weights.
     """
@@ -212,8 +215,8 @@ def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> Recover
     if not set(plan.workers) <= set(cluster.live):
         plan = _largest_layout(cluster, context)
         limits = default_limits(plan)
-    if cluster.checkpoints:
-        return _from_checkpoint(cluster, context, plan, "checkpoint", limits)
+    if cluster.source is not None:
+        return _go_back(cluster, context, plan, None, limits)
     if cluster.committed == 0 and cluster.last_vote is None:
         return RecoveryPlan(
             plan=plan,
@@ -230,11 +233,11 @@ def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> Recover
 
 
 def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
-    """Return new pipelines from a checkpoint, for slices of the optimizer's state are lost with all their owners."""
-    if not cluster.checkpoints:
+    """Return new pipelines from an earlier state, because slices of the optimizer's state have no owner left."""
+    if cluster.source is None:
         raise NoOwnerError(cluster.ownerless_layers)
     plan = _largest_layout(cluster, context)
-    return _from_checkpoint(cluster, context, plan, "checkpoint", default_limits(plan))
+    return _go_back(cluster, context, plan, None, default_limits(plan))
 
 
 def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) -> Plan:
@@ -248,7 +251,7 @@ def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) ->
 
 
 def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
-    """Return new pipelines if no candidate is feasible, from the remaining copies or from a checkpoint."""
+    """Return new pipelines if no candidate is feasible, from the remaining copies or from an earlier state."""
     layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
     plan = _largest_layout(cluster, context)
     held = placement_of(cluster.held, len(layers))
@@ -258,46 +261,81 @@ def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decisio
         plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=kinds, layers=layers).roles)
         transition = _transition(cluster, plan, context)
         anew = _keep(cluster, context, plan, "from-copies", default_limits(plan), transition=transition)
-    elif cluster.checkpoints or lost_layers:
-        anew = _from_checkpoint(cluster, context, plan, "checkpoint", default_limits(plan))
+    elif cluster.source is not None or lost_layers:
+        anew = _go_back(cluster, context, plan, None, default_limits(plan))
     else:
         reasons = "; ".join(f"{each.policy}: {each.reason}" for each in decision.candidates)
         raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
     return replace(anew, decision=decision)
 
 
-def _from_checkpoint(
+def _go_back(
     cluster: ClusterState,
     context: recovery.DecisionContext,
     plan: Plan,
-    policy: str,
+    policy: str | None,
     in_flight_limits: Mapping[int, InFlightLimit],
 ) -> RecoveryPlan:
-    lost_layers = context.placement.unheld_layers
-    if not cluster.checkpoints:
+    """Return a plan that begins with the newest state before the present one; see `ClusterState.source`.
+
+    Args:
+        policy: what has proposed the plan; None: nothing else could be done.
+    """
+    lost_layers, load, step = context.placement.unheld_layers, cluster.source, cluster.source_step
+    if load is None:
         if lost_layers:
             raise NoHolderError(lost_layers)
         raise ControlError(
             f"{policy} begins anew from a checkpoint, and this run has no complete one: set checkpoint.every, or take "
             "another recovery.policy"
         )
-    step = cluster.checkpoints[-1]
     reached = [cluster.quiesced[worker].committed for worker in cluster.survivors]
     repeated = counted(max((cluster.committed, *reached)) - step, "step")
     why = f"no worker holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
     if cluster.ownerless_layers and not lost_layers:
         why = f"the optimizer's state of layers {in_ranges(cluster.ownerless_layers)} is lost: "
     why = why if cluster.disagreement is None else f"{cluster.disagreement}: {why}"
-    return RecoveryPlan(
+    back = RecoveryPlan(
         plan=plan,
         in_flight_limits=in_flight_limits,
         first_step=step,
-        load=step,
+        load=load,
         roll_forward=None,
-        policy=policy,
-        action=f"{why}back to the checkpoint of step {step}, {describe_pipelines(plan)}; {repeated} repeated",
+        policy=policy or ("checkpoint" if isinstance(load, int) else "snapshot"),
+        action=f"{why}back to {_describe_source(load, step)}, {describe_pipelines(plan)}; {repeated} repeated",
         lost_layers=lost_layers,
     )
+    return _from_snapshot(back, cluster, context) if load == "snapshot" else back
+
+
+def _describe_source(load: str | int, step: int) -> str:
+    return (
+        "the beginning"
+        if load == "initial"
+        else f"the {'snapshot' if load == 'snapshot' else 'checkpoint'} of step {step}"
+    )
+
+
+def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+    """Return a plan with its way back to the snapshot: parts are made again, then layers move as in any transition."""
+    restoration = None if cluster.snapshot is None else cluster.snapshot.restoration
+    assert restoration is not None
+    layers, plan = context.costs.workload.layers, back.plan
+    held = {worker: restoration.held.get(worker, ()) for worker in sorted(cluster.live)}
+    kept = placement_of(held, len(layers))
+    if back.policy == "snapshot" and plan != cluster.plan:
+        kinds = worker_kinds(context.costs.cluster)
+        plan = remap_plan(plan, plan_transfer(kept, plan.placement, kinds=kinds, layers=layers).roles)
+        back = replace(back, plan=plan, in_flight_limits=default_limits(plan))
+    transition = plan_transition(kept, plan.placement, held=held, layers=layers, moves_slices=True)
+    assert transition is not None
+    participants = {*transition.participants, *restoration.senders}
+    transition = replace(
+        transition,
+        participants=tuple(sorted(participants)),
+        keep=FrozenMap({worker: transition.keep.get(worker, ()) for worker in sorted(participants)}),
+    )
+    return replace(back, transition=transition, restoration=restoration)
 
 
 def describe_transfer(transfer: Transfer, *, stops: bool) -> str:

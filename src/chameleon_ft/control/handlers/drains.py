@@ -177,6 +177,7 @@ def _let_go(draft: Draft, worker: Worker) -> None:
         members=draft.state.members.fence(worker.id),
         scale_up=draft.state.scale_up.without(worker.id),
         health=draft.state.health.without(worker.id),
+        snapshots=draft.state.snapshots.without(worker.id),
     )
     incidents.detect(draft, Fenced(worker.id))
     live = len(draft.state.members.live())

@@ -9,7 +9,7 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["end", "request"]
+__all__ = ["finished", "request"]
 
 _SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
 _UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
@@ -30,7 +30,15 @@ def request(draft: Draft, status: RunStatus) -> None:
     draft.tell_live(Finish())
 
 
-def end(draft: Draft) -> None:
+def finished(draft: Draft, worker: int) -> None:
+    """Note that a worker has finished training; end the run when all have."""
+    state, finished = draft.state, draft.state.finished | {worker}
+    draft.set(finished=finished)
+    if state.active is not None and finished.issuperset(state.active.plan.workers):
+        _end(draft)
+
+
+def _end(draft: Draft) -> None:
     """End the run, whose checkpoint is written, or could not be."""
     state = draft.state
     is_saved = state.committed not in state.checkpoints.failed

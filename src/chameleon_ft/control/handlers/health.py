@@ -27,6 +27,7 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     found = state.health.differs(message.step, {layer: dict(each) for layer, each in message.checksums})
     # A checkpoint may have the wrong state from the moment at which the holders last agreed.
     draft.do(commands.DistrustCheckpoints(after=state.health.agreed))
+    draft.set(snapshots=state.snapshots.distrusted(state.health.agreed))
     draft.set(health=replace(state.health, disagreement=found))
     news = {"message": f"{found}; all return to a checkpoint from before"} if found.undecided else {}
     draft.record(

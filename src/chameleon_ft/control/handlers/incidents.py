@@ -72,6 +72,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         members=draft.state.members.fence(number),
         scale_up=draft.state.scale_up.without(number),
         health=draft.state.health.without(number),
+        snapshots=draft.state.snapshots.without(number),
     )
     detect(draft, signals.Fenced(number))
     # The recovery does not wait for the evidence.
@@ -149,10 +150,17 @@ def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None
 
 
 def checkpoint_unreadable(draft: Draft, worker: int, message: messages.CheckpointUnreadable) -> None:
-    """Stop a generation whose checkpoint a worker cannot read: all workers go back to an older one."""
+    """Stop a generation whose checkpoint, or snapshot, a worker cannot read: all workers go back to an older state."""
     if draft.state.phase not in (Phase.TRAINING, Phase.REGROUPING):
         return
     step, why = message.step, f"worker {worker}: {message.error}"
+    if message.is_snapshot:
+        snapshots = replace(draft.state.snapshots, complete=None)
+        draft.set(snapshots=snapshots, checkpoints=replace(draft.state.checkpoints, is_reread=True))
+        news = f"that of step {step} is damaged and is not used: {why}"
+        draft.record("snapshot_unreadable", step=step, error=why, message=news)
+        stop(draft)
+        return
     draft.set(checkpoints=draft.state.checkpoints.rejected(step, why))
     if message.is_damaged:
         draft.do(commands.MarkDamaged(step))
@@ -174,6 +182,7 @@ def stop(draft: Draft) -> None:
         next=draft.state.switching_to,  # of any other, all is known: no worker has switched to it
         following=(),
         migrated=Migrated(),
+        snapshots=draft.state.snapshots.given_up(),
     )
     draft.tell_live(messages.Stop(generation=draft.state.generation))
     detect(draft, signals.StopRequested(draft.at.monotonic_s))

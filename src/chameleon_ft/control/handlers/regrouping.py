@@ -65,7 +65,7 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     state, active = draft.state, plan.active()
     draft.begin_plan(
         active,
-        loads=plan.load != "keep",
+        loads=plan.load not in ("keep", "snapshot"),
         phase=Phase.REGROUPING,
         active_generation=state.generation,
         switched_from=None,
@@ -74,7 +74,12 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         finished=frozenset(),
         checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.loaded(state.generation),
         schedule=state.schedule.interrupted() if plan.load == "keep" else state.schedule.returned(),
+        snapshots=state.snapshots
+        if plan.load == "keep"
+        else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
     )
+    if plan.load == "snapshot":  # each holder has its own copy, which is not compared with others
+        draft.set(health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step)))
     incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     draft.do(commands.Launch(plan, is_first=state.active is None))
 

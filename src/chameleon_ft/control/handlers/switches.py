@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control import commands, events
-from chameleon_ft.control.handlers import checkpoints
+from chameleon_ft.control.handlers import checkpoints, snapshots
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident
@@ -310,6 +310,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
     checkpoints.switched(draft)
+    snapshots.switched(draft)
     if is_cut_short:
         abandon(draft)
     else:

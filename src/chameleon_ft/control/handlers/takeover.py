@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from chameleon_ft.control.commands import DistrustCheckpoints, Drop, Send, Task, Welcome
 from chameleon_ft.control.detectors import base as signals
-from chameleon_ft.control.handlers import hosts, incidents, switches
+from chameleon_ft.control.handlers import hosts, incidents, snapshots, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
@@ -176,6 +176,7 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
                 draft.send(worker.id, order)
             if state.schedule.is_requested:
                 draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
+            snapshots.repeat_orders(draft, worker.id)
 
 
 def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) -> None:

@@ -10,6 +10,7 @@ from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.plan.shards import Sharding, SliceMove
+from chameleon_ft.plan.snapshots import SnapshotLayout
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.transfer import Transfer
 
@@ -35,6 +36,7 @@ class ActivePlan:
     predicted_stall_s: float | None = None  # seconds without progress before the first step; likewise
     sharding: Sharding | None = None  # the owners of slices of the optimizer's state; None: each holder has all
     next_sharding: Sharding | None = None  # with `migration`: the owners once all has arrived, if they differ
+    snapshots: SnapshotLayout | None = None  # where snapshots are kept; None: none are taken
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))

@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 from chameleon_ft.config import Checkpoint, Recovery, RunConfig, Timeouts
 from chameleon_ft.config import Health as HealthConfig
+from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.control.detectors import Detectors
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
@@ -24,6 +25,7 @@ from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
+from chameleon_ft.control.state.snapshots import Snapshots
 from chameleon_ft.control.wire.messages import HostHello, Quiesced
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
@@ -58,6 +60,7 @@ class Settings:
     recovery: Recovery
     timeouts: Timeouts
     health: HealthConfig = field(default_factory=HealthConfig)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
     logs: str  # folder of the logs, for messages
     checkpoints: str  # folder of the checkpoints, likewise
@@ -73,6 +76,7 @@ class Settings:
             recovery=config.recovery,
             timeouts=config.timeouts,
             health=config.health,
+            snapshots=config.snapshots,
             workers_per_host=config.emulation.workers_per_host if config.is_emulated else None,
             logs=str(run.logs),
             checkpoints=str(run.checkpoints),
@@ -107,6 +111,7 @@ class State:
     respawns: Respawns
     checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
     schedule: CheckpointSchedule = CheckpointSchedule()  # noqa: RUF009 - frozen
+    snapshots: Snapshots = Snapshots()  # noqa: RUF009 - frozen
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
     health: Health = Health()  # noqa: RUF009 - frozen

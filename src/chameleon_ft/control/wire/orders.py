@@ -20,6 +20,7 @@ from chameleon_ft.control.wire.parts import (
 from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.snapshots import Rebuilding, SnapshotLayout
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
@@ -28,6 +29,7 @@ __all__ = [
     "Adopt",
     "Begin",
     "BeginCheckpoint",
+    "BeginSnapshot",
     "Discard",
     "Drain",
     "Exit",
@@ -39,6 +41,7 @@ __all__ = [
     "Probe",
     "Published",
     "Refused",
+    "SnapshotResolved",
     "Spawn",
     "StartGeneration",
     "Stop",
@@ -106,12 +109,17 @@ class StartGeneration(Message):
     """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
     the order all workers issue them; those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
-    load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
-    transition: Transition | None = None  # with "keep", if the placement changes before the generation trains
+    load: Literal["initial", "keep", "snapshot"] | int = "keep"
+    """Fresh weights, the state it holds, the snapshot of step `first_step`, or this step's checkpoint."""
+    transition: Transition | None = None  # if the placement changes before the generation trains
     skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
     shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all
     gather: bool = False  # with "keep": whether owners first send the parameters that they have updated, once more
+
+    snapshots: SnapshotLayout | None = None  # where snapshots are kept in this generation; None: none are taken
+    snapshot: int | None = None  # the step of the complete snapshot, beside which no other is to be kept
+    rebuilt: tuple[Rebuilding, ...] = ()  # with "snapshot": the parts that are made first
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -156,6 +164,21 @@ class BeginCheckpoint(Message):
 
     type: Literal["begin_checkpoint"] = "begin_checkpoint"
     request: int
+
+
+class BeginSnapshot(Message):
+    """Take a snapshot after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
+
+    type: Literal["begin_snapshot"] = "begin_snapshot"
+    request: int
+
+
+class SnapshotResolved(Message):
+    """The snapshot of `step` is complete, and those before it are not needed any more; or it is given up."""
+
+    type: Literal["snapshot_resolved"] = "snapshot_resolved"
+    step: int
+    is_complete: bool
 
 
 class Prepare(Message):

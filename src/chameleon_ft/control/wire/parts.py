@@ -195,7 +195,13 @@ class Vote(MessagePart):
     switch: bool = False  # whether some rank was told to switch to the next generation after this step
     checkpoint: bool = False  # whether all ranks write a checkpoint after this step
     skipped: bool = False  # whether the step is bad, and no rank changes anything; then the sums are 0
+    snapshot: bool = False  # whether all ranks take a snapshot after this step
     checked: bool = False  # whether the state before the step was compared between the holders of each layer: it agreed
+
+    @property
+    def takes_snapshot(self) -> bool:
+        """Whether ranks begin a snapshot: not if another generation follows, or the end."""
+        return self.snapshot and not self.switch and not self.finish
 
 
 class ChannelTimes(MessagePart):

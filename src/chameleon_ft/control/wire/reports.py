@@ -25,6 +25,7 @@ __all__ = [
     "Quiesced",
     "Ready",
     "SlowIO",
+    "SnapshotTaken",
     "StandbyHello",
     "Started",
     "StateDiffers",
@@ -233,6 +234,16 @@ class CheckpointUnreadable(Message):
     step: int
     error: str
     is_damaged: bool  # whether its files are not as they were written; otherwise this rank cannot read them
+    is_snapshot: bool = False  # whether it is a snapshot in memory
+
+
+class SnapshotTaken(Message):
+    """A rank has its part of the snapshot of `step`: copies of its own state, and backups of others'."""
+
+    type: Literal["snapshot_taken"] = "snapshot_taken"
+    generation: int
+    step: int
+    held_up_s: float = 0.0  # seconds for which its training has waited for that
 
 
 class SlowIO(Message):

@@ -28,6 +28,7 @@ from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 
 __all__ = ["AppliedStep", "Committer"]
@@ -103,7 +104,9 @@ class Committer:
         finish: bool,
         switch: Callable[[], bool] = lambda: False,
         checkpoint: bool = False,
+        snapshot: bool = False,
         migration: LayerMigration | None = None,
+        snapshots: SnapshotTaker | None = None,
         check: StateCheck | None = None,
         is_skipped: bool = False,
         repetition: Repetition | None = None,
@@ -115,7 +118,9 @@ class Committer:
             finish: whether this rank votes to finish.
             switch: returns whether it votes to switch to the next generation; called just before the vote.
             checkpoint: whether it votes for a checkpoint after this step.
+            snapshot: likewise for a snapshot.
             migration: of layers that are to take part in the update; it has to be resumed afterwards.
+            snapshots: whose copies of the state before the update must be there.
             check: of the state before the update, if one was begun.
             is_skipped: whether no worker has computed anything, because the step is known to be bad.
             repetition: if the step is computed again; it is given the contributions of this worker.
@@ -134,9 +139,11 @@ class Committer:
             self.await_parameters()
             if migration is not None:
                 migration.settle()
+            if snapshots is not None:
+                snapshots.settle(self.committed)
         self.reduced = True
         reduced_s = time.perf_counter()
-        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, contributions]
+        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, snapshot, contributions]
         vote, bounds = self._vote(
             ballot, communicators, members, check, expected=0 if is_skipped else self.contributions
         )
@@ -253,7 +260,7 @@ class Committer:
         numbers = [self.buffers.square_sum(self.worker), *sums, 1.0, *bounds, *checksums]
         total = self._sum(numbers, communicators, members)
         grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = total
-        checkpointing, contributions, voters, *others = counts
+        checkpointing, snapshotting, contributions, voters, *others = counts
         _require_all(voters, members)
         is_checked = check is not None and check.compare(others[len(bounds) :])
         if round(contributions) != expected:
@@ -269,6 +276,7 @@ class Committer:
             finish=finishing > 0,
             switch=switching > 0,
             checkpoint=round(checkpointing) == len(members),
+            snapshot=round(snapshotting) == len(members),
             checked=is_checked,
         )
         return vote, others[: len(bounds)]

@@ -1,0 +1,95 @@
+"""Snapshots in the memory of workers: when they take one, and what they report about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire import messages
+from chameleon_ft.recovery import Checkpoints, return_gap_s, risk_of
+
+__all__ = ["committed", "repeat_orders", "switched", "taken"]
+
+
+def committed(draft: Draft, message: messages.Committed) -> None:
+    """Count a committed step: workers may have begun a snapshot after it, or may have to."""
+    state = draft.state
+    if state.active is None or (layout := state.active.snapshots) is None:
+        return
+    begins = message.vote.takes_snapshot and message.generation == state.generation and state.phase is Phase.TRAINING
+    if begins:
+        workers = state.active.plan.workers
+        begun = state.snapshots.begun(message.step + 1, layout, workers, now_s=draft.at.monotonic_s)
+        draft.set(snapshots=begun)
+    if state.settings.snapshots.every != "auto" or message.vote.finish:
+        return
+    snapshots = draft.state.snapshots
+    schedule = snapshots.schedule.committed(
+        message.step_s, usual_s=state.detectors.watchdog.step_s, begun=message.step + 1 if begins else None
+    )
+    if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
+        schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
+    draft.set(snapshots=replace(snapshots, schedule=schedule))
+    if schedule.is_due and schedule.writing is None and state.phase is Phase.TRAINING:
+        draft.set(snapshots=replace(snapshots, schedule=schedule.requested()))
+        _request(draft)
+
+
+def taken(draft: Draft, worker: int, message: messages.SnapshotTaken) -> None:
+    """Count the part of a worker; once all have theirs, the snapshot before is not needed any more."""
+    before = draft.state.snapshots
+    if before.taking is None or message.step != before.taking.step or message.generation != draft.state.generation:
+        return
+    snapshots = before.confirmed(worker, message.held_up_s)
+    if snapshots.taking is not None:
+        draft.set(snapshots=snapshots)
+        return
+    schedule = snapshots.schedule.ended(message.step, copy_s=snapshots.held_up_s, is_complete=True)
+    draft.set(snapshots=replace(snapshots, schedule=schedule))
+    draft.tell_live(messages.SnapshotResolved(step=message.step, is_complete=True))
+    draft.record(
+        "snapshot",
+        step=message.step,
+        held_up_s=snapshots.held_up_s,
+        seconds=draft.at.monotonic_s - snapshots.begun_at_s,
+    )
+
+
+def switched(draft: Draft) -> None:
+    """Give up the snapshot that was being taken when the run has switched to another plan."""
+    snapshots = draft.state.snapshots
+    given_up = snapshots.given_up()
+    draft.set(snapshots=replace(given_up, schedule=replace(given_up.schedule, interval_s=None)))
+    if snapshots.taking is not None:
+        draft.tell_live(messages.SnapshotResolved(step=snapshots.taking.step, is_complete=False))
+
+
+def repeat_orders(draft: Draft, worker: int) -> None:
+    """Tell a worker that has been without a coordinator what it may have missed."""
+    snapshots = draft.state.snapshots
+    if snapshots.complete is not None:
+        draft.send(worker, messages.SnapshotResolved(step=snapshots.complete.step, is_complete=True))
+    if snapshots.schedule.is_requested:
+        draft.send(worker, messages.BeginSnapshot(request=snapshots.schedule.request))
+
+
+def _request(draft: Draft) -> None:
+    state = draft.state
+    assert state.active is not None
+    for worker in state.active.plan.workers:
+        draft.send(worker, messages.BeginSnapshot(request=state.snapshots.schedule.request))
+
+
+def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
+    """Return the seconds of steps between two snapshots that lose least.
+
+    They serve after incidents that take all holders of some layer; after others, a checkpoint does.
+    """
+    state = draft.state
+    assert state.active is not None
+    hosts = state.hosts()
+    live = {worker: hosts[worker] for worker in state.members.live()}
+    gap_s = return_gap_s(state.history.rate, risk_of(state.active.plan.placement, live), len(live))
+    return Checkpoints(longest_s=math.inf, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)

@@ -1,0 +1,242 @@
+"""A rank's part in the snapshots of a generation: it copies its state, and sends and receives backups, as it trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from chameleon_ft.plan.snapshots import Part, Sending, SnapshotLayout
+from chameleon_ft.runtime.communicators import CommunicationError, Communicators
+from chameleon_ft.runtime.execution.held_layer import LayerState
+from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.fault_injection import FaultInjector
+from chameleon_ft.runtime.snapshots.packing import PackedState, join
+from chameleon_ft.runtime.snapshots.store import SnapshotStore
+from chameleon_ft.runtime.state_transfer.layer_messages import (
+    IncomingLayers,
+    OutgoingLayer,
+    OutgoingLayers,
+    layer_checksums,
+)
+
+__all__ = ["SNAPSHOT_TAG", "SnapshotTaker", "receive_block", "send_block"]
+
+SNAPSHOT_TAG: Final = (1 << 28) + 2  # far from those of micro-batches, of layers and of slices
+_POLL_S: Final = 0.01
+_BLOCK: Final = "block"
+_CPU: Final = torch.device("cpu")
+
+
+class SnapshotTaker:
+    """Takes one snapshot after the other, each after a step for which all workers have voted.
+
+    Between two updates the state is constant, so a thread copies it to host memory during the next step. Then that
+    thread sends the copies to the workers with backups, and another one receives those that this rank is to keep,
+    beside training. Call `settle` before each vote: it waits for the copies, and does not let more than `every` steps
+    follow a complete snapshot while the next one is under way.
+
+    Args:
+        held: the layers of the rank in this generation.
+        every: most steps that are to be repeated; "auto": the coordinator requests snapshots.
+        scale: how many bytes of the model a byte stands for; 1 unless the layers are stand-ins.
+        taken: called with the step and the seconds for which training has waited, once this rank's part is there.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        layout: SnapshotLayout,
+        *,
+        held: HeldLayers,
+        store: SnapshotStore,
+        communicators: Communicators,
+        faults: FaultInjector,
+        every: Literal["auto"] | int,
+        scale: int,
+        taken: Callable[[int, float], None],
+    ) -> None:
+        self._held = held
+        self._store = store
+        self._communicators = communicators
+        self._faults = faults
+        self._every = every
+        self._scale = scale
+        self._taken = taken
+        self._parts = layout.kept_by(worker)
+        sendings = tuple(layout.sendings())
+        self._outgoing = [each for each in sendings if each.source == worker]
+        self._incoming = [each for each in sendings if each.backup.worker == worker]
+        self._sizes: dict[Sending, int] = {}  # bytes of the blocks that came last
+        self._condition = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._step: int | None = None  # of the snapshot under way
+        self._blocks: dict[tuple[Part, ...], Tensor] = {}
+        self._working = 0  # threads
+        self._is_copied = True
+        self._error: BaseException | None = None
+        self._waiting_since_s: float | None = None
+        self._held_up_s = 0.0
+        self._lasted = 1  # steps that the last one took
+
+    def wants(self, step: int, *, request: int) -> bool:
+        """Return whether a snapshot of the state after `step` updates is to be taken.
+
+        Args:
+            request: the newest of the coordinator.
+        """
+        if self._step is not None or not self._store.is_settled:
+            return False
+        if self._every == "auto":
+            return request > self._store.answered
+        return step - (self._store.newest or 0) >= max(1, self._every - self._lasted)
+
+    def begin(self, step: int, *, request: int) -> None:
+        """Begin a snapshot of the state after `step` updates, which must not change before `settle` returns."""
+        self._store.answered = request
+        states = {part: self._state_of(part) for part in self._parts}
+        self._step, self._blocks, self._working = step, {}, 2
+        self._is_copied, self._held_up_s = False, 0.0
+        for work in (partial(self._copy_and_send, states), self._receive):
+            thread = threading.Thread(target=self._guarded, args=(work, step), name="snapshot", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def settle(self, step: int) -> None:
+        """Wait as long as the state after `step` updates must not change yet.
+
+        Raises:
+            CommunicationError: a backup could not be sent or received.
+        """
+        begun = self._step
+        with self._condition, self._holding_up():
+            self._condition.wait_for(lambda: self._is_copied or self._error is not None)
+            if begun is not None and self._every != "auto":
+                last = max((each for each in self._store if each < begun), default=0)
+                if step + 1 > last + self._every:
+                    self._condition.wait_for(lambda: not self._working or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            if begun is not None and not self._working:
+                self._lasted, self._step = step + 1 - begun, None
+                self._threads.clear()
+
+    def abandon(self) -> None:
+        """Give up a snapshot that is under way; its messages may go on until `close`."""
+        with self._condition:
+            self._error = self._error or CommunicationError(None, "the generation is over")
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Give up a snapshot that is under way, and interrupt the communicators until its threads have ended."""
+        self.abandon()
+        for thread in self._threads:
+            while thread.is_alive():
+                self._communicators.interrupt()
+                thread.join(_POLL_S)
+
+    @contextmanager
+    def _holding_up(self) -> Iterator[None]:
+        self._waiting_since_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._held_up_s += time.perf_counter() - self._waiting_since_s
+            self._waiting_since_s = None
+
+    def _state_of(self, part: Part) -> LayerState:
+        if part.stop > part.start:
+            return self._held.state_of_slice(part.layer, (part.start, part.stop))
+        return self._held.constant_state_of(part.layer)
+
+    def _guarded(self, work: Callable[[int], None], step: int) -> None:
+        try:
+            work(step)
+            self._finish(step)
+        except BaseException as error:  # noqa: BLE001 - the training thread raises it
+            with self._condition:
+                self._error = self._error or error.with_traceback(None)
+                self._condition.notify_all()
+            if not isinstance(error, CommunicationError):
+                self._communicators.interrupt()  # others wait for what this thread was to send
+
+    def _finish(self, step: int) -> None:
+        """Note that one of the threads has done its part; the last one reports it."""
+        with self._condition:
+            if self._error is not None:
+                return
+            if self._working > 1:
+                self._working -= 1
+                return
+            self._store.add(step, self._blocks)
+            since_s = self._waiting_since_s
+            held_up_s = self._held_up_s + (0.0 if since_s is None else time.perf_counter() - since_s)
+        self._taken(step, held_up_s)
+        with self._condition:
+            self._working = 0
+            self._condition.notify_all()
+
+    def _copy_and_send(self, states: Mapping[Part, LayerState], step: int) -> None:
+        packed = {part: PackedState(state) for part, state in states.items()}
+        blocks = {part: self._store.allocate(each.num_bytes) for part, each in packed.items()}
+        for part, each in packed.items():
+            each.copy(blocks[part])
+        with self._condition:
+            self._is_copied = True
+            self._condition.notify_all()
+        for part, each in packed.items():
+            each.seal(blocks[part])
+        with self._condition:
+            self._blocks.update({(part,): block for part, block in blocks.items()})
+        fault_at = len(self._outgoing) // 2
+        for number, sending in enumerate(self._outgoing):
+            if number == fault_at:
+                self._faults.at("snapshot", step)
+            send_block(
+                blocks[sending.part], self._communicators, peer=sending.backup.worker, scale=self._scale, gives_way=True
+            ).finish_next()
+        if not self._outgoing:
+            self._faults.at("snapshot", step)
+
+    def _receive(self, step: int) -> None:
+        del step
+        parity: dict[tuple[Part, ...], Tensor] = {}
+        for sending in self._incoming:
+            known = self._sizes.get(sending)
+            target = None if known is None else self._store.allocate(known)
+            block = receive_block(self._communicators, peer=sending.source, target=target)
+            self._sizes[sending] = block.numel()
+            key = sending.backup.parts
+            parity[key] = join(parity.get(key), block)
+            if parity[key] is not block:
+                self._store.release(block)
+        with self._condition:
+            self._blocks.update(parity)
+
+
+def send_block(
+    block: Tensor, communicators: Communicators, *, peer: int, scale: int, gives_way: bool
+) -> OutgoingLayers:
+    """Start sending a block of a snapshot, which must not change; `finish_next` waits until it has arrived."""
+    checksums: Future[list[int]] = Future()
+    checksums.set_result(layer_checksums({_BLOCK: block}, _CPU))
+    layer = OutgoingLayer({_BLOCK: block}, block.numel() * scale, checksums)
+    outgoing = OutgoingLayers([layer], communicators, peer=peer, tag=SNAPSHOT_TAG, device=_CPU, gives_way=gives_way)
+    outgoing.start_next()
+    return outgoing
+
+
+def receive_block(communicators: Communicators, *, peer: int, target: Tensor | None = None) -> Tensor:
+    """Receive a block, into `target` if it has its length. Raises CommunicationError."""
+    incoming = IncomingLayers(communicators, peer=peer, tag=SNAPSHOT_TAG, device=_CPU)
+    incoming.describe()
+    incoming.start_next({} if target is None else {_BLOCK: target})
+    block: Tensor = incoming.finish_next()[_BLOCK]
+    return block
