@@ -123,8 +123,8 @@ def test_what_is_restored_is_complete_and_made_of_what_is_there(
         assert not found.sharding.lost_layers
         for layer, own in enumerate(found.sharding.layers):
             assert all(layer in found.held[holder] for holder in own.holders)
-            for each in own.slices:
-                assert all(Part(layer, each.start, each.stop) in has[owner] for owner in each.owners)
+            for cut in own.slices:
+                assert all(Part(layer, cut.start, cut.stop) in has[owner] for owner in cut.owners)
 
 
 def test_parity_takes_less_memory_than_copies() -> None:

@@ -169,8 +169,8 @@ class Snapshots(Section):
     )
     mode: Literal["copy", "parity"] = Field(
         default="copy",
-        description="What a worker keeps for others. copy: a copy of a part of the state; parity: the exclusive or of "
-        "several parts, which takes less memory and restores one of them from the others.",
+        description="Backups that workers keep for others. copy: copies of parts of the state; parity: the exclusive or "
+        "of several parts, which takes less memory and restores one of them from the others.",
     )
     group: int = Field(default=3, ge=2, description="With mode = parity: parts of a group, each on another host.")
 

@@ -1,0 +1,289 @@
+"""Snapshots in the memory of workers: which one counts, in histories, and the plans that go back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import Recovery, Snapshots
+from chameleon_ft.control.commands import Command
+from chameleon_ft.control.decisions.cluster_state import ClusterState
+from chameleon_ft.control.decisions.keepers import with_keepers
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide
+from chameleon_ft.control.events import Considered, Decided, Event
+from chameleon_ft.control.state.snapshots import Snapshot
+from chameleon_ft.control.wire.messages import (
+    BeginSnapshot,
+    CheckpointUnreadable,
+    SnapshotResolved,
+    SnapshotTaken,
+    StateDiffers,
+)
+from chameleon_ft.errors import NoHolderError
+from chameleon_ft.plan.shards import shard_optimizer
+from chameleon_ft.plan.snapshots import lay_out_snapshot
+from tests.control.histories import History, new_state
+from tests.control.test_recovery_plan import COSTS, PLAN, RATE, cluster_state, context_of, quiesced
+
+EVERY_THIRD = Snapshots(every=3)
+HOSTS = {worker: f"host{worker}" for worker in range(6)}
+SNAPSHOT = Snapshot(5, lay_out_snapshot(PLAN.placement, HOSTS))
+
+
+class SnapshotHistory(History):
+    """Histories of plans with snapshots."""
+
+    def happen(self, event: Event) -> tuple[Command, ...]:
+        match event:
+            case Decided(plan=plan):
+                event = replace(event, plan=self.kept(plan))
+            case Considered(plans=plans):
+                event = replace(event, plans=tuple(map(self.kept, plans)))
+        return super().happen(event)
+
+    def kept(self, plan: RecoveryPlan) -> RecoveryPlan:
+        return with_keepers(plan, HOSTS, self.state.settings.snapshots, lambda hosts: COSTS)
+
+    def take(self, *workers: int, step: int | None = None, generation: int | None = None) -> None:
+        for worker in workers:
+            self.tell(
+                worker,
+                SnapshotTaken(
+                    generation=self.state.generation if generation is None else generation,
+                    step=self.state.committed if step is None else step,
+                    held_up_s=0.25,
+                ),
+            )
+
+    @property
+    def complete(self) -> int | None:
+        found = self.state.snapshots.complete
+        return None if found is None else found.step
+
+
+def training(**changes: Any) -> SnapshotHistory:
+    """A run that has taken three steps."""
+    history = SnapshotHistory(new_state(**{"snapshots": EVERY_THIRD, **changes}))
+    history.train()
+    return history
+
+
+def resolved(history: History) -> list[tuple[int, bool]]:
+    """What each worker was told, if all were told the same."""
+    told = [
+        [(each.step, each.is_complete) for each in history.sent(SnapshotResolved, to=history.connection(worker))]
+        for worker in history.live()
+    ]
+    assert all(each == told[0] for each in told)
+    return told[0]
+
+
+# --- which one counts ------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_complete_once_all_workers_have_their_parts() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2)
+    assert (history.complete, resolved(history)) == (None, [])
+    history.take(3)
+    assert (history.complete, resolved(history)) == (4, [(4, True)])
+    (event,) = history.events("snapshot")
+    assert (event["step"], event["held_up_s"]) == (4, 0.25)
+
+
+def test_one_that_a_loss_cuts_short_is_never_used() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    history.commit(snapshot=True)
+    generation = history.state.generation
+    history.take(0, 1, 2)
+    history.reap(3)
+    history.take(0, 1, 2, generation=generation)
+    assert (history.complete, history.state.snapshots.taking) == (4, None)
+    history.quiesce(0, 1, 2)
+    history.start()
+    history.take(0, 1, 2, step=5)
+    assert history.complete == 4
+
+
+def test_a_report_of_an_earlier_generation_does_not_count() -> None:
+    history = training()
+    before = history.state.generation
+    history.reap(3)
+    history.quiesce(0, 1, 2)
+    history.start()
+    history.commit(snapshot=True)
+    history.take(0, 1)
+    history.take(2, generation=before)
+    assert history.complete is None
+    history.take(2)
+    assert history.complete == history.state.committed
+
+
+def test_none_begins_at_a_switch_or_the_end() -> None:
+    history = training()
+    history.commit(snapshot=True, finish=True)
+    assert history.state.snapshots.taking is None
+
+
+def test_a_switch_gives_up_the_one_that_is_being_taken() -> None:
+    history = training(recovery=Recovery(respawn=True, respawn_delay_s=0.0))
+    history.reap(3)
+    history.quiesce(0, 1, 2)
+    history.start()
+    history.wait(1.0)
+    history.come_back(3)
+    history.wait(1.0)
+    history.consider(0, 1, 2, 3)
+    history.commit(snapshot=True)
+    step = history.state.committed
+    history.take(0, 1, 2)
+    assert history.complete == step
+    history.commit(snapshot=True)
+    history.take(0, 1)
+    history.prepare()
+    history.commit(switch=True, snapshot=True)
+    history.take(2, step=step + 1)
+    assert history.complete == step
+    assert [each.is_complete for each in history.sent(SnapshotResolved, to=history.connection(0))] == [True, False]
+    history.start()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    assert history.complete == step + 3
+
+
+def test_what_a_lost_worker_had_is_lost_with_it() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    assert history.state.snapshots.restorable is not None
+    for worker in (3, 2, 1):
+        history.reap(worker)
+    complete = history.state.snapshots.complete
+    assert complete is not None
+    assert {keeper for _, own in complete.layout.keepers for keeper in own} == {0}
+
+
+def test_a_coordinator_that_takes_over_goes_on_counting() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1)
+    history.take_over()
+    history.return_agent()
+    for worker in range(4):
+        history.return_worker(worker, known=history.state.generation)
+    history.take(2, 3)
+    assert history.complete == 4
+    history.take_over()
+    history.return_agent()
+    before = len(history.sent(SnapshotResolved))
+    for worker in range(4):
+        history.return_worker(worker, known=history.state.generation)
+    assert len(history.sent(SnapshotResolved)) == before + 4, "workers may have missed it"
+
+
+def test_a_damaged_one_is_not_used_again() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    history.reap(3)
+    history.quiesce(0, 1, 2)
+    history.tell(
+        1,
+        CheckpointUnreadable(
+            generation=history.state.generation, step=4, error="a block", is_damaged=True, is_snapshot=True
+        ),
+    )
+    assert history.complete is None
+    assert history.state.checkpoints.is_reread, "what workers hold does not count"
+    (event,) = history.events("snapshot_unreadable")
+    assert event["message"] == "that of step 4 is damaged and is not used: worker 1: a block"
+
+
+def test_one_that_may_be_wrong_is_not_used() -> None:
+    history = training()
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    checksums = ((0, ((0, 1), (1, 2), (2, 3), (3, 4))),)
+    history.tell(0, StateDiffers(generation=history.state.generation, step=4, checksums=checksums))
+    assert history.complete is None
+
+
+def test_workers_are_asked_for_one_when_it_pays() -> None:
+    history = training(snapshots=Snapshots(every="auto"))
+    requests = history.sent(BeginSnapshot, to=history.connection(0))
+    assert [each.request for each in requests] == [1], "the first one measures the cost"
+    history.commit(snapshot=True)
+    history.take(0, 1, 2, 3)
+    history.commit()
+    assert history.state.snapshots.schedule.cost_s == pytest.approx(0.25, abs=0.01)
+    interval_s = history.state.snapshots.schedule.interval_s
+    assert interval_s is not None
+    assert interval_s > 1.0
+    assert len(history.sent(BeginSnapshot, to=history.connection(0))) == 1
+
+
+# --- the way back ----------------------------------------------------------------------------------------------------
+
+
+def back(lost: Collection[int], **changes: Any) -> tuple[RecoveryPlan, ClusterState]:
+    live = [worker for worker in range(6) if worker not in lost]
+    layout = SNAPSHOT.layout
+    for worker in lost:
+        layout = layout.without(worker)
+    cluster = cluster_state({worker: quiesced(7) for worker in live})
+    cluster = replace(cluster, **{"snapshot": Snapshot(SNAPSHOT.step, layout), **changes})
+    now = context_of(cluster)
+    return decide(cluster, now, policy="reroute", rate=RATE), cluster
+
+
+def test_all_go_back_to_the_snapshot_if_no_holder_is_left() -> None:
+    plan, cluster = back([1, 3, 5])
+    assert (plan.load, plan.first_step, plan.policy) == ("snapshot", 5, "snapshot")
+    assert "back to the snapshot of step 5" in plan.action
+    assert "2 steps repeated" in plan.action
+    assert plan.restoration is not None
+    assert {each.part.layer for each in plan.restoration.rebuilt} == {2, 3}
+    assert plan.transition is not None
+    kept: Mapping[int, Collection[int]] = plan.transition.keep
+    moved = {(m.destination, layer) for m in plan.transition.transfer.messages for layer in m.layers}
+    for worker in plan.plan.workers:
+        assert worker in cluster.live
+        layers = {layer for own in plan.plan.placement.ranges_of(worker) for layer in own}
+        assert layers <= {*kept[worker], *(layer for to, layer in moved if to == worker)}
+
+
+def test_a_newer_checkpoint_comes_before_it_and_one_of_its_step_does_not() -> None:
+    assert back([1, 3, 5], checkpoints=[3, 6])[0].load == 6
+    assert back([1, 3, 5], checkpoints=[5])[0].load == "snapshot"
+
+
+def test_before_the_first_snapshot_all_go_back_to_the_beginning() -> None:
+    plan, _ = back([1, 3, 5], snapshot=None, is_fresh=True)
+    assert (plan.load, plan.first_step) == ("initial", 0)
+    assert "back to the beginning" in plan.action
+    with pytest.raises(NoHolderError):
+        back([1, 3, 5], snapshot=None)
+
+
+def test_a_layer_that_is_still_held_needs_no_snapshot() -> None:
+    plan, _ = back([1, 3])
+    assert plan.load == "keep"
+
+
+def test_owners_of_slices_are_those_of_the_snapshot() -> None:
+    sharding = shard_optimizer(PLAN.placement, HOSTS, 1)
+    layout = lay_out_snapshot(PLAN.placement, HOSTS, sharding).without(5)
+    plan, _ = back([5], sharding=sharding, snapshot=Snapshot(5, layout))
+    assert plan.load == "snapshot"
+    assert "the optimizer's state of layers 2-3 is lost" in plan.action
+    assert plan.restoration is not None
+    assert plan.restoration.sharding is not None
+    assert not plan.restoration.sharding.lost_layers
+    assert {each.part.layer for each in plan.restoration.rebuilt} == {2, 3}
+    assert all(each.part.stop > 0 for each in plan.restoration.rebuilt), "parameters have other holders"
