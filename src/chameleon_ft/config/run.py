@@ -10,19 +10,17 @@ from pydantic import Field
 
 from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
+from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
     Batch,
-    Checkpoint,
     Control,
     Emulation,
     Failure,
-    Forked,
     Health,
     Parallel,
     Recovery,
     Section,
-    Snapshots,
     Timelines,
     Timeouts,
 )

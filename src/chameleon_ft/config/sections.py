@@ -15,19 +15,16 @@ __all__ = [
     "RELATION_ERROR",
     "SLOWNESS",
     "Batch",
-    "Checkpoint",
     "Control",
     "Emulation",
     "Failure",
     "FailureKind",
     "FailurePhase",
-    "Forked",
     "Health",
     "Parallel",
     "PolicyName",
     "Recovery",
     "Section",
-    "Snapshots",
     "Timelines",
     "Timeouts",
 ]
@@ -95,13 +92,6 @@ class Section(BaseModel):
         return value
 
 
-def _steps_or_auto(every: object) -> object:
-    # The errors of a union would name both of its parts.
-    if every == "auto" or (type(every) is int and every >= 0):
-        return every
-    raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
-
-
 class Parallel(Section):
     """The initial division of the model and the batch over the workers."""
 
@@ -141,57 +131,6 @@ class Batch(Section):
     def samples(self) -> int:
         """Samples of one step."""
         return self.micro_batches * self.micro_batch_size
-
-
-class Checkpoint(Section):
-    """Checkpoints, written in the background of training."""
-
-    every: Literal["auto"] | int = Field(
-        default="auto",
-        description="Steps between two checkpoints; auto: as often as loses least time, by the measured cost of a "
-        "checkpoint and the rate of failures; 0: none during training.",
-    )
-    keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
-
-    @field_validator("every", mode="before")
-    @classmethod
-    def _require_steps_or_auto(cls, every: object) -> object:
-        return _steps_or_auto(every)
-
-
-class Snapshots(Section):
-    """Copies of the training state in the memory of other workers, so that it outlives all holders of a layer."""
-
-    every: Literal["auto"] | int = Field(
-        default=0,
-        description="Most steps that are repeated after the loss of all holders of a layer; auto: as many as lose "
-        "least time, by the measured cost of a snapshot and the rate of failures; 0: no snapshots.",
-    )
-    mode: Literal["copy", "parity"] = Field(
-        default="copy",
-        description="Backups that workers keep for others. copy: copies of parts of the state; parity: the exclusive or "
-        "of several parts, which takes less memory and restores one of them from the others.",
-    )
-    group: int = Field(default=3, ge=2, description="With mode = parity: parts of a group, each on another host.")
-
-    @field_validator("every", mode="before")
-    @classmethod
-    def _require_steps_or_auto(cls, every: object) -> object:
-        return _steps_or_auto(every)
-
-    @property
-    def parts(self) -> int:
-        """The most parts that share a backup."""
-        return 1 if self.mode == "copy" else self.group
-
-
-class Forked(Section):
-    """Where a forked run began: set by `--fork`, not by hand."""
-
-    run: str = Field(default="", description="Directory of the run that it continues; empty: it is not forked.")
-    step: int = Field(default=0, ge=0, description="Its first step; the steps before are those of that run.")
-    samples: int = Field(default=0, ge=0, description="Samples of the steps before, over all runs.")
-    micro_batch_size: int = Field(default=1, ge=1, description="That of the run that it continues.")
 
 
 class Recovery(Section):
