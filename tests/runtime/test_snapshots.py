@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from chameleon_ft.config import FailurePhase, Parallel, Snapshots
+from chameleon_ft.config import Parallel, Recovery, Snapshots
 from tests.harness import Ended, assert_as_the_plain_loop, fails, small_config, train_here
 
 pytestmark = pytest.mark.multiprocess
+
+EVERY_THIRD = Snapshots(every=3)
+
+
+def train(directory: Path, *, dp: int, pp: int, **changes: Any) -> Ended:
+    fields = {"workers": dp * pp, "parallel": Parallel(dp=dp, pp=pp), "snapshots": EVERY_THIRD, **changes}
+    return train_here(small_config(directory, **fields), directory / "run")
 
 
 def assert_back_by(ended: Ended, most: int) -> None:
@@ -21,15 +29,38 @@ def assert_back_by(ended: Ended, most: int) -> None:
     assert_as_the_plain_loop(ended)
 
 
-@pytest.mark.parametrize("phase", ["forward", "sync"])
-def test_all_holders_of_a_layer_are_killed(tmp_path: Path, phase: FailurePhase) -> None:
-    config = small_config(
-        tmp_path,
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
-        snapshots=Snapshots(every=3),
-        failures=tuple(fails(worker, step=7, phase=phase) for worker in (1, 3)),
-    )
-    ended = train_here(config, tmp_path / "run")
+def test_all_holders_of_a_layer_are_killed(tmp_path: Path) -> None:
+    failures = tuple(fails(worker, step=7, phase="sync") for worker in (1, 3))
+    ended = train(tmp_path, dp=2, pp=2, failures=failures)
     assert ended.lost == {1, 3}
+    assert_back_by(ended, 3)
+    assert ended.failures[-1].resume_step > 0
+    assert not ended.events("checkpoint"), "there is only the one at the end"
+
+
+def test_they_are_killed_before_the_first_snapshot(tmp_path: Path) -> None:
+    ended = train(tmp_path, dp=1, pp=2, failures=(fails(1, step=1, phase="optimizer"),))
+    assert ended.failures[-1].resume_step == 0
+    assert_back_by(ended, 2)
+
+
+def test_parity_brings_back_what_was_lost_while_a_snapshot_was_under_way(tmp_path: Path) -> None:
+    snapshots = Snapshots(every=3, mode="parity", group=3)
+    ended = train(tmp_path, dp=1, pp=4, snapshots=snapshots, failures=(fails(2, step=6, phase="snapshot"),))
+    assert_back_by(ended, 3)
+    taken = [event["step"] for event in ended.events("snapshot")]
+    assert ended.failures[-1].resume_step in taken
+
+
+def test_slices_without_owner_come_back(tmp_path: Path) -> None:
+    parallel = Parallel(dp=3, pp=2, optimizer_redundancy=1)
+    ended = train(tmp_path, dp=3, pp=2, parallel=parallel, failures=(fails(3, step=7, phase="gather"),))
+    assert "the optimizer's state of layers 2-3 is lost" in ended.failures[-1].action
+    assert_back_by(ended, 3)
+
+
+def test_a_loss_on_the_way_back_leads_to_the_same_snapshot(tmp_path: Path) -> None:
+    failures = (fails(1, step=7), fails(4, step=7), fails(5, step=5, phase="confirm"))
+    ended = train(tmp_path, dp=2, pp=3, failures=failures, recovery=Recovery(policy="reroute", salvage=False))
+    assert ended.lost == {1, 4, 5}
     assert_back_by(ended, 3)

@@ -32,7 +32,7 @@ class ClusterState:
     last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
     checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
     snapshot: Snapshot | None = None  # the newest complete one, if it can be restored
-    is_fresh: bool = False  # whether the state of step 0 are fresh weights, which serve as a snapshot
+    is_fresh: bool = False  # whether fresh weights serve as a snapshot until there is one
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
     shadows: Collection[int] = ()  # workers outside the plan to which layers moved in the interrupted generation
     rest: RestOfStep | None = None  # if the interrupted step was being completed after an earlier loss

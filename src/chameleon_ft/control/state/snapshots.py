@@ -35,7 +35,7 @@ class Snapshots:
         unconfirmed: workers that have not reported their part of it.
         held_up_s: longest time for which training on some worker has waited for it.
         begun_at_s: when it was begun, in monotonic seconds.
-        is_fresh: whether the run has begun with fresh weights, which are its state of step 0.
+        is_fresh: whether the run has begun with fresh weights, and no snapshot has been complete yet.
         schedule: when the next one is requested, if the run chooses that itself.
     """
 
@@ -68,7 +68,9 @@ class Snapshots:
         unconfirmed, held_up_s = self.unconfirmed - {worker}, max(self.held_up_s, held_up_s)
         if unconfirmed:
             return replace(self, unconfirmed=unconfirmed, held_up_s=held_up_s)
-        return replace(self, complete=self.taking, taking=None, unconfirmed=frozenset(), held_up_s=held_up_s)
+        return replace(
+            self, complete=self.taking, taking=None, unconfirmed=frozenset(), held_up_s=held_up_s, is_fresh=False
+        )
 
     def given_up(self) -> Self:
         """Note that the snapshot that is being taken will not be complete."""
@@ -85,7 +87,7 @@ class Snapshots:
         """Note that all workers begin with the state after `step` updates: later snapshots are void."""
         complete = self.complete if self.complete is not None and self.complete.step <= step else None
         return replace(
-            self.given_up(), complete=complete, is_fresh=self.is_fresh or is_fresh, schedule=self.schedule.returned()
+            self.given_up(), complete=complete, is_fresh=is_fresh, schedule=self.schedule.returned()
         )
 
     def distrusted(self, after: int) -> Self:
