@@ -494,6 +494,7 @@ SURFACE = {
         "Proposal",
         "Prospect",
         "SalvagedStep",
+        "Snapshots",
         "best_of",
         "classes_to_prepare",
         "complete_step",

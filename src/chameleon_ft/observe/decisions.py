@@ -14,6 +14,7 @@ from chameleon_ft.observe.files import describe_invalid
 from chameleon_ft.observe.records import FailureCostRecord, FailureRecord, OutcomeRecord
 
 __all__ = [
+    "CountedOnSnapshots",
     "DecisionEvent",
     "DecisionStory",
     "ObservedRate",
@@ -102,6 +103,14 @@ class UsedCorrections(_Part):
     slow_links: dict[str, float] = {}
 
 
+class CountedOnSnapshots(_Part):
+    """Seconds of a return to a snapshot, of the steps since the last one, and of the most between two."""
+
+    unsaved_s: float
+    longest_s: float
+    return_s: float
+
+
 class Salvaged(_Part):
     """The predicted seconds of the rest of an interrupted step, and the share of its work that is repeated."""
 
@@ -124,6 +133,7 @@ class DecisionEvent(_Part):
     plan: str
     rate: ObservedRate
     stall: StallParts
+    snapshots: CountedOnSnapshots | None = None
     corrections: UsedCorrections
     chosen: str | None
     horizon_s: float

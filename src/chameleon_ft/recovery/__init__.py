@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.checkpoints import Checkpoints, return_gap_s
+from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots, return_gap_s
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
@@ -35,6 +35,7 @@ __all__ = [
     "Proposal",
     "Prospect",
     "SalvagedStep",
+    "Snapshots",
     "best_of",
     "classes_to_prepare",
     "complete_step",

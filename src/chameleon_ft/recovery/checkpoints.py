@@ -9,7 +9,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["Checkpoints", "daly_interval_s", "expected_unsaved_s", "return_gap_s"]
+__all__ = ["Checkpoints", "Snapshots", "daly_interval_s", "expected_unsaved_s", "return_gap_s"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,30 @@ class Checkpoints:
         if self.write_s is None or return_gap_s == math.inf:
             return max(step_s, self.longest_s)
         return max(step_s, min(self.longest_s, daly_interval_s(self.write_s, return_gap_s)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Snapshots in the memory of workers, to which all go back if an incident takes all holders of some layer.
+
+    Attributes:
+        taken: how often, as for checkpoints.
+        return_s: seconds of the way back, without the steps since the last one.
+
+    Raises:
+        ConfigError: a time that is negative or not finite.
+    """
+
+    taken: Checkpoints
+    return_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.return_s) and self.return_s >= 0):
+            raise ConfigError(f"the way back to a snapshot takes zero or more seconds; got {self.return_s}")
+
+    def to_json(self) -> dict[str, object]:
+        """Return the fields of a decision's record."""
+        return {"unsaved_s": self.taken.unsaved_s, "longest_s": self.taken.longest_s, "return_s": self.return_s}
 
 
 def daly_interval_s(write_s: float, mtbf_s: float) -> float:

@@ -162,4 +162,5 @@ def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:
         reference_step_s=total_work_bound_s(context.costs) * context.step_factor,
         has_checkpoints=context.has_checkpoints,
         salvages=context.salvages,
+        snapshots=context.snapshots,
     )

@@ -12,7 +12,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery.checkpoints import Checkpoints
+from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import DEFAULT_EFFORT
 
@@ -38,6 +38,8 @@ class DecisionContext:
         holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
             transfer leaves layers that need not be sent again.
         checkpoints: how often checkpoints are written, if at all.
+        snapshots: to which all go back, instead of a checkpoint, if a layer loses its last holder; None if there are
+            none.
         migrates: whether layers move while training continues, under the first plan that needs none of them.
         salvages: whether a step that a loss interrupts is completed, so that a loss costs the time in which peers do
             the work of the lost worker.
@@ -63,6 +65,7 @@ class DecisionContext:
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
+    snapshots: Snapshots | None = None
     migrates: bool = False
     salvages: bool = False
     leaving: tuple[Worker, ...] = ()
@@ -124,8 +127,8 @@ class DecisionContext:
 
     @property
     def returns(self) -> bool:
-        """Whether all workers return to a checkpoint, because some layer has no holder."""
-        return self.has_checkpoints and bool(self.held.unheld_layers)
+        """Whether all workers return to a checkpoint, or a snapshot, because some layer has no holder."""
+        return (self.has_checkpoints or self.snapshots is not None) and bool(self.held.unheld_layers)
 
     @property
     def saves_first(self) -> bool:
@@ -134,6 +137,8 @@ class DecisionContext:
 
     @property
     def return_s(self) -> float:
-        """Seconds that a return to a checkpoint takes now, including repeated work."""
+        """Seconds that a return to a checkpoint, or a snapshot, takes now, including repeated work."""
+        if self.snapshots is not None and self.held.unheld_layers:
+            return self.snapshots.return_s + self.snapshots.taken.unsaved_s
         written_s = self.checkpoints.write_s if self.saves_first else None
         return self.restart_cost_s + (self.checkpoints.unsaved_s if written_s is None else written_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from chameleon_ft.recovery.checkpoints import Checkpoints, expected_unsaved_s
+from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots, expected_unsaved_s
 from chameleon_ft.recovery.failure_model import FailureModel, Gap
 from chameleon_ft.recovery.loss_risk import LossRisk
 
@@ -17,7 +17,7 @@ class Expected:
     """The expected outcome of a plan until the next incident.
 
     Attributes:
-        fatal_share: probability that the incident makes a return to a checkpoint necessary.
+        fatal_share: probability that the incident makes a return to a checkpoint, or to a snapshot, necessary.
         return_s: expected seconds of that return, repeated work included.
         shared_s: expected seconds by which the step that the incident interrupts takes longer, because peers do the
             work of the lost worker.
@@ -44,6 +44,7 @@ class Prospect:
             present placement is in force.
         has_checkpoints: whether there is a checkpoint to return to; if not, the run ends.
         salvages: whether a step that a loss interrupts is completed.
+        snapshots: that take the place of checkpoints as long as some workers are left; None if there are none.
     """
 
     failures: FailureModel
@@ -54,6 +55,7 @@ class Prospect:
     exposed: float
     has_checkpoints: bool
     salvages: bool = False
+    snapshots: Snapshots | None = None
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class Prospect:
         reference_step_s: float,
         has_checkpoints: bool,
         salvages: bool = False,
+        snapshots: Snapshots | None = None,
     ) -> Prospect:
         """Return the prospect of a number of live workers.
 
@@ -82,6 +85,7 @@ class Prospect:
             reference_step_s: seconds of a step of workers that are never idle.
             has_checkpoints: whether there is one. If not, a return loses all that the run has trained so far.
             salvages: whether a step that a loss interrupts is completed.
+            snapshots: that are taken, if any.
         """
         return cls(
             failures=failures,
@@ -92,6 +96,7 @@ class Prospect:
             exposed=0.0 if held is None else failures.fatal_probability(held),
             has_checkpoints=has_checkpoints,
             salvages=salvages,
+            snapshots=snapshots,
         )
 
     def of_plan(
@@ -114,10 +119,11 @@ class Prospect:
         E[max(0, G - t)], the integral is (L(stall) - L(reached)) / migration step + L(reached) / step. Without a
         migration this is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
         value over G in place of its value at the mean: an incident before the plan is reached wastes the transition,
-        and its transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of
-        steps. Lost seconds are charged at the same step time for all plans, because otherwise a slow plan would make
-        them cheap. They are those of a return and, if interrupted steps are completed, those by which such a step takes
-        longer because peers do the work of the lost worker: once the plan is reached, step time times `share_per_peer`.
+        and its transfers are repeated. w / I is the time that checkpoints and snapshots take, each w seconds after I
+        seconds of steps. Lost seconds are charged at the same step time for all plans, because otherwise a slow plan
+        would make them cheap. They are those of a return and, if interrupted steps are completed, those by which such a
+        step takes longer because peers do the work of the lost worker: once the plan is reached, step time times
+        `share_per_peer`.
 
         A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
@@ -133,18 +139,27 @@ class Prospect:
             migration_s: seconds after the stall in which layers move while another plan trains.
             migration_step_s: seconds of a step of that plan.
         """
-        exposed, unsaved_s = (1.0, 0.0) if from_checkpoint else (self.exposed, self.checkpoints.unsaved_s)
         mean_gap_s = self.gap.left_after(0.0)
-        returns = fatal + total_loss
-        interval_s = self.checkpoints.interval_s(
-            step_s=step_s, return_gap_s=mean_gap_s / returns if returns else math.inf
-        )
         reached_s = stall_s + migration_s
         during = self.gap.within(reached_s)
-        before, after = during * exposed, (1 - during) * fatal
-        repeat_s = (before + during * total_loss) * unsaved_s
-        repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
-        return_s = (before + after) * self.restart_cost_s + repeat_s
+        before, after = during * (1.0 if from_checkpoint else self.exposed), (1 - during) * fatal
+
+        def repeated(saved: Checkpoints, returns: float, before: float, after: float) -> tuple[float, float]:
+            """Return the expected seconds of repeated steps, and seconds of saving for each second of steps."""
+            interval_s = saved.interval_s(step_s=step_s, return_gap_s=mean_gap_s / returns if returns else math.inf)
+            unsaved_s = 0.0 if from_checkpoint else saved.unsaved_s
+            repeat_s = before * unsaved_s + after * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
+            return repeat_s, (saved.write_s or 0.0) / interval_s
+
+        last = during * total_loss, (1 - during) * total_loss
+        if self.snapshots is None:
+            repeat_s, share = repeated(self.checkpoints, fatal + total_loss, before + last[0], after + last[1])
+            return_s = (before + after) * self.restart_cost_s + repeat_s
+        else:
+            repeat_s, share = repeated(self.checkpoints, total_loss, *last)
+            near_s, own_share = repeated(self.snapshots.taken, fatal, before, after)
+            return_s = (before + after) * self.snapshots.return_s + repeat_s + near_s
+            share += own_share
         shared_s = (1 - during) * share_per_peer * step_s if self.salvages else 0.0
         left_s = self.gap.left_after(reached_s)
         steps = left_s / step_s
@@ -154,6 +169,5 @@ class Prospect:
             fatal_share=before + after,
             return_s=return_s,
             shared_s=shared_s,
-            steps=steps / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
-            - (return_s + shared_s) / self.reference_step_s,
+            steps=steps / (1 + share) - (return_s + shared_s) / self.reference_step_s,
         )

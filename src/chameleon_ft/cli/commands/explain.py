@@ -13,6 +13,7 @@ from chameleon_ft.cli.output import Output
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import FailureRecord, OutcomeRecord, RunDirectory
 from chameleon_ft.observe.decisions import (
+    CountedOnSnapshots,
     DecisionEvent,
     DecisionStory,
     ObservedRate,
@@ -99,6 +100,7 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
                 ("in force", f"{decided.plan}; {decided.live} workers {present}"),
                 ("expected", _describe_failure_rate(decided.rate, live=decided.live, horizon_s=decided.horizon_s)),
                 ("stall", _describe_stall(decided.stall)),
+                *_describe_snapshots(decided.snapshots),
                 ("corrected", _describe_corrections(decided.corrections)),
             ]
         )
@@ -182,7 +184,7 @@ def _outcome_facts(story: DecisionStory) -> Iterator[tuple[str, Any]]:
     else:
         yield "action", f"{story.policy}: {action}" if action else story.policy
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        yield "predicted", f"step {duration(best.step_s)}, {_describe_predicted_stall(best, decided.stall)}"
+        yield "predicted", f"step {duration(best.step_s)}, {_describe_predicted_stall(best, decided)}"
     if decided.salvaged is not None:
         yield (
             "salvaged",
@@ -310,13 +312,23 @@ def _describe_stall(stall: StallParts) -> str:
     return f"{sum(parts.values()):.3f} s = {_sum(parts)}; transfers on top"
 
 
+def _describe_snapshots(snapshots: CountedOnSnapshots | None) -> list[tuple[str, str]]:
+    """Say what a loss of all holders of a layer would cost with snapshots; empty without."""
+    if snapshots is None:
+        return []
+    every = f", one after at most {duration(snapshots.longest_s)} of steps" if snapshots.longest_s else ""
+    return [("snapshots", f"if a layer loses all holders, back to one in {duration(snapshots.return_s)}{every}")]
+
+
 def _sum(parts: dict[str, float]) -> str:
     return " + ".join(f"{name} {part_s:.3f}" for name, part_s in parts.items())
 
 
-def _describe_predicted_stall(chosen: ScoredCandidate, stall: StallParts) -> str:
+def _describe_predicted_stall(chosen: ScoredCandidate, decision: DecisionEvent) -> str:
     assert chosen.stall_s is not None
-    text = f"stall {duration(chosen.stall_s)}"
+    stall, text = decision.stall, f"stall {duration(chosen.stall_s)}"
+    if chosen.policy.startswith("snapshot"):
+        return f"{text}: the way back to the snapshot and the steps since"
     if stall.restart_cost_s is not None and chosen.stall_s == stall.restart_cost_s:
         return f"{text}: recovery.restart_cost_s and the steps since the checkpoint"
     return f"{text}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else text

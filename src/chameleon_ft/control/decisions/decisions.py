@@ -19,6 +19,7 @@ from chameleon_ft import recovery
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.foreseen import Foreseen
+from chameleon_ft.control.decisions.keepers import expected_snapshots
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.decisions.switch import decide_on_switch
@@ -204,7 +205,7 @@ class Decisions:
         """
         in_force = state.placed if cluster is None else state.in_force
         assert in_force is not None
-        return self._planner.context(
+        context = self._planner.context(
             in_force,
             [worker for worker in state.members.live() if worker not in without],
             state.members.hosts(),
@@ -215,3 +216,4 @@ class Decisions:
             leaving=without,
             held=None if cluster is None else cluster.held,
         )
+        return replace(context, snapshots=expected_snapshots(state, context, has_reports=cluster is not None))

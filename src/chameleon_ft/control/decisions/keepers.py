@@ -1,4 +1,4 @@
-"""The keepers of snapshots under the next plan; see `plan.snapshots`."""
+"""The keepers of snapshots under the next plan, and what a way back to one costs; see `plan.snapshots`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from chameleon_ft.config import Snapshots
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.state.state import State
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
-from chameleon_ft.recovery import without_shadow_holders
+from chameleon_ft.recovery import Checkpoints, DecisionContext, without_shadow_holders
+from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["with_keepers"]
+__all__ = ["expected_snapshots", "with_keepers"]
 
 
 def with_keepers(
@@ -36,3 +38,33 @@ def with_keepers(
 
     layout = lay_out_snapshot(placement, hosts, plan.sharding, group=snapshots.parts, weight=weight)
     return replace(plan, snapshots=layout)
+
+
+def expected_snapshots(state: State, context: DecisionContext, *, has_reports: bool) -> ExpectedSnapshots | None:
+    """Return the snapshots that a decision counts on; None if there is none to go back to.
+
+    The way back takes the phases of a stall, and the time in which the state of the worker that holds most crosses the
+    slowest link.
+
+    Args:
+        has_reports: whether all workers have quiesced, so that the steps since the last snapshot are known.
+    """
+    every, snapshots = state.settings.snapshots.every, state.snapshots
+    if not every or (snapshots.restorable is None and not snapshots.is_fresh):
+        return None
+    step_s = state.detectors.watchdog.step_s
+    saved = 0 if snapshots.restorable is None else snapshots.restorable.step
+    layers, cluster = context.costs.workload.layers, context.costs.cluster
+    placement = context.plan.placement
+    most_bytes = max(
+        sum(state_bytes(layers[layer]) for own in placement.ranges_of(worker) for layer in own)
+        for worker in placement.workers
+    )
+    link = cluster.inter_host if len(set(cluster.hosts.values())) > 1 else cluster.intra_host
+    return ExpectedSnapshots(
+        taken=Checkpoints(
+            unsaved_s=max(0, state.committed - saved) * step_s if has_reports else 0.0,
+            longest_s=(snapshots.schedule.interval_s or 0.0) if every == "auto" else every * step_s,
+        ),
+        return_s=context.phases.total_s + link.message_s(most_bytes) * context.transfer_factor,
+    )

@@ -245,6 +245,7 @@ class Planner:
                 "regroup_s": phases.regroup_s,
                 "restart_cost_s": context.return_s,
             },
+            "snapshots": context.snapshots and context.snapshots.to_json(),
             "corrections": corrections.to_json(),
         }
 

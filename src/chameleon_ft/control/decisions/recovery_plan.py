@@ -109,8 +109,10 @@ def decide(
         is_as_planned = prepared is None or context.held == context.placement
         transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
         anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
-    checked = prepared is not None
-    return replace(anew, program=course.program, decision=decision, prepared=checked, is_checked=checked)
+    # On the way back to a snapshot, other workers may take the places of the plan.
+    program = course.program if anew.plan == course.plan else None
+    checked = prepared is not None and program is not None
+    return replace(anew, program=program, decision=decision, prepared=checked, is_checked=checked)
 
 
 def decide_in_place(
@@ -323,10 +325,11 @@ def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.
     layers, plan = context.costs.workload.layers, back.plan
     held = {worker: restoration.held.get(worker, ()) for worker in sorted(cluster.live)}
     kept = placement_of(held, len(layers))
-    if back.policy == "snapshot" and plan != cluster.plan:
-        kinds = worker_kinds(context.costs.cluster)
-        plan = remap_plan(plan, plan_transfer(kept, plan.placement, kinds=kinds, layers=layers).roles)
-        back = replace(back, plan=plan, in_flight_limits=default_limits(plan))
+    if plan != cluster.plan:
+        roles = plan_transfer(kept, plan.placement, kinds=worker_kinds(context.costs.cluster), layers=layers).roles
+        plan = remap_plan(plan, roles)
+        limits = FrozenMap({roles.get(worker, worker): limit for worker, limit in back.in_flight_limits.items()})
+        back = replace(back, plan=plan, in_flight_limits=limits)
     transition = plan_transition(kept, plan.placement, held=held, layers=layers, moves_slices=True)
     assert transition is not None
     participants = {*transition.participants, *restoration.senders}

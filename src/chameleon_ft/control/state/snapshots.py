@@ -86,9 +86,7 @@ class Snapshots:
     def loaded(self, step: int, *, is_fresh: bool) -> Self:
         """Note that all workers begin with the state after `step` updates: later snapshots are void."""
         complete = self.complete if self.complete is not None and self.complete.step <= step else None
-        return replace(
-            self.given_up(), complete=complete, is_fresh=is_fresh, schedule=self.schedule.returned()
-        )
+        return replace(self.given_up(), complete=complete, is_fresh=is_fresh, schedule=self.schedule.returned())
 
     def distrusted(self, after: int) -> Self:
         """Note that the state may have been wrong for more than `after` updates."""

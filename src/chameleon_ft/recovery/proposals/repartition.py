@@ -60,13 +60,14 @@ def _find(context: DecisionContext, *, least_holders: int) -> SearchResult | Inf
 def repartition(name: str, found: SearchResult | InfeasibleError, context: DecisionContext) -> list[Proposal]:
     """Propose the plan that was found, slower ones that move less, and slower ones with more copies of the layers.
 
-    If some layer has no holder any more and there is a checkpoint, all is read from it, and nothing has to move.
+    If some layer has no holder any more and there is a checkpoint, all is read from it, and nothing has to move. With a
+    snapshot, layers come back on the workers that keep them.
     """
     if isinstance(found, InfeasibleError):
         return [Proposal(name=name, reason=str(found))]
     plans = [found.best, *found.alternatives]
     if context.returns:
-        name = "checkpoint"
+        name = "checkpoint" if context.snapshots is None else "snapshot"
         proposals = [
             Proposal.of(numbered(name, number), each, from_checkpoint=True)
             for number, each in enumerate(plans, start=1)
