@@ -34,7 +34,7 @@ def words(text: str) -> str:
         (
             ("inject", "run", "--worker", "1", "--phase", "now"),
             "Expected one of ('forward', 'backward', 'sync', 'vote', 'optimizer', 'gather', 'recovery', 'rest', "
-            "'preparation', 'transfer', 'confirm', 'switch', 'checkpoint')",
+            "'preparation', 'transfer', 'confirm', 'switch', 'checkpoint', 'snapshot')",
         ),
     ],
 )

@@ -478,3 +478,16 @@ def test_a_configuration_without_a_profile_is_measured_once(
     assert "has no profile" not in second.err
     assert f"profile taken from {kept}: " in second.err
     assert second.out == first.out
+
+
+def test_the_memory_of_snapshots_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def memory(*more: str) -> int:
+        found: int = max(predicted(capsys, *PRESET, *more)["snapshot_bytes"].values(), default=0)
+        return found
+
+    copies, parity = memory("--snapshots", "copy"), memory("--snapshots", "parity", "--workers-per-host", "1")
+    assert memory() == 0 < parity < copies
+    text = plan(capsys, *PRESET, "--snapshots", "copy")
+    assert re.search(
+        r"snapshots +[\d.]+ GB of host memory for a worker at most: two, each of [\d.]+ GB of its own", text
+    )

@@ -20,9 +20,12 @@ from chameleon_ft.cli.costs import (
     profile_of,
 )
 from chameleon_ft.cli.run_config import read_config_values
-from chameleon_ft.config import Batch, Parallel, RunConfig, TrainConfig, config_type, parse_config
+from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import SnapshotMemory, part_bytes, snapshot_memory
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan.shards import shard_optimizer
+from chameleon_ft.plan.snapshots import lay_out_snapshot
 from chameleon_ft.presets import PRECISIONS, ModelShape, device, state_policy
 from chameleon_ft.profiles import Profile, derived_profile, profile_of_run, read_profile
 from chameleon_ft.recovery import uniform_limits
@@ -65,6 +68,10 @@ class PlanArguments:
     """Run the two halves of the backward separately, whatever CONFIG says."""
     optimizer_redundancy: OptionalInt = None
     """Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all."""
+    snapshots: Annotated[
+        Optional[Literal["copy", "parity"]],  # noqa: UP045
+        metavar("{copy,parity}", "Snapshots whose memory is printed; by default those of CONFIG, or none."),
+    ] = None
     workers_per_host: WorkersPerHost = 8
     workers: OptionalInt = None
     """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
@@ -97,11 +104,13 @@ class PlanCase:
         profile: costs of layers and links.
         costs: of a step on all workers.
         parallel: the layout of equal pipelines; None if one is to be searched for.
+        snapshots: how they are kept; None if there are none.
     """
 
     profile: Profile
     costs: CostModel
     parallel: Parallel | None
+    snapshots: Snapshots | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -126,6 +135,17 @@ class PlanCase:
             micro_batches=self.micro_batches,
             split_backward=parallel.split_backward,
         )
+
+    def snapshot_memory_of(self, plan: Plan) -> dict[int, SnapshotMemory]:
+        """Return the memory of hosts that snapshots take under a plan, by worker; empty if there are none."""
+        if self.snapshots is None:
+            return {}
+        workload, hosts, placement = self.costs.workload, self.costs.cluster.hosts, plan.placement
+        owners = workload.owners
+        sharding = None if owners is None else shard_optimizer(placement, hosts, owners)
+        weight = part_bytes(workload.layers, has_slices=sharding is not None)
+        layout = lay_out_snapshot(placement, hosts, sharding, group=self.snapshots.parts, weight=weight)
+        return snapshot_memory(layout, workload.layers)
 
     def layouts(self) -> Iterator[Parallel]:
         """Yield all layouts of equal pipelines that the workers can have, the shallowest first."""
@@ -196,6 +216,7 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
         micro_batches=config.batch.micro_batches,
         parallel=None if given.workers is not None else config.parallel,
         per_host=per_host,
+        snapshots=config.snapshots if config.snapshots.every else None,
     )
 
 
@@ -236,6 +257,7 @@ def _build(
     micro_batches: int,
     parallel: Parallel | None,
     per_host: int,
+    snapshots: Snapshots | None = None,
 ) -> PlanCase:
     hosts, speeds = hosts_of(workers, per_host), _speeds(given.slow)
     for worker in speeds:
@@ -244,7 +266,9 @@ def _build(
     owners = given.optimizer_redundancy or (None if parallel is None else parallel.owners)
     workload = replace(profile.workload(micro_batches), owners=owners)
     costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
-    return PlanCase(profile=profile, costs=costs, parallel=parallel)
+    if given.snapshots is not None:
+        snapshots = (snapshots or Snapshots()).model_copy(update={"mode": given.snapshots})
+    return PlanCase(profile=profile, costs=costs, parallel=parallel, snapshots=snapshots)
 
 
 def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:

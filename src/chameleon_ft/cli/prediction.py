@@ -162,6 +162,9 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
             "capacity_bytes": {str(worker): costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers},
+            "snapshot_bytes": {
+                str(worker): memory.total_bytes for worker, memory in self.case.snapshot_memory_of(self.plan).items()
+            },
             "fits": not self.missing_bytes,
             **({} if self.search is None else self.search.to_json()),
         }

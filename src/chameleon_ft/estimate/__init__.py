@@ -8,6 +8,7 @@ from __future__ import annotations
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory, workload_memory
 from chameleon_ft.estimate.rest import RestEstimate, estimate_rest, lost_share_s
+from chameleon_ft.estimate.snapshots import SnapshotMemory, part_bytes, snapshot_memory
 from chameleon_ft.estimate.step import (
     PartsEstimate,
     StepEstimate,
@@ -27,6 +28,7 @@ __all__ = [
     "PartsEstimate",
     "PipelineTimes",
     "RestEstimate",
+    "SnapshotMemory",
     "StallModel",
     "StepEstimate",
     "SyncEstimate",
@@ -38,12 +40,14 @@ __all__ = [
     "estimate_step",
     "estimate_sync",
     "lost_share_s",
+    "part_bytes",
     "peak_bytes_of",
     "pipeline_bound_s",
     "pipeline_times",
     "plan_bound_s",
     "program_memory",
     "reduction_times",
+    "snapshot_memory",
     "state_bytes",
     "total_work_bound_s",
     "workload_memory",

@@ -133,6 +133,13 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if again := list(plan.recompute):
         which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"
         yield "memory", f"{which}, to save memory"
+    if snapshots := prediction.case.snapshot_memory_of(plan):
+        most = max(snapshots.values(), key=lambda each: each.total_bytes)
+        yield (
+            "snapshots",
+            f"{data_size(most.total_bytes)} of host memory for a worker at most: two, each of "
+            f"{data_size(most.own_bytes)} of its own state and {data_size(most.backup_bytes)} of backups",
+        )
     yield "bubble", f"{estimate.bubble:.1%} of the workers' time is idle"
 
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from chameleon_ft.config import Snapshots
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.state import State
-from chameleon_ft.estimate import state_bytes
-from chameleon_ft.plan.shards import UNITS
-from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
+from chameleon_ft.estimate import part_bytes, state_bytes
+from chameleon_ft.plan.snapshots import lay_out_snapshot
 from chameleon_ft.recovery import Checkpoints, DecisionContext, without_shadow_holders
 from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
 from chameleon_ft.schedule import CostModel
@@ -30,12 +29,7 @@ def with_keepers(
     placement, layers = plan.plan.placement, costs_of(hosts).workload.layers
     if plan.migration is not None:
         placement = without_shadow_holders(placement, plan.migration)
-
-    def weight(part: Part) -> float:
-        layer = layers[part.layer]
-        sliced = 0 if plan.sharding is None else layer.optimizer_bytes - layer.master_bytes
-        return sliced * (part.stop - part.start) / UNITS if part.stop else state_bytes(layer) - sliced
-
+    weight = part_bytes(layers, has_slices=plan.sharding is not None)
     layout = lay_out_snapshot(placement, hosts, plan.sharding, group=snapshots.parts, weight=weight)
     return replace(plan, snapshots=layout)
 

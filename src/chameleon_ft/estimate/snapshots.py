@@ -1,0 +1,60 @@
+"""The memory of hosts that snapshots take; see `plan.snapshots`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.estimate.transition import state_bytes
+from chameleon_ft.plan.shards import UNITS
+from chameleon_ft.plan.snapshots import Part, SnapshotLayout
+from chameleon_ft.workload import LayerCost
+
+__all__ = ["SnapshotMemory", "part_bytes", "snapshot_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMemory:
+    """Bytes that a worker keeps in the memory of its host for one snapshot: of its own parts, and of backups.
+
+    It keeps two snapshots while one is being taken, and memory that was in use stays for the next one.
+    """
+
+    own_bytes: int
+    backup_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of two snapshots."""
+        return 2 * (self.own_bytes + self.backup_bytes)
+
+
+def part_bytes(layers: Sequence[LayerCost], *, has_slices: bool) -> Callable[[Part], int]:
+    """Return a function that gives the bytes of a part.
+
+    Args:
+        layers: costs of all layers.
+        has_slices: whether slices of the optimizer's state are parts of their own.
+    """
+
+    def bytes_of(part: Part) -> int:
+        layer = layers[part.layer]
+        sliced = layer.optimizer_bytes - layer.master_bytes if has_slices else 0
+        return sliced * (part.stop - part.start) // UNITS if part.stop else state_bytes(layer) - sliced
+
+    return bytes_of
+
+
+def snapshot_memory(layout: SnapshotLayout, layers: Sequence[LayerCost]) -> dict[int, SnapshotMemory]:
+    """Return the memory of each worker that keeps something; `layers`: costs of all layers."""
+    bytes_of = part_bytes(layers, has_slices=any(part.stop for part, _ in layout.keepers))
+    own: dict[int, int] = {}
+    backups: dict[int, int] = {}
+    for part, keepers in layout.keepers:
+        for keeper in keepers:
+            own[keeper] = own.get(keeper, 0) + bytes_of(part)
+    for backup in layout.backups:
+        backups[backup.worker] = backups.get(backup.worker, 0) + max(map(bytes_of, backup.parts))
+    return {
+        worker: SnapshotMemory(own.get(worker, 0), backups.get(worker, 0)) for worker in sorted(own.keys() | backups)
+    }
