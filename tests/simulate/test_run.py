@@ -106,6 +106,29 @@ def test_without_a_holder_of_a_layer_all_return_to_a_checkpoint() -> None:
         assert result.stall_s == pytest.approx(BY_CLASS.restart_cost_s)
 
 
+@pytest.mark.parametrize("interval_s", [3_600.0, math.inf])
+@pytest.mark.parametrize("before", [BY_CLASS, EXACT])
+def test_snapshots_take_the_place_of_checkpoints(before: Parameters, interval_s: float) -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=2, micro_batches=24)
+    trace = Trace.from_faults([Fault((0, 2), 5_000.0)], workers=4, duration_s=10_000.0)
+    parameters = replace(before, checkpoint_interval_s=interval_s, snapshot_every=10)
+    result = simulate(trace, workload(), cluster(4), ["chameleon"], parameters=parameters, start=plan).policies[
+        "chameleon"
+    ]
+    assert result.decisions_by_kind == {"snapshot": 1}
+    assert 0 < result.lost_s <= 11 * result.decisions[0].predicted_step_s, "its steps are the longer ones"
+    assert "checkpoint" not in result.lost_by_cause
+    assert result.stall_s == pytest.approx(parameters.after_loss.total_s + parameters.snapshot_return_s, abs=1.0)
+
+
+def test_a_snapshot_makes_steps_longer() -> None:
+    def samples(**changes: float) -> float:
+        parameters = replace(BY_CLASS, checkpoint_interval_s=math.inf, snapshot_every=4, **changes)
+        return simulated(Trace(6, 10_000.0, ()), "chameleon", parameters=parameters).policies["chameleon"].samples
+
+    assert samples(snapshot_cost_s=2.0) < samples() * 0.99
+
+
 def test_without_live_workers_all_wait() -> None:
     trace = Trace.from_faults([Fault((0, 1), 1_000.0, 3_000.0)], workers=2, duration_s=10_000.0)
     for parameters in (BY_CLASS, EXACT):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from chameleon_ft.recovery import Checkpoints, FailureModel
+from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
 from chameleon_ft.simulate.accounting.account import Account, Change
 from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Throughput
@@ -211,13 +211,16 @@ class PolicySimulation:
         self._record_outcome()
         repeat_s = option.repeat_s
         if option.in_place:
-            step_s = option.step_s + self.parameters.step_overhead_s
+            step_s = option.step_s + self._overhead_s
             repeat_s = account.salvage(step_s=step_s, share_s=option.share_s)
         elif is_hit or cause == "slow" or before is None:
             account.lose_step()
         if option.from_checkpoint and not option.saves_first:
             account.lose_step()
-            account.return_to_checkpoint()
+            if option.from_snapshot:
+                account.return_to_snapshot(self.parameters.snapshot_every)
+            else:
+                account.return_to_checkpoint()
         stall_s = option.still_s + repeat_s
         self._record(cause, option.policy, step_s=option.step_s, stall_s=stall_s, repeat_s=repeat_s)
         if not account.is_changing:
@@ -247,8 +250,22 @@ class PolicySimulation:
             in_place=in_place,
             interrupted=now_s < resume_s,
             checkpoints=self._checkpoints,
+            snapshots=self._snapshots,
             rate=rate,
         )
+
+    @property
+    def _overhead_s(self) -> float:
+        return self.parameters.overhead_s if self.planner.salvages else self.parameters.step_overhead_s
+
+    @property
+    def _snapshots(self) -> Snapshots | None:
+        """The snapshots, as long as there is a plan whose workers have some."""
+        every, active = self.parameters.snapshot_every, self._active
+        if not (every and self.planner.salvages and active is not None):
+            return None
+        unsaved_s = self.account.unsnapped(every)[1] + self.account.part_s
+        return self.parameters.snapshots(unsaved_s=unsaved_s, step_s=active.step_s + self._overhead_s)
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -269,7 +286,7 @@ class PolicySimulation:
         change = Change(
             cause=cause,
             stall_s=option.still_s,
-            step_s=option.step_s + parameters.step_overhead_s,
+            step_s=option.step_s + self._overhead_s,
             checkpoint_every_s=self._checkpoints.interval_s(step_s=option.step_s, return_gap_s=return_gap_s),
             write_s=parameters.checkpoint_write_s,
             saved=option.saves_first,
@@ -278,7 +295,7 @@ class PolicySimulation:
         self._note_rate(option)
 
     def _note_rate(self, option: Option) -> None:
-        step_s = option.step_s + self.parameters.step_overhead_s
+        step_s = option.step_s + self._overhead_s
         self.rates.note(live_of(self._speeds.values()), self.samples_per_step / step_s)
 
     def _record(self, cause: str, kind: str, *, step_s: float, stall_s: float = 0.0, repeat_s: float = 0.0) -> None:
@@ -292,7 +309,7 @@ class PolicySimulation:
                 live=len(self._speeds),
                 predicted_stall_s=stall_s,
                 stall_s=stall_s,
-                predicted_step_s=step_s + self.parameters.step_overhead_s,
+                predicted_step_s=step_s + self._overhead_s,
                 step_s=None,
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
 
 __all__ = ["Parameters"]
 
@@ -35,6 +35,11 @@ class Parameters:
             rest in the background as in CheckFreq (Mohan et al., FAST 2021). The duration is a guess.
         checkpoint_interval_s: most seconds of steps between two checkpoints; see `recovery.Checkpoints`. If infinite,
             only `restart` has checkpoints, and a policy that needs one ends.
+        snapshot_every: steps between two snapshots in the memory of workers, under policies that salvage; 0 for none.
+            They take the place of checkpoints as long as some plan fits the live workers.
+        snapshot_cost_s: seconds by which a snapshot makes steps longer, all together.
+        snapshot_return_s: seconds in which the state of a snapshot moves to where it is needed, after the phases of the
+            stall; a guess for a worker's share over a fast link.
         redundant_forward: share of a stage's forward that its neighbour computes again under `redundant`: all of it in
             Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. The part that does not fit into them makes
             the step longer, and nothing else: a loss costs the phases above, and the remaining workers have the fastest
@@ -59,6 +64,9 @@ class Parameters:
     restart_cost_s: float = 300.0
     checkpoint_write_s: float = 1.0
     checkpoint_interval_s: float = 3_600.0
+    snapshot_every: int = 0
+    snapshot_cost_s: float = 0.0
+    snapshot_return_s: float = 1.0
     redundant_forward: float = 1.0
     salvage: bool = True
     exact_up_to: int = 32
@@ -78,6 +86,21 @@ class Parameters:
     def has_checkpoints(self) -> bool:
         """Whether checkpoints are written."""
         return math.isfinite(self.checkpoint_interval_s)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that a step takes beyond its estimate, its share of snapshots included."""
+        return self.step_overhead_s + (self.snapshot_cost_s / self.snapshot_every if self.snapshot_every else 0.0)
+
+    def snapshots(self, *, unsaved_s: float, step_s: float) -> Snapshots:
+        """Return what decisions count on.
+
+        Args:
+            unsaved_s: seconds of steps since the last snapshot.
+            step_s: seconds of a step.
+        """
+        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=self.snapshot_every * step_s)
+        return Snapshots(taken=taken, return_s=self.after_loss.total_s + self.snapshot_return_s)
 
     @property
     def rate(self) -> FailureModel:

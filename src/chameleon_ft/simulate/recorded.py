@@ -89,6 +89,7 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             host_failure_fraction=recovery.host_failure_fraction,
             restart_cost_s=recovery.restart_cost_s,
             checkpoint_interval_s=every * step_s if every else math.inf,
+            snapshot_every=_steps_between_snapshots(run),
             salvage=recovery.salvage and config.receives_block,
         ),
     )
@@ -223,9 +224,22 @@ def _steps_between_checkpoints(run: RunDirectory) -> float:
     config = run.config()
     if config.checkpoint.every != "auto":
         return config.checkpoint.every
-    written = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
-    gaps = [after - before for before, after in itertools.pairwise(written) if after > before]
-    return statistics.median(gaps) if gaps else config.steps
+    return _median_gap(run, "checkpoint") or config.steps
+
+
+def _steps_between_snapshots(run: RunDirectory) -> int:
+    """Return the median, which is below the configured most; 0 if there was none."""
+    config = run.config()
+    if not config.snapshots.every:
+        return 0
+    most = config.steps if config.snapshots.every == "auto" else config.snapshots.every
+    return round(_median_gap(run, "snapshot") or most)
+
+
+def _median_gap(run: RunDirectory, event: str) -> float | None:
+    steps = [each["step"] for each in run.events() if each["event"] == event]
+    gaps = [after - before for before, after in itertools.pairwise(steps) if after > before]
+    return statistics.median(gaps) if gaps else None
 
 
 def _first(run: RunDirectory) -> GenerationPlan:

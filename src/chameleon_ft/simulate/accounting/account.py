@@ -187,6 +187,23 @@ class Account:
         self.steps -= self._unsaved
         self._unsaved, self._unsaved_s = 0, 0.0
 
+    def unsnapped(self, every: int) -> tuple[int, float]:
+        """Return the steps since the last snapshot, or checkpoint if that is later, and their seconds.
+
+        A snapshot follows after each step whose number is a multiple of `every`.
+        """
+        steps = min(self.steps % every, self._unsaved)
+        return steps, steps * self._unsaved_s / self._unsaved if self._unsaved else 0.0
+
+    def return_to_snapshot(self, every: int) -> None:
+        """Give up all steps since the last snapshot; `lose_step` comes first."""
+        steps, seconds = self.unsnapped(every)
+        if seconds:
+            self.lost_by_cause["snapshot"] += seconds
+        self.useful_s -= seconds
+        self.steps -= steps
+        self._unsaved, self._unsaved_s = self._unsaved - steps, self._unsaved_s - seconds
+
     def _end_step(self) -> None:
         """End the step that ends just now; it may miss its end by a rounding."""
         if self._training is not None and self.part_s > self._training.step_s / 2:

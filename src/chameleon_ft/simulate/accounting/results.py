@@ -70,8 +70,8 @@ class PolicyResult:
         checkpoint_s: seconds in which training stopped for a checkpoint.
         unfinished_s: seconds in the step that the end of the trace cut off.
         stall_by_cause: seconds of stalls after a decision, by its cause (`lost`, `back`, `slow`, `review`).
-        lost_by_cause: seconds of lost work, in the interrupted step (`step`) or since the last checkpoint
-            (`checkpoint`). All these seconds add up to `duration_s`.
+        lost_by_cause: seconds of lost work, in the interrupted step (`step`) or since the last checkpoint or snapshot
+            (`checkpoint`, `snapshot`). All these seconds add up to `duration_s`.
         decisions: in order of time.
 
     Raises:

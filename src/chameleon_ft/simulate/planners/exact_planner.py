@@ -207,6 +207,7 @@ class ExactPlanner(Planner):
             restart_cost_s=parameters.restart_cost_s,
             has_checkpoints=parameters.has_checkpoints,
             checkpoints=state.checkpoints,
+            snapshots=state.snapshots,
             migrates=self.salvages and not state.lost,
             salvages=self.salvages,
             home=None if self._home is None else self._home.plan,
@@ -250,7 +251,9 @@ class ExactPlanner(Planner):
             return []
         from_checkpoint = course.transfer is None
         saves_first = from_checkpoint and not self._lost
-        repeat_s = state.checkpoints.unsaved_s if from_checkpoint else state.repeat_s
+        near = state.snapshots if chosen.policy.startswith("snapshot") else None
+        saved = state.checkpoints if near is None else near.taken
+        repeat_s = saved.unsaved_s if from_checkpoint else state.repeat_s
         repeat_s = repeat_s if chosen.stall_s and not saves_first else 0.0
         return [
             Option(
@@ -264,6 +267,7 @@ class ExactPlanner(Planner):
                 moved_bytes=chosen.moved_bytes,
                 from_checkpoint=from_checkpoint,
                 saves_first=saves_first,
+                from_snapshot=near is not None,
             )
         ]
 

@@ -9,7 +9,17 @@ from typing import Any
 
 from chameleon_ft.estimate import lost_share_s, total_work_bound_s
 from chameleon_ft.plan import Placement
-from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Policy, Prospect, best_of, score
+from chameleon_ft.recovery import (
+    Candidate,
+    Checkpoints,
+    FailureModel,
+    LossRisk,
+    Policy,
+    Prospect,
+    Snapshots,
+    best_of,
+    score,
+)
 from chameleon_ft.simulate.by_class.world import World
 
 __all__ = ["Option", "Planner", "SimulatorState"]
@@ -27,6 +37,7 @@ class SimulatorState:
         in_place: whether to continue at once, without moving layers; everything else is decided later.
         interrupted: whether the last change was not completed, so that its plan was not reached.
         checkpoints: how often they are written, and the steps since the last one.
+        snapshots: likewise; None if there is none to go back to.
         rate: the failure model.
     """
 
@@ -37,6 +48,7 @@ class SimulatorState:
     in_place: bool = False
     interrupted: bool
     checkpoints: Checkpoints
+    snapshots: Snapshots | None = None
     rate: FailureModel
 
     @property
@@ -54,6 +66,7 @@ class Option(Candidate):
         still_s: seconds of standing still; `stall_s` adds `repeat_s`.
         repeat_s: work that is done again.
         saves_first: whether a checkpoint is written first, so that nothing is done again.
+        from_snapshot: with `from_checkpoint`: whether its state is that of a snapshot.
         in_place: whether it continues the current step.
         share_s: seconds by which that step takes longer, without the stall.
     """
@@ -64,6 +77,7 @@ class Option(Candidate):
     repeat_s: float = 0.0
     stall_s: float = field(init=False)
     saves_first: bool = False
+    from_snapshot: bool = False
     in_place: bool = False
     share_s: float = 0.0
 
@@ -117,14 +131,16 @@ class Planner(ABC):
             if option is not None:
                 return self._activate(self._salvaged(option, self._placement(before).without(gone), state))
         options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
-        if not options and self._has_checkpoints and state.speeds:
+        near = None if self._reached is None else state.snapshots
+        if not options and (self._has_checkpoints or near is not None) and state.speeds:
             options = [
                 replace(
                     option,
-                    policy="checkpoint",
-                    still_s=self._parameters.restart_cost_s,
-                    repeat_s=state.checkpoints.unsaved_s,
+                    policy="checkpoint" if near is None else "snapshot",
+                    still_s=self._parameters.restart_cost_s if near is None else near.return_s,
+                    repeat_s=(state.checkpoints if near is None else near.taken).unsaved_s,
                     from_checkpoint=True,
+                    from_snapshot=near is not None,
                 )
                 for option in self._restarts(state)
             ]
@@ -164,6 +180,7 @@ class Planner(ABC):
             reference_step_s=total_work_bound_s(self._costs) * whole_speed / sum(speeds.values()),
             has_checkpoints=self._has_checkpoints,
             salvages=self.salvages,
+            snapshots=state.snapshots,
         )
         index = best_of(score(options, prospect, samples=1), prospect)
         return None if index is None else options[index]
