@@ -26,6 +26,7 @@ def assert_back_by(ended: Ended, most: int) -> None:
     last = ended.failures[-1]
     assert last.policy == "snapshot"
     assert 0 <= last.step - last.resume_step <= most
+    assert ended.summary["samples_repeated"] == (len(ended.steps) - len(set(ended.steps))) * 12
     assert_as_the_plain_loop(ended)
 
 

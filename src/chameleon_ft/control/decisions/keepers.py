@@ -26,11 +26,12 @@ def with_keepers(
     """Return the plan with the layout of snapshots that are taken under it, if any are."""
     if not snapshots.every:
         return plan
-    placement, layers = plan.plan.placement, costs_of(hosts).workload.layers
+    placement, costs = plan.plan.placement, costs_of(hosts)
     if plan.migration is not None:
         placement = without_shadow_holders(placement, plan.migration)
-    weight = part_bytes(layers, has_slices=plan.sharding is not None)
-    layout = lay_out_snapshot(placement, hosts, plan.sharding, group=snapshots.parts, weight=weight)
+    weight = part_bytes(costs.workload.layers, has_slices=plan.sharding is not None)
+    group = snapshots.parts
+    layout = lay_out_snapshot(placement, costs.cluster.hosts, plan.sharding, group=group, weight=weight)
     return replace(plan, snapshots=layout)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
-from chameleon_ft.recovery import Checkpoints, return_gap_s, risk_of
+from chameleon_ft.recovery import POLICIES, Checkpoints, risk_of
 
 __all__ = ["committed", "repeat_orders", "switched", "taken"]
 
@@ -85,11 +85,13 @@ def _request(draft: Draft) -> None:
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
     """Return the seconds of steps between two snapshots that lose least.
 
-    They serve after incidents that take all holders of some layer; after others, a checkpoint does.
+    They serve after incidents that take all holders of some layer, or under the policy `restart` after all.
     """
     state = draft.state
     assert state.active is not None
-    hosts = state.hosts()
+    hosts, rate = state.hosts(), state.history.rate
     live = {worker: hosts[worker] for worker in state.members.live()}
-    gap_s = return_gap_s(state.history.rate, risk_of(state.active.plan.placement, live), len(live))
+    returns_always = POLICIES[state.settings.recovery.policy].restarts
+    fatal = 1.0 if returns_always else rate.fatal_probability(risk_of(state.active.plan.placement, live))
+    gap_s = rate.horizon_s(len(live)) / fatal if fatal else math.inf
     return Checkpoints(longest_s=math.inf, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
