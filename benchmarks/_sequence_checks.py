@@ -248,13 +248,18 @@ def _decisions(records: _Records) -> Iterator[str]:
 
 
 def _returns(records: _Records) -> Iterator[str]:
-    """A run returns to a checkpoint only if it has to."""
+    """A run returns to a checkpoint or a snapshot only if it has to, and to a snapshot by few steps."""
+    for failure in records.failures:
+        committed = [step.step + 1 for step in records.steps if step.generation < failure.generation]
+        before = committed[-1] if committed else 0
+        if failure.policy == "snapshot" and before - failure.resume_step > int(records.config.snapshots.every):
+            yield f"it went back from step {before} by more than snapshots.every: {failure}"
     if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS:
         return
     for failure in records.failures:
         lacks_owners = records.config.parallel.owners is not None and "the optimizer's state of" in failure.action
-        if failure.policy == "checkpoint" and not (lacks_owners or records.may_lack_a_holder(failure)):
-            yield f"it went back to a checkpoint though every layer had a live holder: {failure}"
+        if failure.policy in ("checkpoint", "snapshot") and not (lacks_owners or records.may_lack_a_holder(failure)):
+            yield f"it went back to a {failure.policy} though every layer had a live holder: {failure}"
 
 
 def _transitions(records: _Records) -> Iterator[str]:

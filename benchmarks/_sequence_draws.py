@@ -32,6 +32,7 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
 )
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
+_WITH_SNAPSHOTS: Final = 0.35  # of the runs, in some of which a failure comes while one is being taken
 _LONGEST_DELAY_S: Final = 0.2  # some steps
 _BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
@@ -77,6 +78,7 @@ class DrawnRun:
         drains: workers that are to leave, each with the step after which they are told.
         strikes: signals to its processes, in the order of their steps.
         owners: of a slice of the optimizer's state; None if every holder keeps all of it.
+        snapshots: most steps that are repeated with them, and how they are kept; None for none.
     """
 
     seed: int
@@ -96,6 +98,7 @@ class DrawnRun:
     drains: tuple[tuple[int, int], ...] = ()
     strikes: tuple[Strike, ...] = ()
     owners: int | None = None
+    snapshots: tuple[int, Literal["copy", "parity"]] | None = None
 
     @property
     def workers(self) -> int:
@@ -115,6 +118,7 @@ class DrawnRun:
             *(["dropout"] if self.dropout else []),
             *(["respawn"] if self.respawn else []),
             *([f"{self.owners} owners"] if self.owners is not None else []),
+            *(["snapshots every {}, {}".format(*self.snapshots)] if self.snapshots is not None else []),
         ]
         drains = "".join(f", drain {worker} in {step}" for step, worker in self.drains)
         strikes = "".join(f", {strike}" for strike in self.strikes)
@@ -134,7 +138,22 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
     """
     if strikes:
         return _struck(random.Random(f"strikes {seed}"), draw(seed, joins=True))
-    return _in_slices(random.Random(f"slices {seed}"), _draw(seed, joins=joins))
+    run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, joins=joins))
+    return _with_snapshots(random.Random(f"snapshots {seed}"), run)
+
+
+def _with_snapshots(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run, perhaps with snapshots, and then perhaps with a failure while one is being taken."""
+    if rng.random() >= _WITH_SNAPSHOTS:
+        return run
+    failures = tuple(
+        failure.model_copy(update={"phase": "snapshot"})
+        if failure.phase in ("forward", "backward") and rng.random() < 0.5
+        else failure
+        for failure in run.failures
+    )
+    mode: Literal["copy", "parity"] = rng.choice(("copy", "parity"))
+    return replace(run, snapshots=(rng.choice((1, 2, 3, 5)), mode), failures=failures)
 
 
 def _in_slices(rng: random.Random, run: DrawnRun) -> DrawnRun:

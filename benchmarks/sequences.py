@@ -24,7 +24,7 @@ from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
 from benchmarks._sequence_strikes import train_under_strikes
-from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
+from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, Snapshots, TrainConfig
 from chameleon_ft.control.requests import drain
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, StepRecord, View
@@ -54,6 +54,7 @@ def main() -> int:
 def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
     """Return the configuration of a drawn run, with its text in `directory`."""
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
+    every, mode = drawn.snapshots or (0, "copy")
     return small_config(
         directory,
         workers=drawn.workers,
@@ -77,6 +78,7 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
             dropout=drawn.dropout,
         ),
         checkpoint=Checkpoint(every=drawn.checkpoint_every),
+        snapshots=Snapshots(every=every, mode=mode),
         recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
         failures=drawn.failures,
     )
