@@ -176,7 +176,7 @@ class RankState:
         blocks = self.snapshots.blocks(order.first_step)
         with self.client.activity.waiting("the parts of a snapshot", for_message=True):
             made = rebuild(self.worker, order.rebuilt, blocks, generation.communicators, scale=self.stand_in_scale or 1)
-        self.client.activity.begin("restoring layers from a snapshot")
+        self.client.activity.idle("restoring layers from a snapshot")  # which may take long without being a hang
         for layer, state in sorted(states_of(transition.keep, blocks, made, self.device).items()):
             self.held.take_in(layer, state)
         self.transfer.begin(transition, self.held)

@@ -216,4 +216,6 @@ class Decisions:
             leaving=without,
             held=None if cluster is None else cluster.held,
         )
+        if cluster is not None and isinstance(cluster.source, int) and context.held.unheld_layers:
+            return context  # the newest state is that of a checkpoint
         return replace(context, snapshots=expected_snapshots(state, context, has_reports=cluster is not None))
