@@ -36,7 +36,7 @@ __all__ = [
 _AT_ONCE_S: Final = 0.25
 # A run waits so long for further new workers before it decides about them.
 _QUIET_S: Final = 0.5
-_NO_STALL: Final = frozenset({"none", "stop", "restart", "checkpoint"})
+_NO_STALL: Final = frozenset({"none", "stop", "restart", "checkpoint", "snapshot"})
 
 
 @dataclass(frozen=True, slots=True, order=True)
