@@ -170,8 +170,8 @@ def _problems(draw: Draw, ended: Ended, repeated: int) -> Iterator[str]:
         yield f"it went back to step {last.resume_step}, whose snapshot was not complete"
     if not 0 <= repeated <= draw.every:
         yield f"{repeated} steps were repeated, with a snapshot every {draw.every}"
-    if ended.events("checkpoint"):
-        yield "there was a checkpoint"
+    if any(event["step"] < _STEPS for event in ended.events("checkpoint")):
+        yield "there was a checkpoint before the end"
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_all_holders_of_a_layer_are_killed(tmp_path: Path) -> None:
     assert ended.lost == {1, 3}
     assert_back_by(ended, 3)
     assert ended.failures[-1].resume_step > 0
-    assert not ended.events("checkpoint"), "there is only the one at the end"
+    assert [event["step"] for event in ended.events("checkpoint")] == [10], "there is only the one at the end"
 
 
 def test_they_are_killed_before_the_first_snapshot(tmp_path: Path) -> None:
