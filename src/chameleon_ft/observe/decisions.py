@@ -104,10 +104,10 @@ class UsedCorrections(_Part):
 
 
 class CountedOnSnapshots(_Part):
-    """Seconds of a return to a snapshot, of the steps since the last one, and of the most between two."""
+    """Seconds of a return to a snapshot, of the steps since the last one, and of the most between two if it is set."""
 
     unsaved_s: float
-    longest_s: float
+    longest_s: float | None
     return_s: float
 
 

@@ -67,7 +67,8 @@ class Snapshots:
 
     def to_json(self) -> dict[str, object]:
         """Return the fields of a decision's record."""
-        return {"unsaved_s": self.taken.unsaved_s, "longest_s": self.taken.longest_s, "return_s": self.return_s}
+        longest_s = self.taken.longest_s if self.taken.write_s is None else None
+        return {"unsaved_s": self.taken.unsaved_s, "longest_s": longest_s, "return_s": self.return_s}
 
 
 def daly_interval_s(write_s: float, mtbf_s: float) -> float:

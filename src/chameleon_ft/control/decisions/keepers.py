@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from chameleon_ft.config import Snapshots
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.state.snapshots import LONGEST_S
 from chameleon_ft.control.state.state import State
 from chameleon_ft.estimate import part_bytes, state_bytes
 from chameleon_ft.plan.snapshots import lay_out_snapshot
@@ -47,7 +48,7 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
     every, snapshots = state.settings.snapshots.every, state.snapshots
     if not every or (snapshots.restorable is None and not snapshots.is_fresh):
         return None
-    step_s = state.detectors.watchdog.step_s
+    step_s, cost_s = state.detectors.watchdog.step_s, snapshots.schedule.cost_s
     saved = 0 if snapshots.restorable is None else snapshots.restorable.step
     layers, cluster = context.costs.workload.layers, context.costs.cluster
     placement = context.plan.placement
@@ -56,10 +57,12 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
         for worker in placement.workers
     )
     link = cluster.inter_host if len(set(cluster.hosts.values())) > 1 else cluster.intra_host
+    unsaved_s = max(0, state.committed - saved) * step_s if has_reports else 0.0
+    if every == "auto" and cost_s is not None:
+        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=LONGEST_S, write_s=cost_s)
+    else:
+        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=step_s if every == "auto" else every * step_s)
     return ExpectedSnapshots(
-        taken=Checkpoints(
-            unsaved_s=max(0, state.committed - saved) * step_s if has_reports else 0.0,
-            longest_s=(snapshots.schedule.interval_s or 0.0) if every == "auto" else every * step_s,
-        ),
+        taken=taken,
         return_s=context.phases.total_s + link.message_s(most_bytes) * context.transfer_factor,
     )

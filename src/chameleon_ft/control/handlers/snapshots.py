@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.snapshots import LONGEST_S
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.recovery import POLICIES, Checkpoints, risk_of
@@ -94,4 +95,4 @@ def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
     returns_always = POLICIES[state.settings.recovery.policy].restarts
     fatal = 1.0 if returns_always else rate.fatal_probability(risk_of(state.active.plan.placement, live))
     gap_s = rate.horizon_s(len(live)) / fatal if fatal else math.inf
-    return Checkpoints(longest_s=math.inf, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
+    return Checkpoints(longest_s=LONGEST_S, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
