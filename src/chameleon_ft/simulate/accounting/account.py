@@ -202,7 +202,8 @@ class Account:
             self.lost_by_cause["snapshot"] += seconds
         self.useful_s -= seconds
         self.steps -= steps
-        self._unsaved, self._unsaved_s = self._unsaved - steps, self._unsaved_s - seconds
+        self._unsaved -= steps
+        self._unsaved_s = max(0.0, self._unsaved_s - seconds) if self._unsaved else 0.0
 
     def _end_step(self) -> None:
         """End the step that ends just now; it may miss its end by a rounding."""
