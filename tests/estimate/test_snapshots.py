@@ -6,7 +6,7 @@ from chameleon_ft.estimate import snapshot_memory
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.plan.snapshots import lay_out_snapshot
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.workload import LayerCost, Workload
 
 LAYERS = tuple(
     LayerCost("block", 1.0, 1.0, 1.0, param_bytes=6 * size, optimizer_bytes=12 * size, master_bytes=4 * size)
@@ -17,7 +17,7 @@ HOSTS = {worker: f"host{worker}" for worker in range(4)}
 
 
 def total(group: int) -> tuple[int, int]:
-    memory = snapshot_memory(lay_out_snapshot(PLACEMENT, HOSTS, group=group), LAYERS)
+    memory = snapshot_memory(lay_out_snapshot(PLACEMENT, HOSTS, group=group), Workload(LAYERS, 4, 1))
     assert all(each.total_bytes == 2 * (each.own_bytes + each.backup_bytes) for each in memory.values())
     return sum(each.own_bytes for each in memory.values()), sum(each.backup_bytes for each in memory.values())
 
@@ -36,7 +36,9 @@ def test_parity_takes_the_largest_part_of_each_group() -> None:
 def test_owners_keep_their_slices_alone() -> None:
     placement = Placement(4, dict.fromkeys(range(4), (LayerRange(0, 4),)))
     sharding = shard_optimizer(placement, HOSTS, 2)
-    memory = snapshot_memory(lay_out_snapshot(placement, HOSTS, sharding), LAYERS)
-    # Parameters and masters on each worker, the rest of the optimizer's state twice, and a third time as backups.
-    assert sum(each.own_bytes for each in memory.values()) == 800 * (4 * 10 + 2 * 8)
-    assert sum(each.backup_bytes for each in memory.values()) == 800 * 8
+    workload = Workload(LAYERS, 4, 1, owners=2)
+    memory = snapshot_memory(lay_out_snapshot(placement, HOSTS, sharding), workload)
+    # What moves with a layer on each worker, the optimizer's state twice, and a third time as backups.
+    moving = sum(layer.param_bytes - layer.unmoved_bytes for layer in workload.moving_layers)
+    assert sum(each.own_bytes for each in memory.values()) == 4 * moving + 800 * 2 * 12
+    assert sum(each.backup_bytes for each in memory.values()) == 800 * 12

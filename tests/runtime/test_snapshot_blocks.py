@@ -13,7 +13,7 @@ from torch import Tensor
 from chameleon_ft.errors import DamagedCheckpointError
 from chameleon_ft.plan.snapshots import Part, Rebuilding
 from chameleon_ft.runtime.snapshots.packing import PackedState, join, unpack
-from chameleon_ft.runtime.snapshots.restore import rebuild, states_of
+from chameleon_ft.runtime.snapshots.restore import RestoredLayers, rebuild
 from chameleon_ft.runtime.snapshots.store import SnapshotStore
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
@@ -85,7 +85,7 @@ def test_a_worker_makes_a_part_of_its_own_blocks_and_keeps_these() -> None:
     before = {key: block.clone() for key, block in blocks.items()}
     inputs = tuple((3, key) for key in blocks)
     made = rebuild(3, [Rebuilding(3, Part(0), inputs)], blocks, None, scale=1)  # type: ignore[arg-type]
-    restored = states_of([0, 1], blocks, made, torch.device("cpu"))
+    restored = RestoredLayers.of([0, 1], blocks, made, torch.device("cpu")).layers
     assert_equal(restored[0], one)
     assert_equal(restored[1], other)
     restored[1]["module/weight"].zero_()
@@ -94,7 +94,7 @@ def test_a_worker_makes_a_part_of_its_own_blocks_and_keeps_these() -> None:
 
 def test_a_layer_that_is_not_there_is_damage() -> None:
     with pytest.raises(DamagedCheckpointError, match=r"layers \[1\]"):
-        states_of([0, 1], {(Part(0),): pack({})}, {}, torch.device("cpu"))
+        RestoredLayers.of([0, 1], {(Part(0),): pack({})}, {}, torch.device("cpu"))
 
 
 def test_the_store_keeps_two_snapshots() -> None:

@@ -143,9 +143,8 @@ class PlanCase:
         workload, hosts, placement = self.costs.workload, self.costs.cluster.hosts, plan.placement
         owners = workload.owners
         sharding = None if owners is None else shard_optimizer(placement, hosts, owners)
-        weight = part_bytes(workload.layers, has_slices=sharding is not None)
-        layout = lay_out_snapshot(placement, hosts, sharding, group=self.snapshots.parts, weight=weight)
-        return snapshot_memory(layout, workload.layers)
+        weight, group = part_bytes(workload), self.snapshots.parts
+        return snapshot_memory(lay_out_snapshot(placement, hosts, sharding, group=group, weight=weight), workload)
 
     def layouts(self) -> Iterator[Parallel]:
         """Yield all layouts of equal pipelines that the workers can have, the shallowest first."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from chameleon_ft.estimate.transition import state_bytes
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.snapshots import Part, SnapshotLayout
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.workload import Workload
 
 __all__ = ["SnapshotMemory", "part_bytes", "snapshot_memory"]
 
@@ -29,25 +29,19 @@ class SnapshotMemory:
         return 2 * (self.own_bytes + self.backup_bytes)
 
 
-def part_bytes(layers: Sequence[LayerCost], *, has_slices: bool) -> Callable[[Part], int]:
-    """Return a function that gives the bytes of a part.
-
-    Args:
-        layers: costs of all layers.
-        has_slices: whether slices of the optimizer's state are parts of their own.
-    """
+def part_bytes(workload: Workload) -> Callable[[Part], int]:
+    """Return a function that gives the bytes of a part."""
+    whole, divided = [state_bytes(layer) for layer in workload.moving_layers], workload.divided_bytes
 
     def bytes_of(part: Part) -> int:
-        layer = layers[part.layer]
-        sliced = layer.optimizer_bytes - layer.master_bytes if has_slices else 0
-        return sliced * (part.stop - part.start) // UNITS if part.stop else state_bytes(layer) - sliced
+        return divided[part.layer] * (part.stop - part.start) // UNITS if part.stop else whole[part.layer]
 
     return bytes_of
 
 
-def snapshot_memory(layout: SnapshotLayout, layers: Sequence[LayerCost]) -> dict[int, SnapshotMemory]:
-    """Return the memory of each worker that keeps something; `layers`: costs of all layers."""
-    bytes_of = part_bytes(layers, has_slices=any(part.stop for part, _ in layout.keepers))
+def snapshot_memory(layout: SnapshotLayout, workload: Workload) -> dict[int, SnapshotMemory]:
+    """Return the memory of each worker that keeps something."""
+    bytes_of = part_bytes(workload)
     own: dict[int, int] = {}
     backups: dict[int, int] = {}
     for part, keepers in layout.keepers:

@@ -271,10 +271,9 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
 def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     """Return the index of the candidate to choose; None if none is feasible.
 
-    The most samples win; of equals the fewest moved bytes, then the earliest. Without checkpoints and snapshots, losing
-    a layer ends the run: a plan with workers that are the only holder of some layer is chosen only if there is no
-    other, and of the others one with such hosts only if no host is expected to fail, or the plans without them train
-    nothing.
+    The most samples win; of equals the fewest moved bytes, then the earliest. If losing a layer ends the run, a plan
+    with workers that are its only holder is chosen only if there is no other, and of the others one with such hosts
+    only if no host is expected to fail, or the plans without them train nothing.
     """
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:

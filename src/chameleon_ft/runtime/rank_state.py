@@ -24,7 +24,7 @@ from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
 from chameleon_ft.runtime.generation import Generation
-from chameleon_ft.runtime.snapshots.restore import rebuild, states_of
+from chameleon_ft.runtime.snapshots.restore import RestoredLayers, rebuild
 from chameleon_ft.runtime.snapshots.store import SnapshotStore
 from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
 from chameleon_ft.runtime.state_transfer.transfer import StateTransfer
@@ -177,8 +177,11 @@ class RankState:
         with self.client.activity.waiting("the parts of a snapshot", for_message=True):
             made = rebuild(self.worker, order.rebuilt, blocks, generation.communicators, scale=self.stand_in_scale or 1)
         self.client.activity.idle("restoring layers from a snapshot")  # which may take long without being a hang
-        for layer, state in sorted(states_of(transition.keep, blocks, made, self.device).items()):
+        restored = RestoredLayers.of(transition.keep, blocks, made, self.device)
+        for layer, state in restored.layers.items():
             self.held.take_in(layer, state)
+        for layer, state in restored.slices.items():
+            self.held.restore_slices(layer, state)
         self.transfer.begin(transition, self.held)
 
     def gather_again(self, generation: Generation) -> None:

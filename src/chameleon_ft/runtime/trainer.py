@@ -321,6 +321,7 @@ class Trainer:
                 faults=self.faults,
                 every=self.config.snapshots.every,
                 scale=self.stand_in_scale or 1,
+                await_parameters=committer.wait_for_exchange,
                 taken=partial(self._report_snapshot, generation.number),
             )
         self._preparations.training(generation.number, self._state.held, committer.buffers, migration)

@@ -30,8 +30,7 @@ def with_keepers(
     placement, costs = plan.plan.placement, costs_of(hosts)
     if plan.migration is not None:
         placement = without_shadow_holders(placement, plan.migration)
-    weight = part_bytes(costs.workload.layers, has_slices=plan.sharding is not None)
-    group = snapshots.parts
+    weight, group = part_bytes(costs.workload), snapshots.parts
     layout = lay_out_snapshot(placement, costs.cluster.hosts, plan.sharding, group=group, weight=weight)
     return replace(plan, snapshots=layout)
 

@@ -339,19 +339,16 @@ class Planner:
 
         If there is no plan but slices have lost owners, the one in force, in which they get others.
         """
-        redundancy = self._config.parallel.owners
-        if redundancy is None:
-            return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in plans)
-        if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
-            plans = (restoring_copies(active, redundancy),)
-        layers = self._costs(hosts).workload.layers
-        owned = with_owners_between(
-            plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers
-        )
-        return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in owned)
+        redundancy, layers = self._config.parallel.owners, self._costs(hosts).workload.layers
+        if redundancy is not None:
+            if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
+                plans = (restoring_copies(active, redundancy),)
+            plans = with_owners_between(
+                plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers
+            )
+        return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in plans)
 
     def _with_owners(self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str]) -> RecoveryPlan:
-        """Return a plan with the owners of slices and the keepers of snapshots; `left` as for `with_owners`."""
         redundancy = self._config.parallel.owners
         if redundancy is not None:
             left = left if plan.restoration is None else plan.restoration.sharding

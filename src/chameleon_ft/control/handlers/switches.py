@@ -247,6 +247,7 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
         policy=_CANCELLED,
         action="the layers that moved are dropped",
         sharding=active.sharding,
+        snapshots=active.snapshots,
     )
 
 

@@ -228,6 +228,10 @@ class HeldLayers:
         self._layers[layer].restore(state)
         self._optimizer.restore(layer, state)
 
+    def restore_slices(self, layer: int, state: Mapping[str, Any]) -> None:
+        """Take over what this rank owns of the slices of a layer, of which `state_of_slice` gave the state."""
+        self._optimizer.restore(layer, state)
+
     def _blank(self, layer: int) -> HeldLayer:
         is_divided = self._optimizer.owned is not None
         return HeldLayer.blank(self._job, layer, seed=self._seed, device=self._device, is_divided=is_divided)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.snapshots.packing import join, unpack
 from chameleon_ft.runtime.snapshots.taker import receive_block, send_block
 
-__all__ = ["rebuild", "states_of"]
+__all__ = ["RestoredLayers", "rebuild"]
 
 
 def rebuild(
@@ -61,24 +63,42 @@ def rebuild(
     return made
 
 
-def states_of(
-    layers: Iterable[int], blocks: Mapping[tuple[Part, ...], Tensor], made: Mapping[Part, Tensor], device: torch.device
-) -> dict[int, LayerState]:
-    """Return the states of layers, with copies of their tensors on a device.
+@dataclass(slots=True)
+class RestoredLayers:
+    """The state of layers, and of slices of their optimizer's state, with copies of all tensors on a device."""
 
-    Raises:
-        DamagedCheckpointError: a block is not as it was taken, or is not there.
-    """
-    found = {key[0]: block for key, block in blocks.items() if len(key) == 1} | dict(made)
-    wanted = set(layers)
-    states: dict[int, LayerState] = defaultdict(dict)
-    for part, block in sorted(found.items(), key=lambda item: item[0]):
-        if part.layer in wanted:
-            for key, value in unpack(block).items():
-                states[part.layer][key] = value.to(device, copy=True) if isinstance(value, Tensor) else value
-    if missing := [layer for layer in sorted(wanted) if Part(layer) not in found]:
-        raise DamagedCheckpointError(f"the snapshot of layers {missing} is not in the memory of this worker")
-    return states
+    layers: dict[int, LayerState] = field(default_factory=dict)
+    slices: dict[int, LayerState] = field(default_factory=lambda: defaultdict(dict))
+
+    @classmethod
+    def of(
+        cls,
+        layers: Iterable[int],
+        blocks: Mapping[tuple[Part, ...], Tensor],
+        made: Mapping[Part, Tensor],
+        device: torch.device,
+    ) -> Self:
+        """Unpack the blocks of these layers, of which some were made again.
+
+        Raises:
+            DamagedCheckpointError: a block is not as it was taken, or is not there.
+        """
+        own, wanted = {key[0]: block for key, block in blocks.items() if len(key) == 1} | dict(made), set(layers)
+        found = cls()
+        for part in sorted(own):
+            if part.layer not in wanted:
+                continue
+            state = {
+                key: value.to(device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in unpack(own[part]).items()
+            }
+            if part.stop:
+                found.slices[part.layer] |= state
+            else:
+                found.layers[part.layer] = state
+        if missing := sorted(wanted - found.layers.keys()):
+            raise DamagedCheckpointError(f"the snapshot of layers {missing} is not in the memory of this worker")
+        return found
 
 
 def _own(blocks: Mapping[tuple[Part, ...], Tensor], key: tuple[Part, ...]) -> Tensor:

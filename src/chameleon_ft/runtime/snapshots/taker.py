@@ -47,6 +47,7 @@ class SnapshotTaker:
         held: the layers of the rank in this generation.
         every: most steps that are to be repeated; "auto": the coordinator requests snapshots.
         scale: how many bytes of the model a byte stands for; 1 unless the layers are stand-ins.
+        await_parameters: waits until this rank has the parameters of the last update that others own.
         taken: called with the step and the seconds for which training has waited, once this rank's part is there.
     """
 
@@ -61,6 +62,7 @@ class SnapshotTaker:
         faults: FaultInjector,
         every: Literal["auto"] | int,
         scale: int,
+        await_parameters: Callable[[], None],
         taken: Callable[[int, float], None],
     ) -> None:
         self._held = held
@@ -69,6 +71,7 @@ class SnapshotTaker:
         self._faults = faults
         self._every = every
         self._scale = scale
+        self._await_parameters = await_parameters
         self._taken = taken
         self._parts = layout.kept_by(worker)
         sendings = tuple(layout.sendings())
@@ -184,6 +187,7 @@ class SnapshotTaker:
             self._condition.notify_all()
 
     def _copy_and_send(self, states: Mapping[Part, LayerState], step: int) -> None:
+        self._await_parameters()
         packed = {part: PackedState(state) for part, state in states.items()}
         blocks = {part: self._store.allocate(each.num_bytes) for part, each in packed.items()}
         for part, each in packed.items():
