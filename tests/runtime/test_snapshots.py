@@ -61,7 +61,7 @@ def test_slices_without_owner_come_back(tmp_path: Path) -> None:
 
 
 def test_a_loss_on_the_way_back_leads_to_the_same_snapshot(tmp_path: Path) -> None:
-    failures = (fails(1, step=7), fails(4, step=7), fails(5, step=5, phase="confirm"))
+    failures = (fails(1, step=7), fails(4, step=7), fails(5, step=1, phase="confirm"))
     ended = train(tmp_path, dp=2, pp=3, failures=failures, recovery=Recovery(policy="reroute", salvage=False))
     assert ended.lost == {1, 4, 5}
     assert_back_by(ended, 3)
