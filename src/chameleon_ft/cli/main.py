@@ -79,9 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
     try:
         with _sigterm_asks_to_resume():
+            module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
             code: int = module.main(arguments)
     except ChameleonError as error:
         print(f"chameleon {name}: {error}", file=sys.stderr)

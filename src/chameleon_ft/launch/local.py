@@ -27,7 +27,7 @@ from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.child import FORK, Child, describe_end, received
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
-from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, start_fork_server
+from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, signals_not_lost, start_fork_server
 from chameleon_ft.launch.standby import until_lost
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
@@ -62,7 +62,8 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
             agent = Child(partial(_run_agent, config, control, listener, lifeline))
             try:
                 # Before any process is forked that needs them, and while the agent loads the job.
-                _load_solvers()
+                with signals_not_lost():
+                    _load_solvers()
                 start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
             except BaseException:
                 agent.kill()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from multiprocessing import Pipe, active_children, resource_tracker
 from multiprocessing.context import BaseContext
+from types import FrameType
 from typing import Final
 
 from chameleon_ft.config import RunConfig
@@ -29,6 +30,7 @@ __all__ = [
     "inspect",
     "load_solvers",
     "signals_handled",
+    "signals_not_lost",
     "start_fork_server",
 ]
 
@@ -93,6 +95,28 @@ def signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
     finally:
         for name in handlers:
             loop.remove_signal_handler(signal.Signals[name])
+
+
+@contextmanager
+def signals_not_lost() -> Iterator[None]:
+    """Have a signal end the block as it does now, or at its end: compilers swallow exceptions in their callbacks."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if callable(handler := before[signal.Signals(number)]):
+            handler(number, frame)
+
+    for number in SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+    for again in came[:1]:
+        signal.raise_signal(again)
 
 
 async def inspect(config: RunConfig, *, workers: int) -> JobInfo:
