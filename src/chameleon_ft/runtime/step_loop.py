@@ -274,7 +274,7 @@ class StepLoop:
             finish=self.client.finishing,
             switch=lambda: self.client.switch_to > order.generation,
             checkpoint=self._wants_checkpoint(request),
-            snapshot=self._wants_snapshot(),
+            snapshot=self._wants_snapshot,
             migration=self.migration,
             snapshots=self.snapshots,
             check=self.check,

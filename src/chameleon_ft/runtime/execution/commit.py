@@ -104,7 +104,7 @@ class Committer:
         finish: bool,
         switch: Callable[[], bool] = lambda: False,
         checkpoint: bool = False,
-        snapshot: bool = False,
+        snapshot: Callable[[], bool] = lambda: False,
         migration: LayerMigration | None = None,
         snapshots: SnapshotTaker | None = None,
         check: StateCheck | None = None,
@@ -118,7 +118,7 @@ class Committer:
             finish: whether this rank votes to finish.
             switch: returns whether it votes to switch to the next generation; called just before the vote.
             checkpoint: whether it votes for a checkpoint after this step.
-            snapshot: likewise for a snapshot.
+            snapshot: returns whether it votes for a snapshot; called once that before is settled.
             migration: of layers that are to take part in the update; it has to be resumed afterwards.
             snapshots: whose copies of the state before the update must be there.
             check: of the state before the update, if one was begun.
@@ -143,7 +143,7 @@ class Committer:
                 snapshots.settle(self.committed)
         self.reduced = True
         reduced_s = time.perf_counter()
-        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, snapshot, contributions]
+        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, snapshot(), contributions]
         vote, bounds = self._vote(
             ballot, communicators, members, check, expected=0 if is_skipped else self.contributions
         )

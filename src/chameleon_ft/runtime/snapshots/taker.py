@@ -31,6 +31,7 @@ __all__ = ["SNAPSHOT_TAG", "SnapshotTaker", "receive_block", "send_block"]
 
 SNAPSHOT_TAG: Final = (1 << 28) + 2  # far from those of micro-batches, of layers and of slices
 _POLL_S: Final = 0.01
+_RESOLVED_S: Final = 0.25  # longest wait for the coordinator, without which workers train on
 _BLOCK: Final = "block"
 _CPU: Final = torch.device("cpu")
 
@@ -95,11 +96,15 @@ class SnapshotTaker:
         Args:
             request: the newest of the coordinator.
         """
-        if self._step is not None or not self._store.is_settled:
+        if self._step is not None:
             return False
         if self._every == "auto":
-            return request > self._store.answered
-        return step - (self._store.newest or 0) >= max(1, self._every - self._lasted)
+            return self._store.is_settled and request > self._store.answered
+        newest = self._store.newest or 0
+        until_s = time.monotonic() + (_RESOLVED_S if step + 1 > newest + self._every else 0.0)
+        while not self._store.is_settled and time.monotonic() < until_s:
+            time.sleep(_POLL_S / 10)  # every worker has its part: the coordinator is about to say that it is complete
+        return self._store.is_settled and step - newest >= max(1, self._every - self._lasted)
 
     def begin(self, step: int, *, request: int) -> None:
         """Begin a snapshot of the state after `step` updates, which must not change before `settle` returns."""
