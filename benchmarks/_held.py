@@ -68,10 +68,10 @@ class _NoPeers:
         return _Arrived(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> _Arrived:
-        # Gradients, loss, terms, samples, no vote to finish, switch or write a checkpoint; this worker's contributions;
-        # all voters.
-        others = [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, float(ballot[-2]), self._members]
-        return _Arrived(ballot.copy_(torch.tensor(others, dtype=ballot.dtype)))
+        # Gradients, loss, terms, samples; no vote to finish, switch or keep the state; this worker's contributions; all
+        # voters.
+        ballot[:4], ballot[4:-2], ballot[-1] = 1.0, 0.0, self._members
+        return _Arrived(ballot)
 
     def interrupt(self) -> None: ...
 

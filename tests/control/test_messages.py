@@ -34,6 +34,9 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Values of a field by its annotation, for all annotations that messages use."""
     if isinstance(annotation, type) and issubclass(annotation, MessagePart):
         return built(annotation)
+    if fields := getattr(annotation, "__dataclass_fields__", None) or getattr(annotation, "_fields", None):
+        hints = typing.get_type_hints(annotation)
+        return st.builds(annotation, **{name: values(hints[name]) for name in fields})
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return st.sampled_from(arguments)

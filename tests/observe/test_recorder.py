@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from pathlib import Path
 
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.observe import Recorder, RunDirectory, StepRecord, View, line_of
+from chameleon_ft.observe import Recorder, RunDirectory, View, line_of
 from tests.observe.records import failure_record, outcome_record, run_info, step_record
 
 
@@ -37,21 +36,6 @@ def test_records_are_on_disk_before_the_recorder_is_closed(run: RunDirectory) ->
             (101.0, "failure"),
             (102.0, "checkpoint"),
         ]
-
-
-def test_a_display_that_is_not_read_holds_up_no_record_and_shows_all_later(run: RunDirectory) -> None:
-    is_read, shown = threading.Event(), list[tuple[int, bool]]()
-
-    class Terminal(View):
-        def step(self, record: StepRecord) -> None:
-            shown.append((record.step, is_read.wait(20.0)))
-
-    with Recorder(run, Terminal()) as records:
-        for step in range(3):
-            records.step(step_record(step))
-        assert [record.step for record in run.steps()] == [0, 1, 2]
-        is_read.set()
-    assert shown == [(0, True), (1, True), (2, True)]
 
 
 def test_a_resumed_run_removes_a_line_that_a_crash_cut_short(run: RunDirectory) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import threading
 from typing import get_args
 
 import pytest
@@ -134,6 +135,24 @@ def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
 def test_a_file_gets_ascii_without_control_codes() -> None:
     assert shown().isascii()
     assert "\x1b" not in shown()
+
+
+def test_a_pipe_that_is_not_read_holds_up_no_call_and_gets_all_later() -> None:
+    is_read = threading.Event()
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            assert is_read.wait(20.0)
+            return super().write(text)
+
+    out = Pipe()
+    view = TerminalView(Console(file=out, width=80, highlight=False))
+    for step in range(3):
+        view.step(step_record(step))
+    assert not out.getvalue()
+    is_read.set()
+    view.close()
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["0", "1", "2"]
 
 
 def test_a_terminal_gets_colours_and_its_own_width() -> None:

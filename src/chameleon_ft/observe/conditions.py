@@ -19,7 +19,8 @@ Described: TypeAlias = tuple[str, str, str]
 
 ROUTINE: Final = frozenset(
     {
-        *("started", "plan", "prepared", "decision", "outcome", "transition", "migration", "checkpoint", "finished"),
+        *("started", "plan", "prepared", "decision", "outcome", "transition", "migration", "checkpoint", "snapshot"),
+        "finished",
         *(
             "respawn",
             "host_joined",
@@ -227,11 +228,13 @@ def _not_ended(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     return subject, "it was given up, does not answer and has no agent", "none; its process may live on"
 
 
-def _checkpoint(why: str, action: str) -> Callable[[Event, Sequence[Event], Event | None], Described]:
-    """Return the description of an event about a checkpoint; `why`: if the event has no error."""
+def _checkpoint(
+    why: str, action: str, *, kind: str = "checkpoint"
+) -> Callable[[Event, Sequence[Event], Event | None], Described]:
+    """Return the description of an event about a checkpoint or snapshot; `why`: if the event has no error."""
 
     def describe(event: Event, _: Sequence[Event], __: Event | None) -> Described:
-        return f"the checkpoint of step {event['step']}", event.get("error") or why, action
+        return f"the {kind} of step {event['step']}", event.get("error") or why, action
 
     return describe
 
@@ -281,6 +284,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "checkpoint_unreadable": _checkpoint("", "an older one was read"),
     "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
     "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
+    "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
     "refused": _refused,
     "messages_failed": _messages_failed,
 }

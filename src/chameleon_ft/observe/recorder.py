@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -39,8 +38,6 @@ _logger = logging.getLogger(__name__)
 _CATCH_UP_S: Final = 10.0
 _POLL_S: Final = 0.05
 _SUMMARY_S: Final = 10.0
-_DISPLAY: Final = Path("the display")
-_MOST_UNSEEN: Final = 10_000  # steps that wait for the display; any more are not shown
 
 RecordLine: TypeAlias = tuple[str, Mapping[str, Any]]
 """A file of the run, "metrics" or "events", and the fields of a line in it but for the time of writing."""
@@ -62,7 +59,7 @@ def line_of(record: RunRecord) -> RecordLine:
 
 
 class View:
-    """Display of a run, which a Recorder calls in a thread of its own; this base class displays nothing."""
+    """Display of a run, which a Recorder calls from one thread; this base class displays nothing."""
 
     def started(self, info: RunInfo) -> None:
         """Training starts or resumes."""
@@ -88,15 +85,15 @@ class View:
     def finished(self, summary: Summary) -> None:
         """The run has ended."""
 
+    def close(self) -> None:
+        """Wait until all is shown; nothing follows."""
+
 
 class Recorder(AbstractContextManager["Recorder"]):
     """Appends records to the run directory and displays them in a view.
 
     While the disk is quick, every line is handed to the file system before the call returns, so a crash of this process
     loses none; see `FileQueue`, also for `may_write`. `clock` returns Unix seconds.
-
-    A view may write to a terminal that is stopped, or to a pipe that is not read. Like the disk, it holds up no call
-    for more than a moment; only the end of the recorder waits until all is shown.
 
     Attributes:
         files: carries out all file operations of the run's coordinator in their order.
@@ -114,14 +111,13 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._view = view
         self._clock = clock
         self.files = FileQueue(may_write=may_write)
-        self._display = FileQueue()
         config = run.config()
         self._samples_per_step, self._first_step = config.batch.samples, config.forked.step
 
     def started(self, info: RunInfo) -> None:
         """Record that all workers are connected and training starts or resumes."""
         self._write_event("started", info.to_json())
-        self._show(self._view.started, info)
+        self._view.started(info)
 
     def plan(self, plan: GenerationPlan, *, policy: str) -> None:
         """Record the orders of a generation, and the policy that proposed them."""
@@ -158,37 +154,35 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Record a committed step."""
         self._append(self.run.metrics_file, record.to_json())
         _logger.debug("step %d: loss %.6g, %.3f s, %d workers", record.step, record.loss, record.step_s, record.workers)
-        if self._display.num_waiting < _MOST_UNSEEN:
-            self._show(self._view.step, record)
+        self._view.step(record)
 
     def failure(self, record: FailureRecord) -> None:
         """Record a lost worker, after training has resumed without it or the run has ended."""
         self._write_event("failure", record.to_json())
-        self._show(self._view.failure, record)
+        self._view.failure(record)
 
     def failure_cost(self, record: FailureCostRecord) -> None:
         """Record the cost of an incident."""
         self._write_event("failure_cost", record.to_json())
-        self._show(self._view.failure_cost, record)
+        self._view.failure_cost(record)
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Record the outcome of a decision."""
         self._write_event("outcome", record.to_json())
-        self._show(self._view.outcome, record)
+        self._view.outcome(record)
 
     def join(self, record: JoinRecord) -> None:
         """Record a better plan, once training goes on with it."""
         self._write_event("join", record.to_json())
-        self._show(self._view.join, record)
+        self._view.join(record)
 
     def event(self, name: str, **fields: Any) -> None:
         """Record another event; `fields` are JSON values."""
         self._write_event(name, fields)
-        self._show(self._view.event, name, fields)
+        self._view.event(name, fields)
 
     def watch_files(self) -> None:
         """Record once that records are late, and once that all have been written; call this now and then."""
-        self._display.news()  # raises errors of the view
         match self.files.news():
             case Late(path=path, reason=reason):
                 message = f"{reason}, at {path}; training goes on, and all is written as soon as that is possible"
@@ -231,7 +225,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             reason=reason,
         )
         self.files.submit(self.run.summary_file, lambda: self.run.write_summary(summary))
-        self._show(self._view.finished, summary)
+        self._view.finished(summary)
         if self.files.is_late:
             self._report_lost()
         return summary
@@ -257,15 +251,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         missing = ", ".join(f"{counted(count, 'line')} of {path}" for path, count in counts.items())
         why = "the disk does not answer" if late is None else f"{late.reason}, at {late.path}"
         message = f"{why}; not written: {missing or self.run.summary_file}"
-        self._show(self._view.event, "records_lost", {"message": message})
+        self._view.event("records_lost", {"message": message})
 
     def __exit__(self, *_: object) -> None:
         self.files.__exit__()
-        self._display.ask(_DISPLAY, lambda: None).result()
-        self._display.__exit__()
-
-    def _show(self, show: Callable[..., None], *arguments: object) -> None:
-        self._display.submit(_DISPLAY, partial(show, *arguments))
+        self._view.close()
 
     def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
         if _logger.isEnabledFor(logging.INFO):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, cast
 
 from rich import box
@@ -14,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.recorder import View
 from chameleon_ft.observe.records import (
     DETECTED_BY,
@@ -32,6 +34,8 @@ __all__ = ["TerminalView", "facts_table", "output"]
 _PLAIN_WIDTH = 120  # characters, of output that is no terminal and has no width of its own
 _TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
 _MOST_PIPELINES_SHOWN = 16
+_OUTPUT = Path("standard output")
+_MOST_WAITING = 10_000  # lines; then those of steps are left out
 _PHASES = {
     "detect_s": "detect",
     "stop_s": "stop",
@@ -79,11 +83,14 @@ def facts_table() -> Table:
 class TerminalView(View):
     """Prints a header, a line per step, a banner per failure and a closing table to `console`.
 
-    `steps` and `files` are of a run that has started already; see `RunInfo`.
+    A terminal may be stopped, and a pipe not read. Like a disk that does not answer, see `FileQueue`, that holds up no
+    call for more than a moment; only `close` waits. `steps` and `files` are of a run that has started already; see
+    `RunInfo`.
     """
 
     def __init__(self, console: Console | None = None, *, steps: int = 0, files: str = "") -> None:
         self._console, self._box = output(console)
+        self._queue = FileQueue()
         self._steps = steps
         self._files = files
 
@@ -105,7 +112,9 @@ class TerminalView(View):
         self._print_column_heads()
 
     def step(self, record: StepRecord) -> None:
-        """Print one line."""
+        """Print one line, unless very many wait."""
+        if self._queue.num_waiting > _MOST_WAITING:
+            return
         self._print(
             f"{record.step:>7d}  {_loss_of(record):>9}  {record.tokens_per_s:>10,.0f}  "
             f"{record.step_s:>8.3f}  {record.workers:>7d}"
@@ -194,10 +203,19 @@ class TerminalView(View):
         self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")
 
     def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
-        # Training does not depend on a display, whose output may go to a disk that is full, or to a closed pipe.
-        with suppress(OSError):
-            # A path or a message may contain square brackets, which are not markup.
-            self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
+        def act() -> None:
+            # Training does not depend on a display, whose output may go to a disk that is full, or to a closed pipe.
+            with suppress(OSError):
+                # A path or a message may contain square brackets, which are not markup.
+                self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
+
+        self._queue.news()  # raises an error of an earlier call
+        self._queue.submit(_OUTPUT, act)
+
+    def close(self) -> None:
+        """Wait until all is printed; print nothing more."""
+        self._queue.ask(_OUTPUT, lambda: None).result()
+        self._queue.__exit__()
 
 
 def _failures_table(failures: Sequence[FailureRecord]) -> Table:
