@@ -354,9 +354,8 @@ def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
     """Return whether the proposal is what runs already, so that there is nothing to stop for."""
     if proposal.plan != context.plan or proposal.from_checkpoint or context.lost:
         return False
-    return all(
-        proposal.in_flight_limits.get(worker) == context.in_flight_limits.get(worker) for worker in context.plan.workers
-    )
+    limits, present = proposal.in_flight_limits, context.in_flight_limits
+    return all(limits.get(worker) == present.get(worker) for worker in context.plan.workers)
 
 
 def _describe_missing(missing: Mapping[int, float], when: str) -> str | None:

@@ -11,12 +11,7 @@ from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
 from chameleon_ft.control.decisions.keepers import with_keepers
-from chameleon_ft.control.decisions.owners import (
-    lacks_copies,
-    restoring_copies,
-    with_owners,
-    with_owners_between,
-)
+from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies, with_owners, with_owners_between
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
 from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
