@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,9 +14,19 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.processes import SIGNALS
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately
 
-__all__ = ["FORK", "Child", "describe_end", "received"]
+__all__ = ["FORK", "Child", "describe_end", "received", "signals_put_off"]
 
 FORK: Final = get_context("fork")
+
+
+@contextlib.contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Handle signals that arrive within the block at its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -25,11 +35,8 @@ class Child:
     def __init__(self, target: Callable[[Connection], None]) -> None:
         self.pipe, theirs = FORK.Pipe()
         self.process: BaseProcess = FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it has the handlers of this process at first
-        try:
+        with signals_put_off():  # it has the handlers of this process at first
             self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def answer(self) -> Any:
