@@ -1,4 +1,4 @@
-"""What do snapshots bring, and what do they cost?
+"""Do snapshots save a run, and what do they cost?
 
 Two parts; --parts picks some.
 
@@ -84,7 +84,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What became of a run; `problem` is empty if it passed. `stall_s` has no transfer in it."""
+    """The result of a run; `problem` is empty if it passed. `stall_s` is without the transfer."""
 
     draw: Draw
     problem: str

@@ -62,7 +62,7 @@ async def watched(stage: Stage) -> AsyncIterator[None]:
 
 
 def orders_of(stage: Stage, generation: int) -> dict[int, StartGeneration]:
-    """What each worker was told to prepare for a generation."""
+    """Order of each worker to prepare a generation."""
     sent = {worker: [m.order for m in puppet.sent if isinstance(m, Prepare)] for worker, puppet in stage.ranks.items()}
     return {worker: order for worker, own in sent.items() for order in own if order.generation == generation}
 

@@ -257,7 +257,7 @@ def test_messages_go_both_ways_over_tls(certificates: list[Path]) -> None:
 
 
 def test_the_address_of_a_peer_is_known_when_it_has_left(certificates: list[Path]) -> None:
-    """What it has sent may be handled, and refused, later."""
+    """A message may be handled, and refused, after its peer has left."""
     own, _ = certificates
 
     async def body(listener: Listener) -> None:

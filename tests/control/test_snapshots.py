@@ -72,7 +72,7 @@ def training(**changes: Any) -> SnapshotHistory:
 
 
 def resolved(history: History) -> list[tuple[int, bool]]:
-    """What each worker was told, if all were told the same."""
+    """Messages to a worker about snapshots; all workers have to get equal ones."""
     told = [
         [(each.step, each.is_complete) for each in history.sent(SnapshotResolved, to=history.connection(worker))]
         for worker in history.live()

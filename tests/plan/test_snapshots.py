@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> tuple[Placement, dict[int, str], SnapshotLayout,
 
 
 def worth(layout: SnapshotLayout) -> dict[tuple[Part, ...], frozenset[Part]]:
-    """What each block stands for: the exclusive or of these parts."""
+    """Parts whose exclusive or is in each block."""
     return {backup.parts: frozenset(backup.parts) for backup in layout.backups} | {
         (part,): frozenset({part}) for part, _ in layout.keepers
     }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.sections import Section
@@ -19,26 +19,24 @@ def _steps_or_auto(every: object) -> object:
     raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
 
 
+_StepsOrAuto: TypeAlias = Annotated[Literal["auto"] | int, BeforeValidator(_steps_or_auto)]
+
+
 class Checkpoint(Section):
     """Checkpoints, written in the background of training."""
 
-    every: Literal["auto"] | int = Field(
+    every: _StepsOrAuto = Field(
         default="auto",
         description="Steps between two checkpoints; auto: as often as loses least time, by the measured cost of a "
         "checkpoint and the rate of failures; 0: none during training.",
     )
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
 
-    @field_validator("every", mode="before")
-    @classmethod
-    def _require_steps_or_auto(cls, every: object) -> object:
-        return _steps_or_auto(every)
-
 
 class Snapshots(Section):
     """Copies of the training state in the memory of other workers, so that it outlives all holders of a layer."""
 
-    every: Literal["auto"] | int = Field(
+    every: _StepsOrAuto = Field(
         default=0,
         description="Most steps that are repeated after the loss of all holders of a layer; auto: as many as lose "
         "least time, by the measured cost of a snapshot and the rate of failures; 0: no snapshots.",
@@ -49,11 +47,6 @@ class Snapshots(Section):
         "or of several parts, which takes less memory and restores one of them from the others.",
     )
     group: int = Field(default=3, ge=2, description="With mode = parity: parts of a group, each on another host.")
-
-    @field_validator("every", mode="before")
-    @classmethod
-    def _require_steps_or_auto(cls, every: object) -> object:
-        return _steps_or_auto(every)
 
     @property
     def parts(self) -> int:
