@@ -34,6 +34,21 @@ def training(steps: int = 3, **changes: object) -> History:
     return history
 
 
+def prepared_to_move(*, waves: int) -> History:
+    """A run that has lost a worker, and is prepared to move layers to one on another host."""
+    history = training()
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    history.say(AGENT + 1, HostHello(host="late", slots=1))
+    history.come_back(4)
+    history.wait(0.7)
+    history.consider(*history.state.members.staying(), waves=waves)
+    history.prepare()
+    return history
+
+
 def replaced(history: History, *, ranks: set[tuple[int, int]] | None = None, absent: tuple[int, ...] = ()) -> None:
     """Replace the coordinator, and have its peers come back."""
     history.commands.clear()
@@ -220,16 +235,7 @@ def test_a_plan_that_was_found_while_peers_are_away_is_looked_for_again() -> Non
 
 
 def test_layers_do_not_begin_to_move_while_a_worker_is_away() -> None:
-    history = training()
-    history.reap(3)
-    history.quiesce()
-    history.start()
-    history.commit()
-    history.say(AGENT + 1, HostHello(host="late", slots=1))
-    history.come_back(4)
-    history.wait(0.7)
-    history.consider(*history.state.members.staying(), waves=2)
-    history.prepare()
+    history = prepared_to_move(waves=2)
     history.happen(Disconnected(at=history.at, connection=history.connection(0), will_return=True))
     history.commit_by(1, history.state.committed, switch=True)
     assert history.state.active is not None
@@ -343,16 +349,7 @@ def test_workers_that_follow_a_plan_that_the_journal_lacks_end_the_run() -> None
 
 
 def test_layers_that_move_are_given_up() -> None:
-    history = training()
-    history.reap(3)
-    history.quiesce()
-    history.start()
-    history.commit()
-    history.say(AGENT + 1, HostHello(host="late", slots=1))
-    history.come_back(4)
-    history.wait(0.7)
-    history.consider(*history.state.members.staying(), waves=1)
-    history.prepare()
+    history = prepared_to_move(waves=1)
     history.commit(switch=True)
     history.start()
     assert history.state.active is not None
