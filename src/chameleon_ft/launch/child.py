@@ -14,13 +14,13 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.processes import SIGNALS
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately
 
-__all__ = ["FORK", "Child", "describe_end", "received", "signals_put_off"]
+__all__ = ["FORK", "Child", "describe_end", "received", "signals_deferred"]
 
 FORK: Final = get_context("fork")
 
 
 @contextlib.contextmanager
-def signals_put_off() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Handle signals that arrive within the block at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -35,7 +35,7 @@ class Child:
     def __init__(self, target: Callable[[Connection], None]) -> None:
         self.pipe, theirs = FORK.Pipe()
         self.process: BaseProcess = FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
-        with signals_put_off():  # it has the handlers of this process at first
+        with signals_deferred():  # it has the handlers of this process at first
             self.process.start()
         theirs.close()
 

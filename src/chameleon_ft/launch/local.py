@@ -25,7 +25,7 @@ from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.child import FORK, Child, describe_end, received, signals_put_off
+from chameleon_ft.launch.child import FORK, Child, describe_end, received, signals_deferred
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
 from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, signals_not_lost, start_fork_server
 from chameleon_ft.launch.standby import until_lost
@@ -179,7 +179,7 @@ class _Launcher:
             coordinator.process.kill()
 
     def _start_coordinator(self, *, stands_by: bool = False) -> None:
-        with signals_put_off():  # a signal is for the new one, or it has been told of it
+        with signals_deferred():  # a signal is for the new one, or it has been told of it
             self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
             self._coordinator = Child(
                 partial(
