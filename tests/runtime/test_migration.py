@@ -98,6 +98,7 @@ class Rank:
         members: Sequence[int],
         steps: int,
         *,
+        trained: threading.Barrier,
         delay_s: float,
         sharding: Sharding | None = None,
     ) -> None:
@@ -172,6 +173,7 @@ class Rank:
         finally:
             self.sums = line.sums
             beginning.join()
+            trained.wait(60)  # a line that is interrupted cuts those of all ranks, which may still be in the last vote
             layers.close(interrupt=not self.migrated.done())
 
 
@@ -212,6 +214,7 @@ def train(
     alone = (s for s in (*gradient_segments(placement), *tied_segments(placement, ties)) if len(s.holders) == 1)
     segments = (*segments, *alone)
     board, members = Switchboard(), sorted({*held, *shadows})
+    trained = threading.Barrier(len(members))
     ranks = []
     for worker in members:
         owned = None if sharding is None else sharding.owned_by(worker)
@@ -223,7 +226,7 @@ def train(
         threading.Thread(
             target=rank.run,
             args=(line, order, members, steps),
-            kwargs={"delay_s": delays_s[rank.worker], "sharding": sharding},
+            kwargs={"trained": trained, "delay_s": delays_s[rank.worker], "sharding": sharding},
         )
         for rank, line in zip(ranks, lines, strict=True)
     ]
