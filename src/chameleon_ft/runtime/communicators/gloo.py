@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,7 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, issue
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from chameleon_ft.runtime.communicators.store import GenerationStore
+from chameleon_ft.runtime.communicators.vote import TreeVote
 
 __all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
 
@@ -30,7 +32,7 @@ _CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends with
 
 
 class GlooCommunicators:
-    """One gloo group over all members for messages and for the vote, and one for each smaller group that reduces.
+    """One gloo group over all members for messages, those of votes too, and one for each smaller group that reduces.
 
     The groups are made directly, not by `dist.init_process_group`, so that a generation that fails leaves nothing
     global behind. Those that reduce are formed by a thread of its own, because the first messages do not need them.
@@ -46,10 +48,12 @@ class GlooCommunicators:
         self._waiters: dict[int, Waiter] = {}  # by the thread that waits
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._reductions: list[Work] = []
+        self._worker = -1
         self._world: tuple[int, ...] = ()
         self._store: Store | None = None  # a store in Python must outlive the groups
         self._forming: threading.Thread | None = None
         self._error: CommunicationError | None = None  # with which it ended
+        self._votes: deque[TreeVote] = deque(maxlen=2)  # once the last is complete, all messages of the one before are
 
     def open(self, membership: Membership) -> None:
         with _LEFTOVERS_LOCK:
@@ -64,7 +68,7 @@ class GlooCommunicators:
             if isinstance(error, RuntimeError):
                 raise _cannot_be_formed(error) from None
             raise
-        self._world = membership.members
+        self._worker, self._world = membership.worker, membership.members
         self._forming = threading.Thread(
             target=self._form_all, args=(form, membership.groups), name="gloo-groups", daemon=True
         )
@@ -97,7 +101,9 @@ class GlooCommunicators:
         return _Message(work, None, host, tensor, self._wait)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self.all_reduce(ballot, group)
+        vote = TreeVote(ballot, worker=self._worker, group=group, send=self.send, receive=self.receive)
+        self._votes.append(vote)
+        return vote
 
     def interrupt(self) -> None:
         now = time.monotonic()
@@ -119,6 +125,7 @@ class GlooCommunicators:
             waiters, self._waiters = tuple(self._waiters.values()), {}
         for waiter in waiters:
             waiter.stop()
+        self._votes.clear()  # a live message keeps the group's sockets open after the group is gone
         leftover = _Leftover(self._groups, self._reductions, waiters)
         self._groups, self._reductions = {}, []
         if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):

@@ -1,7 +1,7 @@
 """The commit of a step: reduce the gradients, vote, apply the update.
 
-Reductions start while the program still runs (see `reductions`), and the commit waits for the rest. The vote is one
-all-reduce over all workers of the generation. It completes on any worker only if every worker has contributed to it,
+Reductions start while the program still runs (see `reductions`), and the commit waits for the rest. The vote is one sum
+over all workers of the generation. It completes on any worker only if every worker has contributed to it,
 and a worker contributes only once it holds all its reduced gradients. So once any worker has applied a step, all others
 can.
 """
