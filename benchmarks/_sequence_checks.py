@@ -239,8 +239,10 @@ def _decisions(records: _Records) -> Iterator[str]:
             < (best := max(each["samples"] for each in feasible.values())) - abs(best) * 1e-9
         ):
             yield f"{chosen} is chosen and not the best: {event}"
+        # A plan that stays may still have slices of the optimizer's state get copies again.
+        done = ("stay", "redundancy") if chosen == "stay" else (chosen,)
         for later in records.events[number:]:
-            if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] != chosen:
+            if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] not in done:
                 yield f"{chosen} is chosen and {later['policy']} is done"
     for plan in records.plans.values():
         if plan.plan.micro_batches != records.config.batch.micro_batches:
