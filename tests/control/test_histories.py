@@ -876,6 +876,25 @@ def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
     assert history.state.phase is Phase.TRAINING
 
 
+def test_a_worker_that_ends_before_it_is_told_that_it_has_left_is_no_loss() -> None:
+    history = training(recovery=RESPAWNING)
+    drain(history, 1)
+    history.wait(0.1)
+    history.consider(0, 2, 3)
+    history.prepare()
+    history.commit(switch=True)
+    history.start()
+    history.wait(1.0)
+    history.depart(21)
+    history.reap(1, -15)
+    history.wait(20.0)
+    assert history.failures == []
+    assert [event["worker"] for event in history.events("drained")] == [1]
+    assert len(history.sent(Spawn)) == 1, "it does not come back"
+    assert history.state.phase is Phase.TRAINING
+    history.commit()
+
+
 @pytest.mark.parametrize("host", ["a host", "10.0.0.1"])
 def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str) -> None:
     history = training()

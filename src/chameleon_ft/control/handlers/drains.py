@@ -180,7 +180,4 @@ def _let_go(draft: Draft, worker: Worker) -> None:
         snapshots=draft.state.snapshots.without(worker.id),
     )
     incidents.detect(draft, Fenced(worker.id))
-    live = len(draft.state.members.live())
-    draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
-    message = f"worker {worker.id} has left, and its process ends"
-    draft.record("drained", worker=worker.id, step=draft.state.committed, message=message)
+    incidents.record_drained(draft, worker.id)

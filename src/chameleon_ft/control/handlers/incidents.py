@@ -96,6 +96,11 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         message = f"worker {number} was lost before it took part: {cause}"
         draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
         return
+    if worker.draining and not (state.is_needed(number) or (state.next and number in state.next.plan.participants)):
+        record_drained(draft, number)  # it was about to be told to exit
+        if state.phase is not Phase.TRAINING:
+            _continue_without(draft, number)
+        return
     fault = state.fault_of(worker)
     loss = Loss(
         worker=number,
@@ -114,6 +119,14 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
     )
     _continue_without(draft, number)
+
+
+def record_drained(draft: Draft, number: int) -> None:
+    """Record that a worker that was to leave has left. It is fenced."""
+    live = len(draft.state.members.live())
+    draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
+    message = f"worker {number} has left, and its process ends"
+    draft.record("drained", worker=number, step=draft.state.committed, message=message)
 
 
 def _continue_without(draft: Draft, worker: int) -> None:
