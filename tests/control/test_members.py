@@ -16,6 +16,7 @@ from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members
 from chameleon_ft.control.wire.address import (
+    address_of_host,
     join_address,
     local_address_towards,
     require_worker_ports,
@@ -339,3 +340,39 @@ def test_the_way_to_loopback_is_loopback() -> None:
     assert local_address_towards("127.0.0.1:9") == "127.0.0.1"
     with pytest.raises(ConfigError, match="there is no route to it from here"):
         local_address_towards("no.such.host.invalid:9")
+
+
+def test_a_host_is_named_by_its_interface_or_as_it_is() -> None:
+    assert address_of_host("lo") == "127.0.0.1"
+    assert address_of_host("node7.example") == "node7.example"
+    assert address_of_host("10.0.0.7") == "10.0.0.7"
+
+
+def route_missing(address: str) -> str:
+    raise ConfigError("there is no route")
+
+
+def the_interfaces_are(monkeypatch: pytest.MonkeyPatch, **addresses: str | None) -> None:
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(addresses)))
+    monkeypatch.setattr("chameleon_ft.control.wire.address._interface_address", addresses.get)
+    monkeypatch.setattr("chameleon_ft.control.wire.address.local_address_towards", route_missing)
+
+
+def test_the_only_interface_is_found_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0="10.0.0.1", ib0=None)
+    assert address_of_host("auto") == "10.0.0.1"
+    with pytest.raises(ConfigError, match="interface 'ib0': has no IPv4 address"):
+        address_of_host("ib0")
+
+
+def test_of_several_interfaces_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0="10.0.0.1", ib0="10.1.0.1")
+    with pytest.raises(ConfigError, match=r"eth0 \(10\.0\.0\.1\), ib0 \(10\.1\.0\.1\); name one"):
+        address_of_host("auto")
+    assert address_of_host("ib0") == "10.1.0.1"
+
+
+def test_auto_is_the_source_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0="10.0.0.1", ib0="10.1.0.1")
+    monkeypatch.setattr("chameleon_ft.control.wire.address.local_address_towards", lambda address: "10.1.0.1")
+    assert address_of_host("auto") == "10.1.0.1"

@@ -30,6 +30,7 @@ from chameleon_ft.config import (
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
+from chameleon_ft.control.wire.address import address_of_host
 from chameleon_ft.errors import CheckpointError, ConfigError, LeaseError
 from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
 from chameleon_ft.observe.run_lock import RunLock
@@ -348,8 +349,9 @@ def _check_address(control: Control) -> None:
             f"{host}: means every address of this host, but the workers need a single one; give the address at "
             "which the other machines reach this host"
         )
+    own = address_of_host(control.host)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(control.host, control.port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(own, control.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             # Like the server, accept a port whose last connection is still in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -292,7 +292,10 @@ class Control(Section):
     """Address of the coordinator."""
 
     host: str = Field(
-        default="127.0.0.1", min_length=1, description="Address the coordinator listens on; by default loopback."
+        default="127.0.0.1",
+        min_length=1,
+        description="Address the coordinator listens on, by default loopback; the name of a network "
+        "interface, such as eth0; or auto: the address at which other machines reach this one.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port the coordinator listens on; 0 takes a free one.")
     worker_ports: str = Field(

@@ -23,7 +23,7 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership, wait_for_silence
 from chameleon_ft.control.lease import Claim, lease_of
-from chameleon_ft.control.wire.address import join_address
+from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
 from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
@@ -35,6 +35,7 @@ from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 __all__ = [
     "DEPOSED",
     "EXIT_CODES",
+    "TOKEN_VARIABLE",
     "Beside",
     "InterruptCount",
     "coordinate",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
+TOKEN_VARIABLE: Final = "CHAMELEON_TOKEN"
+"""Environment variable with the join token."""
 DEPOSED: Final = os.EX_UNAVAILABLE
 """Exit code of a coordinator that ends because another one leads the run."""
 
@@ -90,10 +93,12 @@ def coordinate(
 
     async def coordinated() -> RunStatus:
         start = await started_job(config, run=run, resume=resume)
-        host = config.control.host
+        host = address_of_host(config.control.host)
         with listening_socket(host, config.control.port) as listener:
             address = join_address(host, listener.getsockname()[1])
-            token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
+            # A token that the machines of the run have in common beforehand, such as a secret of Kubernetes.
+            token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+            tls = tls_directory(config, run)
             control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
             return await serve_run(
                 start,

@@ -21,7 +21,7 @@ from typing import Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.wire.address import join_address
+from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.agent import create_agent
@@ -53,7 +53,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
     Raises:
         ChameleonError: the run cannot be started.
     """
-    host = config.control.host
+    host = address_of_host(config.control.host)
     with listening_socket(host, config.control.port) as listener:
         address = join_address(host, listener.getsockname()[1])
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)

@@ -28,7 +28,8 @@ class AgentArguments(JoinArguments):
     standby: Switch = False
     """Have a coordinator stand by on this machine, too, and continue the run when the one that leads is lost."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
-    """Address at which the other machines reach this one; by default that of the interface towards the coordinator."""
+    """Address at which the other machines reach this one, or its network interface; by default that of the route to the
+    coordinator."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,8 +20,8 @@ __all__ = ["main"]
 class CoordinatorArguments:
     """Run the coordinator of a run that spans several machines. It decides, records and displays; it does not compute.
 
-    Set control.host to an address that the other machines reach. The coordinator prints the address and the token that
-    `chameleon agent` and `chameleon worker` need, and waits until all `workers` have joined.
+    Set control.host to an address that the other machines reach, or to auto. The coordinator prints the address and the
+    token that `chameleon agent` and `chameleon worker` need, and waits until all `workers` have joined.
     """
 
     config: ConfigFile = None
@@ -40,8 +40,8 @@ class CoordinatorArguments:
         ),
     ] = None
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
-    """With --standby, the address at which the other machines reach this one; by default that of the interface towards
-    the coordinator."""
+    """With --standby, the address at which the other machines reach this one, or its network interface; by default that
+    of the route to the coordinator."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 from pathlib import Path
+from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
 __all__ = [
+    "AUTO_HOST",
+    "address_of_host",
     "bearer",
     "join_address",
     "local_address_towards",
@@ -15,6 +20,9 @@ __all__ = [
     "split_address",
     "websocket_url",
 ]
+
+AUTO_HOST: Final = "auto"
+"""The value of `control.host` for the address at which other machines reach this one."""
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -71,3 +79,48 @@ def local_address_towards(address: str) -> str:
         raise ConfigError(
             f"address {address!r}: there is no route to it from here: {error.strerror or error}"
         ) from None
+
+
+def address_of_host(host: str) -> str:
+    """Return the address that `host` stands for on this machine.
+
+    Args:
+        host: an address or host name, returned as it is; the name of a network interface, such as eth0; or `AUTO_HOST`,
+            for the source address of the default route, or of the only interface that is not loopback.
+
+    Raises:
+        ConfigError: the interface has no IPv4 address, or `AUTO_HOST` is ambiguous.
+    """
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if host in interfaces:
+        if (address := _interface_address(host)) is None:
+            raise ConfigError(f"interface {host!r}: has no IPv4 address; give the address to use in its place")
+        return address
+    if host != AUTO_HOST:
+        return host
+    try:
+        # The name of a machine often resolves to 127.0.1.1, so the routing table is asked instead. The address is one
+        # of the documentation (RFC 5737), and nothing is sent.
+        return local_address_towards("192.0.2.1:9")
+    except ConfigError:
+        pass
+    addresses = {name: address for name in interfaces if (address := _interface_address(name)) is not None}
+    own = {name: address for name, address in addresses.items() if not address.startswith("127.")}
+    if len(own) == 1:
+        return next(iter(own.values()))
+    found = ", ".join(f"{name} ({address})" for name, address in own.items()) or "none"
+    raise ConfigError(
+        f'host "{AUTO_HOST}": this machine has no default route, and its network interfaces with an address are: '
+        f"{found}; name one, or give the address at which the other machines reach this one"
+    )
+
+
+def _interface_address(name: str) -> str | None:
+    """Return the IPv4 address of a network interface."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
