@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
-from chameleon_ft.control.wire.address import split_address
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE, split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["TOKEN_VARIABLE", "JoinArguments"]
+__all__ = ["JoinArguments"]
 
-TOKEN_VARIABLE = "CHAMELEON_TOKEN"
 _RETRY_S: Final = 0.1  # twice as long before each attempt that follows
 _RETRY_MAX_S: Final = 2.0
 

@@ -21,7 +21,7 @@ from websockets.exceptions import InvalidHandshake
 
 from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.control.hung_process import examine
-from chameleon_ft.control.wire.address import address_of_host, local_address_towards
+from chameleon_ft.control.wire.address import own_address
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Adopt,
@@ -79,7 +79,7 @@ class Agent:
         )
         self._is_connected = False
         self._slots = slots
-        self._host = address_of_host(host) if host else local_address_towards(coordinator)
+        self._host = own_address(host, towards=coordinator)
         self._start_rank = start_rank
         self._ranks: dict[tuple[int, int], HostProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations

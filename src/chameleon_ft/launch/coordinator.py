@@ -23,7 +23,7 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership, wait_for_silence
 from chameleon_ft.control.lease import Claim, lease_of
-from chameleon_ft.control.wire.address import address_of_host, join_address
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE, address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
 from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
@@ -35,7 +35,6 @@ from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 __all__ = [
     "DEPOSED",
     "EXIT_CODES",
-    "TOKEN_VARIABLE",
     "Beside",
     "InterruptCount",
     "coordinate",
@@ -46,8 +45,6 @@ __all__ = [
 ]
 
 EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
-TOKEN_VARIABLE: Final = "CHAMELEON_TOKEN"
-"""Environment variable with the join token."""
 DEPOSED: Final = os.EX_UNAVAILABLE
 """Exit code of a coordinator that ends because another one leads the run."""
 

@@ -21,12 +21,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.leadership import POLLS, Leadership, wait_for_silence
 from chameleon_ft.control.lease import Lease, lease_of
-from chameleon_ft.control.wire.address import (
-    address_of_host,
-    join_address,
-    local_address_towards,
-    split_address,
-)
+from chameleon_ft.control.wire.address import join_address, own_address, split_address
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
@@ -61,7 +56,7 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
     async def stood_by() -> RunStatus:
         start = replace(await started_job(config, run=run, resume=False), resume=True)
         leader = run.read_control()
-        own_host = address_of_host(host) if host else local_address_towards(leader.address)
+        own_host = own_address(host, towards=leader.address)
         # Beside the coordinator that leads, its port is taken.
         port = 0 if own_host == split_address(leader.address)[0] else config.control.port
         with listening_socket(own_host, port) as listener:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from chameleon_ft.control.wire.address import address_of_host, local_address_towards
+from chameleon_ft.control.wire.address import own_address
 from chameleon_ft.runtime.process import exit_immediately
 
 __all__ = ["work"]
@@ -20,13 +20,12 @@ def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str
     """
     from chameleon_ft.runtime.rank import rank_main
 
-    own = environ.get("CHAMELEON_HOST")
     code = rank_main(
         coordinator=coordinator,
         token=token,
         tls=tls,
         worker=int(environ["RANK"]),
-        host=address_of_host(own) if own else local_address_towards(coordinator),
+        host=own_address(environ.get("CHAMELEON_HOST"), towards=coordinator),
         local_index=int(environ["LOCAL_RANK"]),
     )
     exit_immediately(code)

@@ -15,11 +15,11 @@ import tyro
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_arguments
 from chameleon_ft.cli.costs import NO_PRESET, Preset, measured_profile
-from chameleon_ft.cli.joining import TOKEN_VARIABLE
 from chameleon_ft.cli.output import Output, require_places
 from chameleon_ft.cli.run_config import read_config_values
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import config_type, parse_config
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
 from chameleon_ft.quantities import data_size, duration

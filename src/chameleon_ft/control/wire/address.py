@@ -12,10 +12,12 @@ from chameleon_ft.errors import ConfigError
 
 __all__ = [
     "AUTO_HOST",
+    "TOKEN_VARIABLE",
     "address_of_host",
     "bearer",
     "join_address",
     "local_address_towards",
+    "own_address",
     "require_worker_ports",
     "split_address",
     "websocket_url",
@@ -23,6 +25,9 @@ __all__ = [
 
 AUTO_HOST: Final = "auto"
 """The value of `control.host` for the address at which other machines reach this one."""
+
+TOKEN_VARIABLE: Final = "CHAMELEON_TOKEN"
+"""Environment variable with the join token."""
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -79,6 +84,15 @@ def local_address_towards(address: str) -> str:
         raise ConfigError(
             f"address {address!r}: there is no route to it from here: {error.strerror or error}"
         ) from None
+
+
+def own_address(host: str | None, *, towards: str) -> str:
+    """Return the address of this machine: that of `host` if it is given, see `address_of_host`, or of the route.
+
+    Args:
+        towards: host:port of the coordinator.
+    """
+    return address_of_host(host) if host else local_address_towards(towards)
 
 
 def address_of_host(host: str) -> str:
