@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from websockets.asyncio.connection import Connection
 
 from chameleon_ft.config import Recovery
 from chameleon_ft.control.events import Disconnected
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.heartbeat import watch_heartbeat
+from chameleon_ft.control.wire.heartbeat import HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Position, ProcessState, Stop, WorkerExited
 from tests.control.histories import AGENT, History, new_state
 from tests.examples import examples
@@ -230,8 +231,43 @@ def test_long_after_a_stall_a_closed_connection_is_a_loss_at_once() -> None:
 class Silence:
     """A connection whose other end answers no ping."""
 
+    heard_at_s = -math.inf
+
     async def ping(self) -> asyncio.Future[float]:
         return asyncio.get_running_loop().create_future()
+
+
+class FullSilence(Silence):
+    """A connection on which a ping waits behind messages that the network does not take."""
+
+    async def ping(self) -> asyncio.Future[float]:
+        return await asyncio.get_running_loop().create_future()
+
+
+class Busy(Silence):
+    """A connection on which messages arrive, and the answer to a ping is behind them."""
+
+    @property
+    def heard_at_s(self) -> float:  # type: ignore[override]
+        return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("connection", [Silence(), FullSilence(), Busy()])
+def test_the_end_of_a_connection_that_sends_nothing_is_silent(connection: Silence) -> None:
+    reported: list[float] = []
+
+    async def watch() -> None:
+        heard = cast(HeardConnection, connection)
+        watching = asyncio.create_task(watch_heartbeat(heard, every_s=0.01, timeout_s=0.02, silent=reported.append))
+        until_s = asyncio.get_running_loop().time() + 30
+        for turn in itertools.count():
+            await asyncio.sleep(0.01)
+            if reported or asyncio.get_running_loop().time() > until_s or (turn > 10 and isinstance(connection, Busy)):
+                break
+        watching.cancel()
+
+    asyncio.run(watch())
+    assert bool(reported) is not isinstance(connection, Busy)
 
 
 def test_heartbeats_do_not_count_the_time_in_which_they_were_not_watched() -> None:
@@ -248,7 +284,7 @@ def test_heartbeats_do_not_count_the_time_in_which_they_were_not_watched() -> No
             if len(reported) == 2:
                 enough.set()
 
-        connection = cast(Connection, Silence())
+        connection = cast(HeardConnection, Silence())
         watching = asyncio.create_task(watch_heartbeat(connection, every_s=0.05, timeout_s=0.1, silent=silent))
         await asyncio.sleep(0.06)
         skipped_s = 25.0

@@ -56,7 +56,7 @@ def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", megabytes=8) as disk:
         view = FillingView(disk, full_at=3, free_at=-1)
         ended = train_here(small_config(tmp_path, steps=40), disk / "run", view=view)
-        assert ended.code == 0
+        assert ended.code == 1, "the last checkpoint does not fit"
         assert "metrics.jsonl" in view.seen["records_lost"]["message"]
 
 

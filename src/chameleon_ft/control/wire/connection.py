@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import WILL_RETURN, watch_heartbeat
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Acknowledged, Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 
@@ -30,7 +30,7 @@ _CLOSE_S: Final = 0.1  # for the close frame of a connection that is given up
 _ANSWER_S: Final = 30.0  # for the answer to a handshake; a coordinator may have been held up
 
 
-class _Connection(ClientConnection):
+class _Connection(HeardConnection, ClientConnection):
     """A connection of a process that may have been held up: a pong counts, however late it is seen."""
 
     async def keepalive(self) -> None:
@@ -218,6 +218,7 @@ class ControlConnection:
 
         closing: list[asyncio.Future[None]] = []  # the loop itself keeps none alive
         loop = asyncio.get_running_loop()
+        assert isinstance(connection, HeardConnection)
         await watch_heartbeat(connection, every_s=self._lease_s / 2, timeout_s=self._lease_s / 2, silent=give_up)
 
     async def _send_all(self, connection: ClientConnection) -> None:

@@ -20,7 +20,7 @@ from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import WILL_RETURN, watch_heartbeat
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
@@ -76,7 +76,7 @@ class Handler(Protocol):
         """Handle an unexpected error of the handler itself."""
 
 
-class _Connection(ServerConnection):
+class _Connection(HeardConnection, ServerConnection):
     """A connection that reports a peer without a valid request, which the library does not."""
 
     def __init__(self, handler: Handler, *arguments: Any, **named: Any) -> None:
@@ -113,6 +113,7 @@ class _Server:
     async def _watch(self, connection: ServerConnection, peer: Peer) -> None:
         # These add up when a peer falls silent: time to the next ping, to its answer, and to a second report, by which
         # the peer's agent may have turned out to be silent too.
+        assert isinstance(connection, HeardConnection)
         every_s, timeout_s = self.heartbeat_timeout_s / 4, self.heartbeat_timeout_s / 2
         with self._mistakes_reported():
             await watch_heartbeat(
