@@ -241,7 +241,8 @@ class FullSilence(Silence):
     """A connection on which a ping waits behind messages that the network does not take."""
 
     async def ping(self) -> asyncio.Future[float]:
-        return await asyncio.get_running_loop().create_future()
+        written: asyncio.Future[asyncio.Future[float]] = asyncio.get_running_loop().create_future()
+        return await written
 
 
 class Busy(Silence):
