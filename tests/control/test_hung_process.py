@@ -23,7 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 _PYTHON = sys.executable
 SCRIPT = """
-import ctypes, signal, sys, time
+import ctypes, os, signal, sys, threading, time
 from chameleon_ft.runtime.activity import Activity
 
 activity = Activity()
@@ -34,6 +34,12 @@ if "deaf" in sys.argv:
 print("ready", flush=True)
 if "lock" in sys.argv:
     ctypes.PyDLL(None).sleep(1000)  # the lock
+if "stopped" in sys.argv:
+    for _ in range(6):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    os.kill(os.getpid(), signal.SIGSTOP)  # the stop
+    while True:
+        pass
 while True:
     time.sleep(1000)  # no lock
 """
@@ -93,3 +99,11 @@ def test_a_process_that_is_gone_leaves_nothing(tmp_path: Path) -> None:
     with hanging(tmp_path) as pid:
         process = HostProcess(pid)
     assert asyncio.run(examine(process)) == ("gone", "")
+
+
+def test_a_stopped_process_is_where_it_was_stopped(tmp_path: Path) -> None:
+    for _ in range(10):  # a signal to the process finds its main thread further on in one of three
+        with hanging(tmp_path, "stopped") as pid:
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+            _, activity = asyncio.run(examine(HostProcess(pid)))
+        assert Evidence.parse(activity).place == the_line(tmp_path, "the stop")

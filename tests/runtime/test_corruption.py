@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,8 @@ def test_of_two_holders_all_return_to_the_checkpoint_from_before(tmp_path: Path)
         workers=4,
         parallel=Parallel(dp=2, pp=2),
         batch=Batch(micro_batches=4, micro_batch_size=2),
-        failures=(fails(1, step=4, kind="corrupt"),),
+        # After the update, because the gradients of a damaged layer may be so bad that they are examined at once.
+        failures=(fails(1, step=5, phase="optimizer", kind="corrupt"),),
         health=Health(detect_slow=False, check_every=3),
         checkpoint=Checkpoint(every=1, keep=1),
     )
@@ -58,15 +58,13 @@ def test_without_a_checkpoint_from_before_the_run_ends_and_names_layers_workers_
         workers=2,
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=4, micro_batch_size=2),
-        failures=(fails(1, step=1, kind="corrupt"),),
+        failures=(fails(1, step=1, phase="optimizer", kind="corrupt"),),
         health=Health(detect_slow=False, check_every=2),
     )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 1
     reason = ended.summary["reason"]
-    # A bit that makes the next step bad has it computed again, with a comparison that is not due yet.
-    expected = r"after [12] updates differs between workers 0, 1, and there is no checkpoint from before"
-    assert re.search(expected, reason) is not None, reason
+    assert "after 2 updates differs between workers 0, 1, and there is no checkpoint from before" in reason
 
 
 def test_a_wrong_state_is_found_before_the_last_checkpoint_is_written(tmp_path: Path) -> None:

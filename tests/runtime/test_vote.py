@@ -45,7 +45,7 @@ def test_all_ranks_have_the_sum_of_all_ballots(group: tuple[int, ...], votes: in
     def act(worker: int, line: Line) -> None:
         for vote in range(votes):
             ballot = torch.tensor([worker, 0.1 * worker, vote, 1.0], dtype=torch.float64)
-            TreeVote(ballot, worker=worker, group=group, send=line.send, receive=line.receive).wait()
+            TreeVote(ballot, worker=worker, group=group, communicators=line).wait()
             totals[worker].append(ballot.tolist())
 
     run(group, act, Switchboard())
@@ -65,7 +65,7 @@ def test_no_rank_has_a_total_without_all_ballots(group: tuple[int, ...], random:
         if worker == absent:
             return
         try:
-            TreeVote(torch.ones(1), worker=worker, group=group, send=line.send, receive=line.receive).wait()
+            TreeVote(torch.ones(1), worker=worker, group=group, communicators=line).wait()
         except CommunicationError:
             ended.append("interrupted")
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 from pathlib import Path
@@ -57,6 +58,13 @@ class HostProcess:
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
+
+    def send_to_main_thread(self, number: signal.Signals) -> None:
+        """Send a signal to the main thread of this process, which is stopped, before it runs any further.
+
+        A signal to a stopped process goes to the thread that runs first once it continues. The others run on meanwhile.
+        """
+        ctypes.CDLL(None).tgkill(self.pid, self.pid, int(number))
 
     async def wait(self) -> int | None:
         """Return its exit code, once it has ended, as `subprocess` gives it; None if it is no child of this process."""

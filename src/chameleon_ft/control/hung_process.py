@@ -76,9 +76,11 @@ def _with_own_stacks(process: HostProcess, activity_file: Path, *, until: float)
     """
     activities = activity_file.read_text(encoding="utf-8", errors="replace")
     written, grown_at, stacks = len(activities), None, ""
-    process.send_signal(STACKS_SIGNAL)
     if is_stopped(process.pid):
+        process.send_to_main_thread(STACKS_SIGNAL)
         process.send_signal(signal.SIGCONT)
+    else:
+        process.send_signal(STACKS_SIGNAL)
     while time.monotonic() < until:
         if (size := activity_file.stat().st_size) > written:
             written, grown_at = size, time.monotonic()

@@ -101,7 +101,7 @@ class GlooCommunicators:
         return _Message(work, None, host, tensor, self._wait)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        vote = TreeVote(ballot, worker=self._worker, group=group, send=self.send, receive=self.receive)
+        vote = TreeVote(ballot, worker=self._worker, group=group, communicators=self)
         self._votes.append(vote)
         return vote
 
