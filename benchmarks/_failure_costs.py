@@ -50,6 +50,7 @@ class LossCost:
         cost: time between the commits around the interrupted step, less `step_s`, over `step_s`.
         repeated: work that was repeated, by `step_s`.
         stall_s: from the loss to the first operation after it.
+        moved_bytes: of the layers that moved beside training after it.
         recorded: the cost that the run recorded; None if it recorded none.
         predicted: the cost that the run predicted; None if it predicted none.
         inconsistency: difference between `recorded` and its definition, by the rows of `metrics.jsonl`.
@@ -65,6 +66,7 @@ class LossCost:
     cost: float
     repeated: float
     stall_s: float
+    moved_bytes: int
     recorded: float | None
     predicted: float | None
     inconsistency: float
@@ -172,6 +174,7 @@ def costs_of(run: RunDirectory) -> tuple[LossCost, ...]:
         if event["event"] == "failure_cost"
         for generation in event["incident_generations"]
     }
+    migrations = [event for event in events if event["event"] == "migration"]
     layouts = {number: _layout(each.plan) for number, each in read_generation_plans(run.plans).items()}
     failures = [(event["time"], FailureRecord.from_json(event)) for event in events if event["event"] == "failure"]
     completed = {(each.generation, each.resume_step) for _, each in failures if each.is_salvaged}
@@ -190,6 +193,7 @@ def costs_of(run: RunDirectory) -> tuple[LossCost, ...]:
                 after=after,
                 usual_s=statistics.median(usual_s[-_RECENT:]),
                 recorded=recorded.get(failure.generation, {}),
+                moved_bytes=sum(each["bytes"] for each in migrations if each["generation"] == failure.generation),
                 is_first_layout=layouts.get(before[-1].generation) == layouts.get(before[0].generation),
             )
         )
@@ -204,6 +208,7 @@ def _cost(
     after: StepRecord,
     usual_s: float,
     recorded: Mapping[str, Any],
+    moved_bytes: int,
     is_first_layout: bool,
 ) -> LossCost:
     """Return the cost of a loss between the last row of `before` and `after`.
@@ -226,6 +231,7 @@ def _cost(
         cost=gap_s / step_s - (after.step - last.step),
         repeated=(failure.repeated_s or 0.0) / step_s,
         stall_s=failure.stall_s,
+        moved_bytes=moved_bytes,
         recorded=cost,
         predicted=recorded.get("predicted_steps"),
         inconsistency=0.0 if cost is None else abs(cost - (gap_s / usual_s - 1)),

@@ -1,12 +1,15 @@
-"""How many steps does a failure cost? Single losses at random moments of a step, with salvage and without it.
+"""How many steps does a failure cost? Single losses at random moments of a step.
 
-Two parts; --parts picks some.
+Four parts; --parts picks some. Each compares two settings.
 
-  emulated   32 emulated workers, 8 pipelines of 4 stages of a Llama 2 7B, 128 micro-batches
-  real       eight CPU workers, the model and the layout of the quick start
+  emulated             32 emulated workers, 8 pipelines of 4 stages of a Llama 2 7B, 128 micro-batches: with
+                       `recovery.salvage`, and without it
+  real                 the same on eight CPU workers, with the model and the layout of the quick start
+  emulated-migration   the policy `chameleon`, after whose losses layers move beside training, and `reroute`
+  real-migration       the same on eight CPU workers, with a model of 600 MB of state
 
-A worker is lost to SIGKILL. Worker and moment are drawn from --seed, the moment evenly over a step. Runs with and
-without `recovery.salvage` alternate; two of a pair have the same draws. A run loses one worker, so that every loss is
+A worker is lost to SIGKILL. Worker and moment are drawn from --seed, the moment evenly over a step. Runs with the two
+settings alternate; two of a pair have the same draws. A run loses one worker, so that every loss is
 in the layout of the start. With more (--losses-per-run), the lost worker is started again, and the next loss waits
 until all workers have made `--settled` steps under one plan, which may be another than at the start. Measured:
 
@@ -14,6 +17,7 @@ until all workers have made `--settled` steps under one plan, which may be anoth
              before it (of the same plan), over that median
   repeated   work that is repeated, in such median steps, as the run recorded it
   stall      from the loss to the first operation after it, in seconds
+  moved      bytes that moved beside training after the loss
 
 A loss after which the step could not be completed, but was repeated, counts like any other; the table has their number.
 Runs whose results are in --out are not made again, so an interrupted benchmark can be continued.
@@ -35,24 +39,35 @@ from benchmarks._failure_costs import Draw, LossCost, draws, observe, read_costs
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, PolicyName, Recovery, RunConfig
 
-_PARTS: Final = ("emulated", "real")
-_SALVAGE: Final = {"on": True, "off": False}
+_SALVAGE: Final[Mapping[str, Mapping[str, Any]]] = {"salvage": {"salvage": True}, "no salvage": {"salvage": False}}
+_MIGRATION: Final[Mapping[str, Mapping[str, Any]]] = {
+    "migration": {"policy": "chameleon"},
+    "reroute": {"policy": "reroute"},
+}
+_PARTS: Final = {
+    "emulated": _SALVAGE,
+    "real": _SALVAGE,
+    "emulated-migration": _MIGRATION,
+    "real-migration": _MIGRATION,
+}
 _ALWAYS: Final = 1_000_000  # more steps, and restarts of a worker, than there are
 _SETTINGS: Final = ("losses", "losses_per_run", "settled", "seed", "policy", "time_scale", "respawn_delay_s")
 
 _EMULATED_COST, _EMULATED_LARGE_COST = 0.20, 0.30
 _REAL_REPEATED, _REAL_RATIO = 0.15, 0.65
+_STALL_RATIO: Final = 1.1
 _PREDICTION_ERROR: Final = 0.15
 _ROUNDING: Final = 0.001
 _OTHER_MEDIAN: Final = "because a run compares with the durations of its last ten steps, under whatever plan"
 _COLUMNS: Final = (
     "part",
-    "salvage",
+    "setting",
     "losses",
     "cost, steps: median (least to largest)",
     "90th percentile",
     "repeated",
     "stall, s",
+    "moved, GB",
     "mean error of predicted cost",
     "not salvaged",
 )
@@ -60,10 +75,10 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The losses of one part with one setting of salvage."""
+    """The losses of one part with one setting."""
 
     part: str
-    salvage: str
+    setting: str
     costs: tuple[LossCost, ...]
 
     @property
@@ -82,6 +97,10 @@ class Measured:
     @property
     def stall_s(self) -> Spread:
         return Spread(tuple(each.stall_s for each in self.costs))
+
+    @property
+    def moved_gb(self) -> Spread:
+        return Spread(tuple(each.moved_bytes / 1e9 for each in self.costs))
 
     @property
     def prediction_error(self) -> float | None:
@@ -113,14 +132,15 @@ class Measured:
         error = self.prediction_error
         return (
             self.part,
-            self.salvage,
+            self.setting,
             str(len(self.costs)),
             self.cost.shown(2),
             f"{self.large_cost:.2f}",
             self.repeated.shown(2),
             self.stall_s.shown(),
+            self.moved_gb.shown(1),
             "" if error is None else f"{error:.1%}",
-            str(self.not_salvaged) if _SALVAGE[self.salvage] else "",
+            str(self.not_salvaged) if self.setting != "no salvage" else "",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -129,6 +149,7 @@ class Measured:
             "cost_90th_percentile": self.large_cost,
             "repeated": self.repeated.to_json(),
             "stall_s": self.stall_s.to_json(),
+            "moved_gb": self.moved_gb.to_json(),
             "prediction_error": self.prediction_error,
             "not_salvaged": self.not_salvaged,
             "in_other_layouts": self.in_other_layouts,
@@ -147,6 +168,8 @@ def main() -> int:
     configs: Mapping[str, Callable[[], RunConfig]] = {
         "emulated": partial(emulated_config, given),
         "real": partial(real_config, given),
+        "emulated-migration": partial(emulated_config, given),
+        "real-migration": partial(large_config, given),
     }
     found: list[Measured] = []
     for part in given.parts:
@@ -160,7 +183,7 @@ def main() -> int:
         columns=_COLUMNS,
         rows=tuple(each.row() for each in found),
         bars=bars(found),
-        results={"settings": _settings(given), **{f"{each.part}, {each.salvage}": each.to_json() for each in found}},
+        results={"settings": _settings(given), **{f"{each.part}, {each.setting}": each.to_json() for each in found}},
         neighbours=neighbours,
     )
     return report.emit(folder, as_json=given.json)
@@ -188,6 +211,13 @@ def real_config(given: argparse.Namespace) -> RunConfig:
     return base_config(given.config, stamped=False, steps=_ALWAYS, recovery=_recovery(given))
 
 
+def large_config(given: argparse.Namespace) -> RunConfig:
+    """Return the configuration of the CPU workers with a model of 50 million parameters, 600 MB with their moments."""
+    config = base_config(given.config, stamped=False, steps=_ALWAYS, recovery=_recovery(given))
+    model = config.model.model_copy(update={"dim": 512, "num_layers": 17, "ffn_dim": 1408, "seq_len": 16})
+    return config.model_copy(update={"model": model, "batch": config.batch.model_copy(update={"micro_batch_size": 1})})
+
+
 def _recovery(given: argparse.Namespace) -> Recovery:
     return Recovery(
         policy=given.policy,
@@ -201,18 +231,18 @@ def _recovery(given: argparse.Namespace) -> Recovery:
 def _measured(
     part: str, config: RunConfig, given: argparse.Namespace, folder: Path, neighbours: Neighbours
 ) -> list[Measured]:
-    """Return the losses of a part with each setting of salvage, from runs in turns."""
-    costs: dict[str, list[LossCost]] = {salvage: [] for salvage in _SALVAGE}
+    """Return the losses of a part with each of its settings, from runs in turns."""
+    costs: dict[str, list[LossCost]] = {setting: [] for setting in _PARTS[part]}
     for pair, first in enumerate(range(0, given.losses, given.losses_per_run)):
         count = min(given.losses_per_run, given.losses - first)
         losses = draws(f"{given.seed} {part} {pair}", workers=config.workers, count=count)
-        for salvage in _SALVAGE:
-            name = f"{part}-{salvage}-{pair}"
-            progress(f"{part}, salvage {salvage}, losses {first + 1} to {first + count} of {given.losses}")
-            recovery = config.recovery.model_copy(update={"salvage": _SALVAGE[salvage]})
+        for setting, changes in _PARTS[part].items():
+            name = f"{part}-{setting.replace(' ', '-')}-{pair}"
+            progress(f"{part}, {setting}, losses {first + 1} to {first + count} of {given.losses}")
+            recovery = config.recovery.model_copy(update=dict(changes))
             now = config.model_copy(update={"recovery": recovery})
-            costs[salvage] += _run(now, losses, given, folder / name, neighbours)
-    return [Measured(part=part, salvage=salvage, costs=tuple(each)) for salvage, each in costs.items()]
+            costs[setting] += _run(now, losses, given, folder / name, neighbours)
+    return [Measured(part=part, setting=setting, costs=tuple(each)) for setting, each in costs.items()]
 
 
 def _run(
@@ -237,7 +267,7 @@ def _free(path: Path) -> Path:
 
 def _tell(measured: Measured) -> None:
     """Print facts that the table lacks: other layouts, differences from the run's own records, repeated steps."""
-    part = f"{measured.part}, salvage {measured.salvage}"
+    part = f"{measured.part}, {measured.setting}"
     if measured.in_other_layouts:
         progress(f"{part}: {measured.in_other_layouts} losses in another layout than that of the start")
     progress(f"{part}: recorded costs differ by up to {measured.difference:.3f}, {_OTHER_MEDIAN}")
@@ -245,7 +275,7 @@ def _tell(measured: Measured) -> None:
         progress(f"{part}: and by up to {measured.inconsistency:.3f} from their definition")
     for number, each in enumerate(measured.costs, start=1):
         where = f"{part}, loss {number} (worker {each.worker}, step {each.step})"
-        if _SALVAGE[measured.salvage] and not each.is_salvaged:
+        if measured.setting != "no salvage" and not each.is_salvaged:
             progress(f"{where}: not salvaged, {each.policy}: {each.action}")
         if each.recorded is None:
             progress(f"{where}: no cost was recorded")
@@ -253,19 +283,23 @@ def _tell(measured: Measured) -> None:
 
 def bars(found: Sequence[Measured]) -> tuple[Bar, ...]:
     """Return the limits of the parts that were measured."""
-    by_name = {(each.part, each.salvage): each for each in found}
+    by_name = {(each.part, each.setting): each for each in found}
     asked = []
-    if emulated := by_name.get(("emulated", "on")):
+    if emulated := by_name.get(("emulated", "salvage")):
         asked += [
             Bar(name="emulated, median cost", value=emulated.cost.median, limit=_EMULATED_COST),
             Bar(name="emulated, 90th percentile", value=emulated.large_cost, limit=_EMULATED_LARGE_COST),
         ]
-    if real := by_name.get(("real", "on")):
-        ratio = real.cost.median / by_name["real", "off"].cost.median
+    if real := by_name.get(("real", "salvage")):
+        ratio = real.cost.median / by_name["real", "no salvage"].cost.median
         asked += [
             Bar(name="real, median of repeated work", value=real.repeated.median, limit=_REAL_REPEATED),
-            Bar(name="real, cost on over off, medians", value=ratio, limit=_REAL_RATIO),
+            Bar(name="real, cost with salvage over without, medians", value=ratio, limit=_REAL_RATIO),
         ]
+    for part in ("emulated-migration", "real-migration"):
+        if moving := by_name.get((part, "migration")):
+            ratio = moving.stall_s.median / by_name[part, "reroute"].stall_s.median
+            asked.append(Bar(name=f"{part}, stall over that of reroute, medians", value=ratio, limit=_STALL_RATIO))
     for measured in (emulated, real):
         if measured is not None and (error := measured.prediction_error) is not None:
             name = f"{measured.part}, mean error of predicted cost"
@@ -295,12 +329,14 @@ def _same_settings(given: argparse.Namespace, folder: Path) -> None:
 def _arguments() -> argparse.Namespace:
     parser = arguments(__doc__, name="failure_cost")
     add_most_others(parser)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=tuple(_PARTS))
     parser.add_argument("--losses", type=int, default=30, help="of each part, with each setting")
     parser.add_argument("--losses-per-run", type=int, default=1)
     parser.add_argument("--settled", type=int, default=6, help="steps of all workers in one plan before a loss")
     parser.add_argument("--seed", type=int, default=0, help="of the workers and moments")
-    parser.add_argument("--policy", choices=get_args(PolicyName), default="chameleon", metavar="NAME")
+    parser.add_argument(
+        "--policy", choices=get_args(PolicyName), default="chameleon", metavar="NAME", help="of emulated and real"
+    )
     parser.add_argument("--profile", type=Path, default=ROOT / "profiles" / "llama2-7b-h100-80g.json")
     parser.add_argument("--time-scale", type=float, default=2.0, help="seconds that a second of the profile takes")
     parser.add_argument(

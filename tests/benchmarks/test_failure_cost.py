@@ -14,7 +14,7 @@ import pytest
 from benchmarks import failure_cost
 from benchmarks._common import ROOT
 from benchmarks._failure_costs import LossCost, _layout, costs_of, draws, read_costs, settled_step_s, write_costs
-from benchmarks.failure_cost import Measured, bars, emulated_config, real_config
+from benchmarks.failure_cost import Measured, bars, emulated_config, large_config, real_config
 from chameleon_ft.config import parse_config
 from chameleon_ft.observe import FailureRecord, RunDirectory
 from chameleon_ft.plan import data_pipeline_plan
@@ -75,6 +75,9 @@ class Records:
         )
         self._append(self.run.events_file, time=at_s, event="failure", **replace(record, **changes).to_json())
 
+    def migration(self, *, generation: int, num_bytes: int) -> None:
+        self._append(self.run.events_file, time=0.0, event="migration", generation=generation, bytes=num_bytes)
+
     def cost(self, *generations: int, steps: float, predicted: float | None) -> None:
         fields = {"failure_cost_steps": steps, "predicted_steps": predicted}
         self._append(
@@ -96,9 +99,11 @@ def test_a_loss_costs_the_time_by_which_its_step_is_longer(tmp_path: Path) -> No
     records.failure(at_s=109.4, step=5, generation=2)
     assert costs_of(records.run) == (), "not committed yet"
     records.cost(2, steps=0.2, predicted=0.15)
+    records.migration(generation=2, num_bytes=7_000)
+    records.migration(generation=3, num_bytes=1)
     records.step(5, at_s=110.4, generation=2, step_s=0.9)
     (cost,) = costs_of(records.run)
-    assert (cost.worker, cost.step, cost.is_salvaged, cost.stall_s) == (5, 5, True, 0.4)
+    assert (cost.worker, cost.step, cost.is_salvaged, cost.stall_s, cost.moved_bytes) == (5, 5, True, 0.4, 7_000)
     assert (cost.cost, cost.repeated, cost.moment, cost.step_s) == pytest.approx((0.2, 0.125, 0.5, 2.0))
     assert (cost.recorded, cost.predicted, cost.prediction_error) == pytest.approx((0.2, 0.15, -0.25))
     assert cost.inconsistency == pytest.approx(0.0, abs=1e-9)
@@ -154,6 +159,7 @@ def loss(**changes: Any) -> LossCost:
         cost=0.15,
         repeated=0.05,
         stall_s=0.1,
+        moved_bytes=0,
         recorded=0.15,
         predicted=0.15,
         inconsistency=0.0,
@@ -165,46 +171,54 @@ def loss(**changes: Any) -> LossCost:
     return replace(base, **changes)
 
 
-def measured(part: str, salvage: str, *costs: float, **changes: Any) -> Measured:
-    losses = tuple(loss(cost=each, is_salvaged=salvage == "on", **changes) for each in costs)
-    return Measured(part=part, salvage=salvage, costs=losses)
+def measured(part: str, setting: str, *costs: float, **changes: Any) -> Measured:
+    losses = tuple(loss(cost=each, is_salvaged=setting == "salvage", **changes) for each in costs)
+    return Measured(part=part, setting=setting, costs=losses)
 
 
 def test_bars_are_of_the_parts_that_were_measured() -> None:
-    emulated = [measured("emulated", "on", 0.1, 0.15, 0.5), measured("emulated", "off", 0.6)]
+    emulated = [measured("emulated", "salvage", 0.1, 0.15, 0.5), measured("emulated", "no salvage", 0.6)]
     assert {bar.name: bar.reached for bar in bars(emulated)} == {
         "emulated, median cost": True,
         "emulated, 90th percentile": False,
         "emulated, mean error of predicted cost": True,
     }
-    real = [measured("real", "on", 0.4, repeated=0.2, predicted=0.3), measured("real", "off", 0.8)]
+    real = [measured("real", "salvage", 0.4, repeated=0.2, predicted=0.3), measured("real", "no salvage", 0.8)]
     assert {bar.name: bar.value for bar in bars(real)} == pytest.approx(
         {
             "real, median of repeated work": 0.2,
-            "real, cost on over off, medians": 0.5,
+            "real, cost with salvage over without, medians": 0.5,
             "real, mean error of predicted cost": 1.0,
         }
     )
 
 
+@pytest.mark.parametrize(("moving_s", "reached"), [(0.105, True), (0.115, False)])
+def test_a_migration_stalls_little_longer_than_a_reroute(moving_s: float, reached: bool) -> None:
+    part = "real-migration"
+    found = [measured(part, "migration", 0.2, stall_s=moving_s), measured(part, "reroute", 0.2, stall_s=0.1)]
+    (bar,) = bars(found)
+    assert (bar.name, bar.reached) == ("real-migration, stall over that of reroute, medians", reached)
+
+
 def test_repeated_steps_are_counted_and_not_left_out() -> None:
-    on = measured("emulated", "on", 0.1, 0.2)
+    on = measured("emulated", "salvage", 0.1, 0.2)
     mixed = replace(on, costs=(*on.costs, loss(cost=0.9, is_salvaged=False)))
     assert (mixed.not_salvaged, len(mixed.cost.values), mixed.cost.median) == (1, 3, 0.2)
     assert mixed.row()[-1] == "1"
-    assert measured("emulated", "off", 0.6).row()[-1] == "", "none is to be salvaged there"
+    assert measured("emulated", "no salvage", 0.6).row()[-1] == "", "none is to be salvaged there"
 
 
 def test_other_layouts_and_differences_from_the_records_are_told() -> None:
     losses = (loss(recorded=0.1), loss(recorded=None), loss(is_first_layout=False, recorded=0.17, inconsistency=0.02))
-    found = Measured(part="emulated", salvage="on", costs=losses)
+    found = Measured(part="emulated", setting="salvage", costs=losses)
     assert found.in_other_layouts == 1
     assert (found.difference, found.inconsistency) == pytest.approx((0.05, 0.02))
 
 
 def test_the_90th_percentile_is_between_the_largest_values() -> None:
-    assert measured("real", "on", *range(11)).large_cost == pytest.approx(9.0)
-    assert measured("real", "on", 0.3).large_cost == 0.3
+    assert measured("real", "salvage", *range(11)).large_cost == pytest.approx(9.0)
+    assert measured("real", "salvage", 0.3).large_cost == 0.3
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -231,7 +245,7 @@ def settings(**changes: Any) -> argparse.Namespace:
 def test_workers_come_back_if_more_are_to_be_lost_and_nothing_else_fails() -> None:
     assert not real_config(settings()).recovery.respawn
     assert real_config(settings(losses_per_run=2)).recovery.respawn
-    for config in (emulated_config(settings()), real_config(settings())):
+    for config in (emulated_config(settings()), real_config(settings()), large_config(settings())):
         assert config.workers == config.parallel.dp * config.parallel.pp
         assert config.failures == ()
         assert config.checkpoint.every == 0
