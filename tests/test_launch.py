@@ -19,7 +19,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig, Timeouts, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig, Timeouts, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Acknowledged, Drain, Exit, Hello, HostHello, Message, Refused, Spawn
@@ -164,6 +164,18 @@ def test_an_agent_may_come_before_its_coordinator(tmp_path: Path, run: RunDirect
         host.read_until("waiting up to 300 s for the coordinator of")
         with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as coordinator:
             assert coordinator.wait() == host.wait() == 0, host.printed
+
+
+def test_a_token_that_machines_have_in_common_and_the_address_that_is_routed(tmp_path: Path, run: RunDirectory) -> None:
+    config = small_config(tmp_path, workers=2, steps=4, parallel=Parallel(dp=2, pp=1), control=Control(host="auto"))
+    secret = {"CHAMELEON_TOKEN": "a-secret-of-all-machines"}
+    with Command("coordinator", written(config, tmp_path), "--output-dir", run.path, environ=secret) as coordinator:
+        coordinator.read_until("waiting for 2 workers")
+        control = run.read_control()
+        assert control.token == secret["CHAMELEON_TOKEN"]
+        assert control.token not in coordinator.printed
+        with Command("agent", "--coordinator", control.address, "--workers", "2", environ=secret) as agent:
+            assert (coordinator.wait(), agent.wait()) == (0, 0), coordinator.printed + agent.printed
 
 
 def test_sigterm_before_training_ends_at_once(endless: Path, run: RunDirectory) -> None:
