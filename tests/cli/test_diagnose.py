@@ -215,7 +215,7 @@ def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: Co
 OTHERS = """
 Slow link: the link of workers 4, 5
 since   2026-01-01 12:00:01 UTC, for 8.000 s
-why     messages take 2.00 times as long as on other links since step 15
+why     micro-batches take 2.00 times as long as on other links since step 15
 action  none
 
 Bad step: step 40

@@ -16,7 +16,7 @@ from chameleon_ft.control.decisions.calibration import Corrections
 from chameleon_ft.control.decisions.links import Ends, LinkTimes, assumed_shares
 from chameleon_ft.control.detectors.base import Fenced, Finding, LinksMeasured, RecoveredLink, SlowLink
 from chameleon_ft.control.detectors.slow_links import SlowLinkDetector, number_of_link, workers_of_link
-from chameleon_ft.control.wire.parts import ChannelTimes
+from chameleon_ft.control.wire.parts import ChannelTimes, OperationTimes
 from chameleon_ft.observe import JoinRecord
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.schedule import CostModel, Program, best_program
@@ -54,9 +54,12 @@ def pipeline(model: CostModel) -> Program:
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
+OPERATIONS_S = 0.02  # of a forward and a backward
+
+
 def reports(
     delay_s: Callable[[int, int], float], *, offsets: Mapping[int, float], rng: random.Random, waits: bool = True
-) -> dict[int, list[ChannelTimes]]:
+) -> dict[int, OperationTimes]:
     """Return the reports of three workers in a pipeline about a step, by their own clocks; noise delays messages."""
     found: dict[int, list[ChannelTimes]] = {0: [], 1: [], 2: []}
     for sender, receiver, forward in ((0, 1, True), (1, 2, True), (2, 1, False), (1, 0, False)):
@@ -66,7 +69,11 @@ def reports(
         into = tuple(at + offsets[receiver] if waits and rng.random() < 0.8 else 0.0 for at in arrived)
         found[sender].append(ChannelTimes(peer=receiver, forward=forward, sent_s=out))
         found[receiver].append(ChannelTimes(peer=sender, forward=forward, arrived_s=into))
-    return found
+    half_s = OPERATIONS_S / 2
+    return {
+        worker: OperationTimes(forward_s=half_s, backward_s=half_s, longest_s=half_s, channels=tuple(channels))
+        for worker, channels in found.items()
+    }
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), st.integers(0, 1000))
@@ -77,21 +84,34 @@ def test_a_link_is_measured_whatever_the_clocks_of_its_workers(clocks: list[floa
     delays = {(0, 1): 0.01, (1, 0): 0.01, (1, 2): 0.03, (2, 1): 0.05}
     found: dict[Ends, tuple[float, int]] = {}
     made = reports(lambda a, b: delays[a, b], offsets=dict(enumerate(clocks)), rng=random.Random(seed))
-    for worker, channels in made.items():
-        found |= times.reported(worker, 7, channels)
+    for worker, report in made.items():
+        found |= times.reported(worker, 7, report)
     assert found[0, 1][0] == pytest.approx(1.0, abs=1e-6)
-    assert found[1, 2][0] == pytest.approx(4.0, abs=1e-6)
+    assert found[1, 2][0] == pytest.approx(2.5, abs=1e-6)  # 20 ms + 80 ms, instead of 20 ms + 20 ms
     assert times.known == {(0, 1), (1, 2)}
-    # 8 ms of 80 ms are what its bandwidth does not change.
-    assert times.share_of((1, 2), 1 / 4) == pytest.approx(18 / 78)
+    # 22 of the 40 ms, the operations and the latency, do not depend on its bandwidth.
+    assert times.share_of((1, 2), 1 / 2.5) == pytest.approx(18 / 78)
     assert times.share_of((0, 1), 1.0) == 1.0
+
+
+def test_a_delay_that_is_short_beside_an_operation_counts_for_little() -> None:
+    times, model = LinkTimes(), costs(3)
+    times.begin(pipeline(model), model)
+    made = reports(
+        lambda a, b: 0.02 if 2 in (a, b) else 0.01, offsets=dict.fromkeys(range(3), 0.0), rng=random.Random(0)
+    )
+    found: dict[Ends, tuple[float, int]] = {}
+    for worker, report in made.items():
+        found |= times.reported(worker, 7, report.model_copy(update={"forward_s": 1.0, "backward_s": 2.0}))
+    assert found[1, 2][0] == pytest.approx(3.04 / 3.02)
+    assert times.share_of((1, 2), 3.02 / 3.04) == pytest.approx(18 / 38)
 
 
 def test_without_a_message_that_was_waited_for_a_link_is_not_measured() -> None:
     times, model = LinkTimes(), costs(3)
     times.begin(pipeline(model), model)
     made = reports(lambda a, b: 0.01, offsets={0: 0.0, 1: 0.0, 2: 0.0}, rng=random.Random(0), waits=False)
-    assert [times.reported(worker, 7, channels) for worker, channels in made.items()] == [{}, {}, {}]
+    assert [times.reported(worker, 7, report) for worker, report in made.items()] == [{}, {}, {}]
 
 
 def test_reports_of_different_steps_are_not_mixed() -> None:
@@ -111,8 +131,8 @@ def test_links_between_hosts_are_of_another_kind() -> None:
         lambda a, b: 1.001 if 2 in (a, b) else 0.01, offsets=dict.fromkeys(range(3), 0.0), rng=random.Random(0)
     )
     found: dict[Ends, tuple[float, int]] = {}
-    for worker, channels in made.items():
-        found |= times.reported(worker, 7, channels)
+    for worker, report in made.items():
+        found |= times.reported(worker, 7, report)
     assert {ends: (round(ratio, 6), kind) for ends, (ratio, kind) in found.items()} == {
         (0, 1): (1.0, 0),
         (1, 2): (1.0, 1),
@@ -244,7 +264,7 @@ def test_a_slow_link_is_reported_decided_on_and_undone() -> None:
     (event,) = history.events("slow_link")
     assert (event["workers"], event["speed"], event["since_step"]) == ((1, 2), 0.5, 10)
     assert event["message"].startswith(
-        "messages between workers 1 and 2 take 2.00 times as long as others since step 10"
+        "micro-batches take 2.00 times as long between workers 1 and 2 as on other links since step 10"
     )
     (asked,) = history.considerations
     assert asked.scale_up.asked_speeds == {number_of_link((1, 2)): 0.5}

@@ -77,7 +77,9 @@ def test_slow_links_are_noticed_decided_on_and_forgotten(tmp_path: Path) -> None
     with Command("train", file, "--output-dir", run.path) as training:
         training.read_until(r"^\s+8\s")
         make_link_slow(run, "0.02")
-        training.read_until(r"slow_link: messages between workers 1 and 2 take \d+\.\d\d times as long as others since")
+        training.read_until(
+            r"slow_link: micro-batches take \d+\.\d\d times as long between workers 1 and 2 as on other links since"
+        )
         training.read_until("stay: the plan stays as it is")
         make_link_slow(run, "1.0")
         training.read_until("recovered_link: the link of workers 1 and 2 is as fast as the others again")

@@ -127,7 +127,9 @@ def _slow(event: Event, later: Sequence[Event], _: Event | None) -> Described:
 
 
 def _slow_link(event: Event, later: Sequence[Event], _: Event | None) -> Described:
-    why = f"messages take {1 / event['speed']:.2f} times as long as on other links since step {event['since_step']}"
+    why = (
+        f"micro-batches take {1 / event['speed']:.2f} times as long as on other links since step {event['since_step']}"
+    )
     return f"the link of {listed('worker', event['workers'])}", why + _step_times(event), _answer_to_slowness(later)
 
 

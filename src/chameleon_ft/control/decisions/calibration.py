@@ -115,7 +115,7 @@ class Calibration:
 
     Attributes:
         slow: slow worker -> its speed relative to the others, as the detector of slowness has found it.
-        slow_links: workers of a slow link -> the usual time of its messages by theirs, likewise.
+        slow_links: workers of a slow link -> the usual time of a micro-batch over it by the present one, likewise.
     """
 
     # Whether the reference costs tell layers apart, as a profile's do; otherwise only workers that run equal layers can
@@ -189,10 +189,10 @@ class Calibration:
     def links(self, worker: int, step: int, times: OperationTimes) -> dict[Ends, tuple[float, int]]:
         """Take in when a worker sent and received messages in a step.
 
-        Return for each link that is now measured: observed by expected seconds of a message, and whether it is inside a
-        host (0) or not (1): links of a kind compare with each other.
+        Return for each link that is now measured: observed by expected seconds of a micro-batch over it, operations at
+        both ends included, and whether it is inside a host (0) or not (1): links of a kind compare with each other.
         """
-        return self._links.reported(worker, step, times.channels) if worker in self._has_begun else {}
+        return self._links.reported(worker, step, times) if worker in self._has_begun else {}
 
     @property
     def corrections(self) -> Corrections:

@@ -2,18 +2,20 @@
 
 A message takes from its send, by the clock of its sender, until it arrives, by that of its receiver. The clocks differ
 by a constant, which the sum of a time in one direction and one in the other does not contain. Of the first messages of
-a channel in a step the shortest time counts: whatever else delays a message adds to it.
+a channel in a step the shortest time counts: whatever else delays a message adds to it. It is judged together with the
+operations at both ends, so that messages that are short beside these, and whose delays cost nothing, count for little.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple, TypeAlias
 
-from chameleon_ft.control.wire.parts import ChannelTimes
+from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.schedule import CostModel, OperationKind, Program
 
 __all__ = ["Ends", "LinkTimes", "assumed_shares"]
@@ -26,7 +28,7 @@ _Channel: TypeAlias = tuple[int, int, bool]
 
 
 class _Expected(NamedTuple):
-    """Seconds of a message in each direction together: in all, and the part that depends on the bandwidth."""
+    """Seconds of operations and a message in each direction: in all, and the part that depends on the bandwidth."""
 
     seconds: float
     bytes_s: float
@@ -43,6 +45,7 @@ class LinkTimes:
     _step: int = -1
     _sent: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
     _arrived: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
+    _operations_s: dict[int, float] = field(default_factory=dict)  # worker -> a forward and a backward
     _expected: dict[Ends, _Expected] = field(default_factory=dict)
 
     def begin(self, program: Program, costs: CostModel) -> None:
@@ -60,14 +63,15 @@ class LinkTimes:
         self._bytes = {channel: own.pop() for channel, own in sizes.items() if len(own) == 1}
         self._next(-1)
 
-    def reported(self, worker: int, step: int, channels: Iterable[ChannelTimes]) -> dict[Ends, tuple[float, int]]:
+    def reported(self, worker: int, step: int, times: OperationTimes) -> dict[Ends, tuple[float, int]]:
         """Take in a worker's report of a step; see `Calibration.links`."""
         if step < self._step:
             return {}
         if step > self._step:
             self._next(step)
+        self._operations_s[worker] = times.forward_s + times.backward_s
         peers = set()
-        for each in channels:
+        for each in times.channels:
             self._sent[worker, each.peer, each.forward] = each.sent_s
             self._arrived[each.peer, worker, each.forward] = each.arrived_s
             peers.add(each.peer)
@@ -85,7 +89,7 @@ class LinkTimes:
         return self._now | self._before
 
     def share_of(self, ends: Ends, speed: float) -> float:
-        """Return the share of its bandwidth that a link has, whose messages take 1 / `speed` times as long as usual."""
+        """Return the share of its bandwidth that a link has over which micro-batches take 1 / `speed` times as long."""
         if (expected := self._expected.get(ends)) is None or not expected.bytes_s:
             return speed
         rest_s = expected.seconds - expected.bytes_s
@@ -95,9 +99,10 @@ class LinkTimes:
         self._step = step
         self._sent.clear()
         self._arrived.clear()
+        self._operations_s.clear()
 
     def _measured(self, ends: Ends) -> tuple[float, int] | None:
-        """Return observed by expected seconds of a message each way on a link, and its kind; None without either."""
+        """Return observed by expected seconds of a micro-batch each way, and the kind of link; None without either."""
         assert self._costs is not None
         one, other = ends
         # A pipeline sends activations one way and gradients the other.
@@ -108,12 +113,14 @@ class LinkTimes:
                 continue
             link = self._costs.cluster.link(one, other)
             bytes_s = (self._bytes[there] + self._bytes[back]) / link.bytes_per_s
-            expected = _Expected(2 * link.latency_s + bytes_s, bytes_s)
-            if there_s + back_s <= 0 or expected.seconds <= 0:
+            operations_s = statistics.mean(self._operations_s[worker] for worker in ends)
+            expected = _Expected(operations_s + 2 * link.latency_s + bytes_s, bytes_s)
+            observed_s = operations_s + there_s + back_s
+            if observed_s <= 0 or expected.seconds <= 0:
                 return None
             self._expected[ends] = expected
             hosts = self._costs.cluster.hosts
-            return (there_s + back_s) / expected.seconds, int(hosts[one] != hosts[other])
+            return observed_s / expected.seconds, int(hosts[one] != hosts[other])
         return None
 
     def _shortest_s(self, channel: _Channel) -> float | None:

@@ -237,7 +237,7 @@ class Recovered(Finding):
 
 @dataclass(frozen=True, slots=True)
 class SlowLink(Finding):
-    """Since a step, messages between two workers take 1 / `speed` times as long as on other links."""
+    """Since a step, micro-batches take 1 / `speed` times as long between two workers as on other links."""
 
     workers: tuple[int, int]
     speed: float

@@ -52,7 +52,7 @@ class SlowLinkDetector:
 
     @property
     def speeds(self) -> FrozenMap[int, float]:
-        """The slow links by number, ascending, with the usual time of a message by theirs."""
+        """The slow links by number, ascending, with the usual time of a micro-batch by theirs."""
         return self.links.speeds
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:

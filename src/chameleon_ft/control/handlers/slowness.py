@@ -24,7 +24,8 @@ def slow(draft: Draft, finding: Slow) -> None:
 def slow_link(draft: Draft, finding: SlowLink) -> None:
     """Record that messages on a link take longer, and what that costs."""
     one, other = finding.workers
-    message = f"messages between workers {one} and {other} take {1 / finding.speed:.2f} times as long as others"
+    ratio = f"{1 / finding.speed:.2f}"
+    message = f"micro-batches take {ratio} times as long between workers {one} and {other} as on other links"
     _record(draft, "slow_link", finding, message, workers=finding.workers)
 
 
