@@ -44,6 +44,54 @@ def test_an_agent_hosts_a_coordinator_that_stands_by(chameleon: CommandLine, run
     assert chameleon.joined[0]["stands_by_for"] == run.path
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes", "2", "--nproc-per-node", "4", "--rdzv-endpoint", "10.0.0.1:4000"],
+        ["--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=10.0.0.1:4000", "--rdzv_backend=chameleon"],
+        ["--nnodes", "2", "--workers", "4", "--coordinator", "10.0.0.1:4000"],
+    ],
+)
+def test_an_agent_takes_the_arguments_of_torchrun(chameleon: CommandLine, arguments: list[str]) -> None:
+    assert chameleon("agent", *arguments, "--token", "secret") == 0
+    assert chameleon.joined == [AGENT]
+
+
+def test_the_number_of_machines_is_compared_with_the_workers_of_the_run(
+    chameleon: CommandLine, run: RunDirectory
+) -> None:
+    assert run.config().workers == 4
+    run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("agent", "--run", run.path, "--nnodes", "2", "--nproc-per-node", "2") == 0
+    error = chameleon.refused("agent", "--run", run.path, "--nnodes", "2", "--nproc-per-node", "4")
+    assert "the run begins with 4 workers, and 2 machines with 4 each have 8" in error
+    assert len(chameleon.joined) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--nnodes", "1:4", "--nproc-per-node", "4"], "--nnodes 1:4: should be one number"),
+        (["--nnodes", "0", "--nproc-per-node", "4"], "--nnodes 0: should be a whole number, 1 or more"),
+        (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: should be a whole number, 1 or more"),
+        (["--nproc_per_node", "4", "--workers", "4"], "--workers and --nproc-per-node: are two names"),
+        (["--workers", "4", "--coordinator", "h:2"], "--coordinator and --rdzv-endpoint: are two names"),
+        (["--workers", "4", "--run", "r"], "give either --run RUN or --coordinator HOST:PORT"),
+        (["--workers", "4", "--rdzv_backend=c10d"], "--rdzv-backend c10d: workers meet at the coordinator"),
+        (["--workers", "4", "--rdzv_id=7"], "--rdzv-id: is an argument of torchrun that agents do not take; the join"),
+        (["--workers", "4", "--standalone"], "use `chameleon train` or `chameleon run`"),
+        (["--workers", "4", "--max-restarts", "3"], "if the run has recovery.respawn"),
+        (["--workers", "4", "train.py", "--lr", "1"], "train.py: the coordinator names the job"),
+    ],
+)
+def test_what_agents_do_not_take_from_torchrun_is_refused_with_a_remedy(
+    chameleon: CommandLine, arguments: list[str], expected: str
+) -> None:
+    given = ["--rdzv-endpoint", "h:1", "--token", "t", *arguments]
+    assert expected in chameleon.refused("agent", *given)
+    assert not chameleon.joined
+
+
 def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
     assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4", "--wait-s", "0")
 

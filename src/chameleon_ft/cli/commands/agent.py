@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import OptionalStr, Switch, metavar, parse_arguments
-from chameleon_ft.cli.joining import JoinArguments
+from chameleon_ft.cli.torchrun import TorchrunArguments, refuse_foreign_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentArguments(JoinArguments):
+class AgentArguments(TorchrunArguments):
     """Start this machine's workers of a run whose coordinator is elsewhere, and watch them until the run ends.
 
     Give --run, or --coordinator with its token. SIGTERM drains the workers: the run continues without them, and then
@@ -23,8 +23,6 @@ class AgentArguments(JoinArguments):
     at once.
     """
 
-    workers: int
-    """Worker processes to start here, one for each accelerator."""
     standby: Switch = False
     """Have a coordinator stand by on this machine, too, and continue the run when the one that leads is lost."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
@@ -34,20 +32,27 @@ class AgentArguments(JoinArguments):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
+    refuse_foreign_arguments(arguments)
     given = parse_arguments(AgentArguments, arguments, command="agent")
-    if given.workers < 1:
-        raise ConfigError(f"--workers {given.workers}: should be 1 or more")
+    workers, nodes = given.num_workers(), given.num_nodes()
+    given = replace(given, coordinator=given.endpoint())
     if given.standby and given.run is None:
         raise ConfigError("--standby: reads the journal of the run, so it needs --run RUN in place of --coordinator")
     address, token, tls = given.find_coordinator()
+    run = None if given.run is None else RunDirectory.open(given.run)
+    if run is not None and nodes is not None and (begins_with := run.config().workers) != nodes * workers:
+        raise ConfigError(
+            f"--nnodes {nodes}: the run begins with {begins_with} workers, and {nodes} machines with {workers} each "
+            f"have {nodes * workers}; change one of these numbers, or leave out --nnodes"
+        )
     from chameleon_ft.launch import run_agent
 
     return run_agent(
         coordinator=address,
         token=token,
         tls=tls,
-        workers=given.workers,
+        workers=workers,
         host=given.host,
-        run=None if given.run is None else RunDirectory.open(given.run),
+        run=run,
         stands_by=given.standby,
     )
