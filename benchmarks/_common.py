@@ -219,12 +219,13 @@ def new_folder(path: Path) -> Path:
 
 
 def base_config(path: Path, *, stamped: bool = True, **changes: Any) -> TrainConfig:
-    """Read a configuration of the Llama, without its failures and checkpoints, and with `changes`."""
+    """Read a configuration of the Llama, without its failures, checkpoints and snapshots, and with `changes`."""
     config: RunConfig = load_config(path)
     if not isinstance(config, TrainConfig):
         raise SystemExit(f"--config {path}: describes another job than the Llama that all systems here train")
-    fresh = {"failures": (), "checkpoint": config.checkpoint.model_copy(update={"every": 0}), **changes}
-    return config.model_copy(update={**fresh, **({"job": STAMPED_JOB} if stamped else {})})
+    checkpoint, snapshots = (each.model_copy(update={"every": 0}) for each in (config.checkpoint, config.snapshots))
+    fresh = {"failures": (), "checkpoint": checkpoint, "snapshots": snapshots}
+    return config.model_copy(update={**fresh, **changes, **({"job": STAMPED_JOB} if stamped else {})})
 
 
 def write_config(config: RunConfig, path: Path) -> Path:

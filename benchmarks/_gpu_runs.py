@@ -25,6 +25,7 @@ from chameleon_ft.config import (
     Parallel,
     PolicyName,
     Recovery,
+    Snapshots,
     Timelines,
     TrainConfig,
 )
@@ -154,6 +155,7 @@ def _config(subject: Subject, *, policy: PolicyName, **changes: Any) -> TrainCon
         "batch": Batch(micro_batches=8, micro_batch_size=2),
         "steps": subject.size.steps,
         "checkpoint": Checkpoint(every=0),
+        "snapshots": Snapshots(every=0),
         "recovery": Recovery(policy=policy),
         # Steps at which the loss jumps would make much of the last digits.
         "optimizer": Optimizer(lr=3e-4, min_lr=3e-5),

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import _chameleon
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
-from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, RunConfig, Timelines
+from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, RunConfig, Snapshots, Timelines
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
@@ -193,6 +193,7 @@ def _config(given: argparse.Namespace, workers: int) -> RunConfig:
         parallel=Parallel(dp=workers // _PP, pp=_PP),
         batch=Batch(micro_batches=workers // _PP * given.share, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         emulation=Emulation(time_scale=given.time_scale),
         timelines=Timelines(every=1),
     )

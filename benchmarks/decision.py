@@ -30,7 +30,7 @@ from benchmarks._neighbours import Neighbours, progress
 from benchmarks._search_cases import DEVICE
 from benchmarks._transitions import run_until
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Failure, Parallel, Recovery, RunConfig
+from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Failure, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
@@ -187,6 +187,7 @@ def _in_runs(given: argparse.Namespace, folder: Path, neighbours: Neighbours) ->
         parallel=Parallel(dp=_PIPELINES, pp=_STAGES),
         batch=Batch(micro_batches=_MICRO_BATCHES // 2, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         recovery=Recovery(policy=_POLICY),
         failures=tuple(
             Failure(step=step, worker=worker, phase="backward") for step, workers in _KILLS for worker in workers

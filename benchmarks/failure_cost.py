@@ -37,7 +37,17 @@ from typing import Any, Final, get_args
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, arguments, base_config, markdown_table
 from benchmarks._failure_costs import Draw, LossCost, draws, observe, read_costs, write_costs
 from benchmarks._neighbours import Neighbours, progress
-from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, PolicyName, Recovery, RunConfig
+from chameleon_ft.config import (
+    STAND_IN_JOB,
+    Batch,
+    Checkpoint,
+    Emulation,
+    Parallel,
+    PolicyName,
+    Recovery,
+    RunConfig,
+    Snapshots,
+)
 
 _SALVAGE: Final[Mapping[str, Mapping[str, Any]]] = {"salvage": {"salvage": True}, "no salvage": {"salvage": False}}
 _MIGRATION: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -201,6 +211,7 @@ def emulated_config(given: argparse.Namespace) -> RunConfig:
         parallel=Parallel(dp=8, pp=4, split_backward=True),
         batch=Batch(micro_batches=128, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         recovery=_recovery(given),
         emulation=Emulation(time_scale=given.time_scale),
     )

@@ -43,6 +43,7 @@ from chameleon_ft.config import (
     PolicyName,
     Recovery,
     RunConfig,
+    Snapshots,
     Timelines,
 )
 from chameleon_ft.plan import data_pipeline_plan
@@ -124,6 +125,7 @@ def configured(
         parallel=Parallel(dp=given.workers // PP, pp=PP, split_backward=scenario.split_backward),
         batch=Batch(micro_batches=given.workers // PP * given.share, micro_batch_size=1),
         checkpoint=Checkpoint(every=_CHECKPOINTS_EVERY if policy == "restart" else 0),
+        snapshots=Snapshots(every=0),
         recovery=Recovery.model_validate(recovery),
         emulation=Emulation(time_scale=given.time_scale),
         timelines=Timelines(every=1),

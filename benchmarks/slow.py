@@ -52,6 +52,7 @@ from chameleon_ft.config import (
     Parallel,
     Recovery,
     RunConfig,
+    Snapshots,
     Timelines,
 )
 from chameleon_ft.control.decisions.calibration import Corrections
@@ -128,6 +129,7 @@ def _config(given: argparse.Namespace, speeds: dict[int, float], *, plan: Path |
         steps=_ALWAYS,
         parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True),
         batch=Batch(micro_batches=4 * given.workers, micro_batch_size=1),
+        snapshots=Snapshots(every=0),
         recovery=Recovery(policy="chameleon", worker_mtbf_hours=1e6, host_failure_fraction=0.0),
         emulation=Emulation(time_scale=given.time_scale),
         failures=tuple(

@@ -26,7 +26,7 @@ from typing import Any, Final
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, arguments, child, new_folder, write_config
 from benchmarks._live_run import Tail, end
 from benchmarks._neighbours import Neighbours, progress
-from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, Recovery, RunConfig
+from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.control.requests import drain
 from chameleon_ft.observe import RunDirectory
@@ -70,6 +70,7 @@ def _config(given: argparse.Namespace) -> RunConfig:
         parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True),
         batch=Batch(micro_batches=4 * given.workers, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         recovery=Recovery(
             policy="chameleon",
             respawn=True,

@@ -45,6 +45,7 @@ from chameleon_ft.config import (
     Parallel,
     Recovery,
     RunConfig,
+    Snapshots,
     config_to_toml,
     load_config,
 )
@@ -129,6 +130,7 @@ class _Experiment:
         common: dict[str, Any] = {
             "steps": self._given.steps,
             "checkpoint": Checkpoint(every=10 if draw.kind == "checkpoint" else 0),
+            "snapshots": Snapshots(every=0),
             "recovery": recovery,
             "control": Control(lease_s=_LEASE_S),
         }

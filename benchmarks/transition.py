@@ -38,6 +38,7 @@ from chameleon_ft.config import (
     PolicyName,
     Recovery,
     RunConfig,
+    Snapshots,
     TrainConfig,
 )
 from chameleon_ft.observe import RunDirectory
@@ -110,6 +111,7 @@ def pair_config(dim: int) -> TrainConfig:
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=2, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         model=_llama(dim, num_layers=4),
         recovery=Recovery(policy="repartition", respawn=True, respawn_delay_s=0.0),
         failures=(Failure(step=2, worker=1),),
@@ -124,6 +126,7 @@ def several_config(dim: int) -> TrainConfig:
         parallel=Parallel(dp=4, pp=2),
         batch=Batch(micro_batches=8, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         model=_llama(dim, num_layers=6),
         recovery=Recovery(policy="repartition"),
         failures=(Failure(step=2, worker=1),),
@@ -141,6 +144,7 @@ def regroup_config(policy: PolicyName, profile: Path) -> RunConfig:
         parallel=Parallel(dp=8, pp=4),
         batch=Batch(micro_batches=64, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
+        snapshots=Snapshots(every=0),
         recovery=Recovery(policy=policy),
         failures=tuple(
             Failure(step=step, worker=worker, phase="backward")

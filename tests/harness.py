@@ -33,6 +33,7 @@ from chameleon_ft.config import (
     Parallel,
     Recovery,
     RunConfig,
+    Snapshots,
     Timeouts,
     TrainConfig,
 )
@@ -67,6 +68,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "parallel": Parallel(dp=3, pp=2),
         "batch": Batch(micro_batches=6, micro_batch_size=2),
         "checkpoint": Checkpoint(every=0),
+        "snapshots": Snapshots(every=0),
         "timeouts": PATIENT,
         "recovery": Recovery(policy="reroute"),
         "health": Health(detect_slow=False),  # all workers share few processors, often with other tests

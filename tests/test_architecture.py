@@ -432,6 +432,7 @@ SURFACE = {
         "tied_segments",
     ],
     "estimate": [
+        "SNAPSHOT_SHARE",
         "MemoryUse",
         "MessageBuffers",
         "PartsEstimate",
@@ -448,6 +449,7 @@ SURFACE = {
         "estimate_rest",
         "estimate_step",
         "estimate_sync",
+        "host_bytes",
         "lost_share_s",
         "part_bytes",
         "peak_bytes_of",

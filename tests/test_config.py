@@ -116,6 +116,14 @@ def test_all_mistakes_are_listed_at_once() -> None:
             {"device": "npu", "backend": "nccl"},
             'backend = "nccl": does not send the tensors of device = "npu"; use gloo',
         ),
+        (
+            {"device": "cuda", "backend": "nccl", "snapshots": {"every": 5}},
+            "snapshots.every = 5: snapshots are sent beside training only over gloo so far; leave it out",
+        ),
+        (
+            {"device": "cuda", "backend": "nccl", "failures": [{"step": 1, "worker": 1, "phase": "snapshot"}]},
+            'failures[0].phase = "snapshot": no snapshot is taken',
+        ),
         ({"device": "npu", "backend": "hccl"}, 'backend = "hccl": its communicators are not written'),
         ({"device": "xpu", "backend": "xccl"}, 'backend = "xccl": its communicators are not written'),
         ({"share_devices": True}, "share_devices = True: needs an accelerator"),

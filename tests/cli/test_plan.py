@@ -486,8 +486,13 @@ def test_the_memory_of_snapshots_is_printed(capsys: pytest.CaptureFixture[str]) 
         return found
 
     copies, parity = memory("--snapshots", "copy"), memory("--snapshots", "parity", "--workers-per-host", "1")
-    assert memory() == 0 < parity < copies
-    text = plan(capsys, *PRESET, "--snapshots", "copy")
-    assert re.search(
-        r"snapshots +[\d.]+ GB of host memory for a worker at most: two, each of [\d.]+ GB of its own", text
+    assert memory("--snapshots", "none") == 0 < parity < copies == memory(), "a run takes copies by default"
+    text = plan(capsys, *PRESET)
+    found = re.search(
+        r"snapshots +([\d.]+) GB of host memory for a worker at most: two, each of [\d.]+ GB of its own", text
     )
+    assert found is not None
+    needed = re.search(r"taken if ([\d.]+) (GB|TB) are available on the host that needs most", text)
+    assert needed is not None
+    assert float(needed[1]) * (1000 if needed[2] == "TB" else 1) > 2 * float(found[1]), "a host has several workers"
+    assert "snapshots " not in plan(capsys, *PRESET, "--snapshots", "none")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
+from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.control.command_runner import RunSetup
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
@@ -306,6 +306,7 @@ def _staged(
         "parallel": Parallel(dp=2, pp=2),
         "batch": Batch(micro_batches=6, micro_batch_size=2),
         "checkpoint": Checkpoint(every=2),
+        "snapshots": Snapshots(every=0),
         "recovery": Recovery(policy="reroute"),
     }
     config = RunConfig(**{**fields, **changes})

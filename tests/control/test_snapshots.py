@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from chameleon_ft.config import Recovery, Snapshots
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import Recovery, RunConfig, Snapshots
 from chameleon_ft.control.commands import Command
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.keepers import with_keepers
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide
 from chameleon_ft.control.events import Considered, Decided, Event
+from chameleon_ft.control.state.members import Members
 from chameleon_ft.control.state.snapshots import Snapshot
+from chameleon_ft.control.state.snapshots import Snapshots as StateOfSnapshots
 from chameleon_ft.control.wire.messages import (
     BeginSnapshot,
     CheckpointUnreadable,
+    Hello,
     SnapshotResolved,
     SnapshotTaken,
     StateDiffers,
 )
 from chameleon_ft.errors import NoHolderError
+from chameleon_ft.estimate import host_bytes, snapshot_memory
+from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.plan.snapshots import lay_out_snapshot
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.workload import LayerCost, Workload
 from tests.control.histories import History, new_state
-from tests.control.test_recovery_plan import COSTS, PLAN, RATE, cluster_state, context_of, quiesced
+from tests.control.test_recovery_plan import PLAN, RATE, cluster_state, context_of, quiesced
 
 EVERY_THIRD = Snapshots(every=3)
 HOSTS = {worker: f"host{worker}" for worker in range(6)}
 SNAPSHOT = Snapshot(5, lay_out_snapshot(PLAN.placement, HOSTS))
+SPREAD = CostModel(
+    Workload((LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=100, optimizer_bytes=200),) * 4, 6, 2),
+    Cluster(tuple(Worker(worker, host) for worker, host in HOSTS.items()), Link(1e-3, 1e9), Link(1e-3, 1e9)),
+)
+
+
+def keepers_of(plan: RecoveryPlan, snapshots: Snapshots, memory: Mapping[str, int]) -> RecoveryPlan:
+    return with_keepers(plan, HOSTS, RunConfig(snapshots=snapshots), lambda hosts: SPREAD, memory)
 
 
 class SnapshotHistory(History):
@@ -44,8 +61,13 @@ class SnapshotHistory(History):
                 event = replace(event, plans=tuple(map(self.kept, plans)))
         return super().happen(event)
 
+    off: str = ""
+    """Why none are taken."""
+
     def kept(self, plan: RecoveryPlan) -> RecoveryPlan:
-        return with_keepers(plan, HOSTS, self.state.settings.snapshots, lambda hosts: COSTS)
+        if self.off:
+            return replace(plan, no_snapshots=self.off)
+        return keepers_of(plan, EVERY_THIRD, {})
 
     def take(self, *workers: int, step: int | None = None, generation: int | None = None) -> None:
         for worker in workers:
@@ -226,6 +248,70 @@ def test_workers_are_asked_for_one_when_it_pays() -> None:
     assert interval_s is not None
     assert interval_s > 1.0
     assert len(history.sent(BeginSnapshot, to=history.connection(0))) == 1
+
+
+# --- whether any are taken -------------------------------------------------------------------------------------------
+
+START = RecoveryPlan(plan=PLAN, first_step=0, load="initial", roll_forward=None, policy="start", action="start")
+NEEDED = host_bytes(snapshot_memory(SNAPSHOT.layout, SPREAD.workload), HOSTS)
+
+
+def test_by_default_they_are_taken_where_they_fit_the_memory_of_every_host() -> None:
+    for memory in ({}, {host: 2 * size for host, size in NEEDED.items()}):
+        plan = keepers_of(START, Snapshots(), memory)
+        assert (plan.snapshots, plan.no_snapshots) == (SNAPSHOT.layout, ""), "unknown memory forbids nothing"
+    plan = keepers_of(START, Snapshots(), {"host0": 10 * NEEDED["host0"], "host4": 2 * NEEDED["host4"] - 1})
+    assert plan.snapshots is None
+    assert re.fullmatch(
+        r"those of the workers on host4 would take .+, more than 50% of the .+ that were available there",
+        plan.no_snapshots,
+    )
+
+
+def test_an_interval_that_is_configured_asks_for_them_whatever_the_memory() -> None:
+    assert keepers_of(START, EVERY_THIRD, dict.fromkeys(NEEDED, 1)).snapshots == SNAPSHOT.layout
+    assert keepers_of(START, Snapshots(every=0), {}) == START
+
+
+def test_by_default_none_are_taken_where_all_workers_hold_everything() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=2, pp=1, micro_batches=4, workers=[0, 1])
+    kept = keepers_of(replace(START, plan=plan), Snapshots(), {})
+    assert (kept.snapshots, kept.no_snapshots) == (None, "")
+
+
+def test_by_default_none_are_taken_over_a_backend_that_cannot_send_them_beside_training() -> None:
+    config = RunConfig(device="cuda", backend="nccl")
+    plan = with_keepers(START, HOSTS, config, lambda hosts: SPREAD, {})
+    assert (plan.snapshots, plan.no_snapshots) == (None, "they are not sent over nccl yet")
+
+
+def test_a_run_says_once_that_it_takes_none() -> None:
+    history = SnapshotHistory(new_state())
+    history.off = "there is no room"
+    history.train()
+    history.reap(3)
+    history.quiesce(0, 1, 2)
+    history.start()
+    (event,) = history.events("snapshots_off")
+    assert event["reason"] == "there is no room"
+    assert event["message"] == "none are taken, because there is no room"
+    assert not history.sent(BeginSnapshot)
+
+
+def test_a_run_that_has_trained_without_any_does_not_go_back_to_its_beginning() -> None:
+    for off in ("", "there is no room"):
+        history = SnapshotHistory(replace(new_state(), snapshots=StateOfSnapshots(is_fresh=True)))
+        history.off = off
+        history.train()
+        assert history.state.snapshots.is_fresh is not bool(off)
+
+
+def test_the_memory_of_a_host_is_what_its_first_worker_found() -> None:
+    members = Members(count=3)
+    for worker, host, memory in ((0, "a", 100), (1, "a", 60), (2, "b", None)):
+        members = members.joined(worker, Hello(worker=worker, host=host, memory_bytes=memory), now=0.0)
+    assert members.host_memory() == {"a": 100}
+    assert members.fence(0).host_memory() == {"a": 60}
 
 
 # --- the way back ----------------------------------------------------------------------------------------------------

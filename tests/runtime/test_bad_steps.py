@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.config import Batch, Checkpoint, Failure, Health, Parallel, Recovery, RunConfig
+from chameleon_ft.config import Batch, Checkpoint, Failure, Health, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.observe import complete_checkpoints
@@ -71,6 +71,7 @@ def config_with(tmp_path: Path, *, bad: list[int], value: str = "float('nan')", 
         "batch": BATCH,
         "steps": 12,
         "checkpoint": Checkpoint(every=0),
+        "snapshots": Snapshots(every=0),
         "timeouts": PATIENT,
         "recovery": Recovery(policy="reroute"),
     }

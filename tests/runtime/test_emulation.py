@@ -24,6 +24,7 @@ from chameleon_ft.config import (
     Parallel,
     Recovery,
     RunConfig,
+    Snapshots,
     Timelines,
     config_to_toml,
 )
@@ -288,6 +289,7 @@ def emulated_config(folder: Path, **changes: Any) -> RunConfig:
         "timeouts": PATIENT,
         "timelines": Timelines(every=2),
         "checkpoint": Checkpoint(every=0),
+        "snapshots": Snapshots(every=0),
     }
     return RunConfig(**{**fields, **changes})
 

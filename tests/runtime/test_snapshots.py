@@ -39,6 +39,16 @@ def test_all_holders_of_a_layer_are_killed(tmp_path: Path) -> None:
     assert [event["step"] for event in ended.events("checkpoint")] == [10], "there is only the one at the end"
 
 
+def test_nothing_need_be_configured_for_that(tmp_path: Path) -> None:
+    failures = tuple(fails(worker, step=7, phase="sync") for worker in (1, 3))
+    ended = train(tmp_path, dp=2, pp=2, snapshots=Snapshots(), failures=failures)
+    assert ended.lost == {1, 3}
+    taken = [event["step"] for event in ended.events("snapshot")]
+    assert ended.failures[-1].resume_step in {0, *taken}, "a busy machine may not have completed one"
+    assert_back_by(ended, 7)
+    assert not ended.events("snapshots_off")
+
+
 def test_they_are_killed_before_the_first_snapshot(tmp_path: Path) -> None:
     ended = train(tmp_path, dp=1, pp=2, failures=(fails(1, step=1, phase="optimizer"),))
     assert ended.failures[-1].resume_step == 0

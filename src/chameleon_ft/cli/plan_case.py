@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Optional
 
@@ -69,8 +69,8 @@ class PlanArguments:
     optimizer_redundancy: OptionalInt = None
     """Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all."""
     snapshots: Annotated[
-        Optional[Literal["copy", "parity"]],  # noqa: UP045
-        metavar("{copy,parity}", "Snapshots whose memory is printed; by default those of CONFIG, or none."),
+        Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
+        metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
     ] = None
     workers_per_host: WorkersPerHost = 8
     workers: OptionalInt = None
@@ -104,13 +104,13 @@ class PlanCase:
         profile: costs of layers and links.
         costs: of a step on all workers.
         parallel: the layout of equal pipelines; None if one is to be searched for.
-        snapshots: how they are kept; None if there are none.
+        snapshots: how they are kept, if there are any.
     """
 
     profile: Profile
     costs: CostModel
     parallel: Parallel | None
-    snapshots: Snapshots | None = None
+    snapshots: Snapshots = field(default_factory=Snapshots)
 
     @property
     def micro_batches(self) -> int:
@@ -137,14 +137,18 @@ class PlanCase:
         )
 
     def snapshot_memory_of(self, plan: Plan) -> dict[int, SnapshotMemory]:
-        """Return the memory of hosts that snapshots take under a plan, by worker; empty if there are none."""
-        if self.snapshots is None:
+        """Return the memory of hosts that snapshots take under a plan, by worker; empty if there are none.
+
+        Nor are there any by default under a plan that leaves nothing to back up.
+        """
+        if not self.snapshots.every:
             return {}
         workload, hosts, placement = self.costs.workload, self.costs.cluster.hosts, plan.placement
         owners = workload.owners
         sharding = None if owners is None else shard_optimizer(placement, hosts, owners)
         weight, group = part_bytes(workload), self.snapshots.parts
-        return snapshot_memory(lay_out_snapshot(placement, hosts, sharding, group=group, weight=weight), workload)
+        layout = lay_out_snapshot(placement, hosts, sharding, group=group, weight=weight)
+        return snapshot_memory(layout, workload) if layout.backups or self.snapshots.every != "auto" else {}
 
     def layouts(self) -> Iterator[Parallel]:
         """Yield all layouts of equal pipelines that the workers can have, the shallowest first."""
@@ -215,7 +219,7 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
         micro_batches=config.batch.micro_batches,
         parallel=None if given.workers is not None else config.parallel,
         per_host=per_host,
-        snapshots=config.snapshots if config.snapshots.every else None,
+        snapshots=config.snapshots if config.receives_block else Snapshots(every=0),
     )
 
 
@@ -256,7 +260,7 @@ def _build(
     micro_batches: int,
     parallel: Parallel | None,
     per_host: int,
-    snapshots: Snapshots | None = None,
+    snapshots: Snapshots = Snapshots(),  # noqa: B008 - frozen
 ) -> PlanCase:
     hosts, speeds = hosts_of(workers, per_host), _speeds(given.slow)
     for worker in speeds:
@@ -265,8 +269,10 @@ def _build(
     owners = given.optimizer_redundancy or (None if parallel is None else parallel.owners)
     workload = replace(profile.workload(micro_batches), owners=owners)
     costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
-    if given.snapshots is not None:
-        snapshots = (snapshots or Snapshots()).model_copy(update={"mode": given.snapshots})
+    if given.snapshots == "none":
+        snapshots = Snapshots(every=0)
+    elif given.snapshots is not None:
+        snapshots = snapshots.model_copy(update={"mode": given.snapshots, "every": snapshots.every or "auto"})
     return PlanCase(profile=profile, costs=costs, parallel=parallel, snapshots=snapshots)
 
 

@@ -161,8 +161,12 @@ class RunConfig(Section):
             )
 
     def _snapshot_problems(self) -> Iterator[tuple[str, str]]:
-        if self.snapshots.every and not self.receives_block:
-            yield "snapshots.every", "snapshots are sent beside training only over gloo so far; set it to 0"
+        if self.snapshots.every not in (0, "auto") and not self.receives_block:
+            yield (
+                "snapshots.every",
+                "snapshots are sent beside training only over gloo so far; leave it out, which takes none, or set it "
+                "to 0",
+            )
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         if self.is_emulated and self.profile is None:
@@ -199,8 +203,8 @@ class RunConfig(Section):
                 )
             if failure.phase == "checkpoint" and not self.checkpoint.every:
                 yield f"{key}.phase", "no checkpoint is written during training; set checkpoint.every"
-            if failure.phase == "snapshot" and not self.snapshots.every:
-                yield f"{key}.phase", "no snapshot is taken; set snapshots.every"
+            if failure.phase == "snapshot" and not (self.snapshots.every and self.receives_block):
+                yield f"{key}.phase", "no snapshot is taken; set snapshots.every, and use the backend gloo"
 
 
 class TrainConfig(RunConfig):

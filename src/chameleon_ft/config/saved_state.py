@@ -37,9 +37,10 @@ class Snapshots(Section):
     """Copies of the training state in the memory of other workers, so that it outlives all holders of a layer."""
 
     every: _StepsOrAuto = Field(
-        default=0,
+        default="auto",
         description="Most steps that are repeated after the loss of all holders of a layer; auto: as many as lose "
-        "least time, by the measured cost of a snapshot and the rate of failures; 0: no snapshots.",
+        "least time, by the measured cost of a snapshot and the rate of failures, and no snapshots where they do not "
+        "fit the memory of hosts; 0: no snapshots.",
     )
     mode: Literal["copy", "parity"] = Field(
         default="copy",

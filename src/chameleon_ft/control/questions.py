@@ -100,7 +100,10 @@ class Questions:
                 reason = f"there is no checkpoint that can be read{damages}"
                 return events.DecisionFailed(at=self._now(), question=question, reason=reason)
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
-            plan = self._planner.start(state.members.live(), state.members.hosts(), checkpoint=checkpoint)
+            members = state.members
+            plan = self._planner.start(
+                members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
+            )
             return events.Decided(at=self._now(), question=question, plan=plan)
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory, workload_memory
 from chameleon_ft.estimate.rest import RestEstimate, estimate_rest, lost_share_s
-from chameleon_ft.estimate.snapshots import SnapshotMemory, part_bytes, snapshot_memory
+from chameleon_ft.estimate.snapshots import SNAPSHOT_SHARE, SnapshotMemory, host_bytes, part_bytes, snapshot_memory
 from chameleon_ft.estimate.step import (
     PartsEstimate,
     StepEstimate,
@@ -23,6 +23,7 @@ from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, sta
 from chameleon_ft.schedule.costs import PipelineTimes, pipeline_times
 
 __all__ = [
+    "SNAPSHOT_SHARE",
     "MemoryUse",
     "MessageBuffers",
     "PartsEstimate",
@@ -39,6 +40,7 @@ __all__ = [
     "estimate_rest",
     "estimate_step",
     "estimate_sync",
+    "host_bytes",
     "lost_share_s",
     "part_bytes",
     "peak_bytes_of",

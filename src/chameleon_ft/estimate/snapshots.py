@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.estimate.transition import state_bytes
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.plan.snapshots import Part, SnapshotLayout
 from chameleon_ft.workload import Workload
 
-__all__ = ["SnapshotMemory", "part_bytes", "snapshot_memory"]
+__all__ = ["SNAPSHOT_SHARE", "SnapshotMemory", "host_bytes", "part_bytes", "snapshot_memory"]
+
+SNAPSHOT_SHARE: Final = 0.5
+"""Share of a host's available memory that snapshots take at most, unless their interval is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,14 @@ def part_bytes(workload: Workload) -> Callable[[Part], int]:
         return divided[part.layer] * (part.stop - part.start) // UNITS if part.stop else whole[part.layer]
 
     return bytes_of
+
+
+def host_bytes(memory: Mapping[int, SnapshotMemory], hosts: Mapping[int, str]) -> dict[str, int]:
+    """Return the bytes of two snapshots on each host, whose workers keep them."""
+    found: dict[str, int] = {}
+    for worker, each in memory.items():
+        found[hosts[worker]] = found.get(hosts[worker], 0) + each.total_bytes
+    return found
 
 
 def snapshot_memory(layout: SnapshotLayout, workload: Workload) -> dict[int, SnapshotMemory]:

@@ -241,6 +241,14 @@ def _checkpoint(
     return describe
 
 
+def _snapshots_off(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return (
+        "snapshots",
+        event["reason"],
+        "none are taken; after the loss of all holders of a layer, a checkpoint is read",
+    )
+
+
 def _refused(event: Event, later: Sequence[Event], _: Event | None) -> Described:
     times = 1 + sum(_is_same(event, each, "address", "reason") for each in _of("refused", later))
     return event["address"], event["reason"], f"the connection was rejected ({counted(times, 'time')} in the records)"
@@ -287,6 +295,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
     "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
+    "snapshots_off": _snapshots_off,
     "refused": _refused,
     "messages_failed": _messages_failed,
 }

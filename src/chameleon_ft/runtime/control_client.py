@@ -88,10 +88,13 @@ class ControlClient:
         host: str,
         incarnation: int = 0,
         process: RankProcess | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._hello = Hello(worker=worker, host=host, incarnation=incarnation, process=process)
+        self._hello = Hello(
+            worker=worker, host=host, incarnation=incarnation, process=process, memory_bytes=memory_bytes
+        )
         self._known = 0  # newest generation of which there was an order
         self._was_welcomed = False
         self._is_drained = False  # whether this rank may still be writing when it is told to exit

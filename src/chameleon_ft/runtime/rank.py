@@ -35,6 +35,7 @@ from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
+from chameleon_ft.runtime.host_memory import available_bytes
 from chameleon_ft.runtime.process import (
     SAME_SIGNAL_S,
     end_with_holder,
@@ -101,6 +102,7 @@ def rank_main(
         host=host,
         incarnation=incarnation,
         process=RankProcess(pid=own, started=start_time(own) or 0, local_index=local_index),
+        memory_bytes=available_bytes(),
     )
     _drain_on_sigterm(client)
     client.start()

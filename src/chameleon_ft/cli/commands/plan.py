@@ -13,7 +13,7 @@ from chameleon_ft.cli.output import Output, compile_kernels, require_places, tel
 from chameleon_ft.cli.plan_case import PlanArguments, PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.estimate import SNAPSHOT_SHARE, host_bytes, program_memory
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
@@ -140,6 +140,9 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
             f"{data_size(most.total_bytes)} of host memory for a worker at most: two, each of "
             f"{data_size(most.own_bytes)} of its own state and {data_size(most.backup_bytes)} of backups",
         )
+        if prediction.case.snapshots.every == "auto":
+            most_bytes = max(host_bytes(snapshots, prediction.case.costs.cluster.hosts).values())
+            yield "", f"taken if {data_size(most_bytes / SNAPSHOT_SHARE)} are available on the host that needs most"
     yield "bubble", f"{estimate.bubble:.1%} of the workers' time is idle"
 
 

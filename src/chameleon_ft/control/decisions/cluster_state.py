@@ -39,6 +39,7 @@ class ClusterState:
     is_unloaded: bool = False  # whether workers wait for a checkpoint: one could not be read, or their state is wrong
     disagreement: Disagreement | None = None  # why their state is wrong
     sharding: Sharding | None = None  # the owners of slices under `plan`
+    host_memory: Mapping[str, int] = FrozenMap({})  # host -> bytes available for its workers, as far as known
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -60,6 +61,7 @@ class ClusterState:
             is_unloaded=state.checkpoints.is_reread,
             disagreement=state.health.disagreement,
             sharding=state.in_force.sharding,
+            host_memory=state.members.host_memory(),
         )
 
     @property

@@ -104,7 +104,10 @@ class Decisions:
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
         if state.placed is not None:
             live = [worker.id for worker in context.senders.workers]
-            plans = self._planner.plans_with_owners(plans, state.placed, state.members.hosts(), live)
+            members = state.members
+            plans = self._planner.plans_with_owners(
+                plans, state.placed, members.hosts(), live, host_memory=members.host_memory()
+            )
         search_s = time.perf_counter() - start
         scale_up = state.scale_up
         trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from chameleon_ft.config import Snapshots
+from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.snapshots import LONGEST_S
 from chameleon_ft.control.state.state import State
-from chameleon_ft.estimate import part_bytes, state_bytes
+from chameleon_ft.estimate import SNAPSHOT_SHARE, host_bytes, part_bytes, snapshot_memory, state_bytes
 from chameleon_ft.plan.snapshots import lay_out_snapshot
+from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery import Checkpoints, DecisionContext, without_shadow_holders
 from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
 from chameleon_ft.schedule import CostModel
@@ -21,18 +23,43 @@ __all__ = ["expected_snapshots", "with_keepers"]
 def with_keepers(
     plan: RecoveryPlan,
     hosts: Mapping[int, str],
-    snapshots: Snapshots,
+    config: RunConfig,
     costs_of: Callable[[Mapping[int, str]], CostModel],
+    host_memory: Mapping[str, int],
 ) -> RecoveryPlan:
-    """Return the plan with the layout of snapshots that are taken under it, if any are."""
+    """Return the plan with the layout of snapshots that are taken under it, if any are.
+
+    If the run chooses by itself, none are taken under plans that leave nothing to back up, and none that take more than
+    `SNAPSHOT_SHARE` of the memory of a host.
+
+    Args:
+        host_memory: host -> bytes available for its workers, as far as known.
+    """
+    snapshots, plan = config.snapshots, replace(plan, snapshots=None, no_snapshots="")
     if not snapshots.every:
         return plan
+    if not config.receives_block:
+        return replace(plan, no_snapshots=f"they are not sent over {config.backend} yet")
     placement, costs = plan.plan.placement, costs_of(hosts)
     if plan.migration is not None:
         placement = without_shadow_holders(placement, plan.migration)
     weight, group = part_bytes(costs.workload), snapshots.parts
-    layout = lay_out_snapshot(placement, costs.cluster.hosts, plan.sharding, group=group, weight=weight)
-    return replace(plan, snapshots=layout)
+    hosts = costs.cluster.hosts
+    layout = lay_out_snapshot(placement, hosts, plan.sharding, group=group, weight=weight)
+    if snapshots.every != "auto":
+        return replace(plan, snapshots=layout)
+    if not layout.backups:
+        return plan
+    needed = host_bytes(snapshot_memory(layout, costs.workload), hosts)
+    lacking = [host for host, size in needed.items() if size > SNAPSHOT_SHARE * host_memory.get(host, math.inf)]
+    if not lacking:
+        return replace(plan, snapshots=layout)
+    host = max(lacking, key=lambda host: needed[host] / host_memory[host])
+    reason = (
+        f"those of the workers on {host} would take {data_size(needed[host])}, more than {SNAPSHOT_SHARE:.0%} of the "
+        f"{data_size(host_memory[host])} that were available there"
+    )
+    return replace(plan, no_snapshots=reason)
 
 
 def expected_snapshots(state: State, context: DecisionContext, *, has_reports: bool) -> ExpectedSnapshots | None:

@@ -52,8 +52,18 @@ class Planner:
         self.calibration = Calibration(knows_layers=profile is not None)
         self.policy = config.recovery.policy
 
-    def start(self, workers: Sequence[int], hosts: Mapping[int, str], *, checkpoint: int | None) -> RecoveryPlan:
-        """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
+    def start(
+        self,
+        workers: Sequence[int],
+        hosts: Mapping[int, str],
+        *,
+        checkpoint: int | None,
+        host_memory: Mapping[str, int] | None = None,
+    ) -> RecoveryPlan:
+        """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0.
+
+        `host_memory`: host -> bytes available for its workers, as far as known.
+        """
         plan, parallel = self._plan, self._config.parallel
         if plan is None:
             plan = data_pipeline_plan(
@@ -73,7 +83,7 @@ class Planner:
             policy="start",
             action="start",
         )
-        return self._with_owners(start, None, hosts)
+        return self._with_owners(start, None, hosts, host_memory or {})
 
     def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
         """Record the duration of a transfer."""
@@ -144,7 +154,7 @@ class Planner:
     ) -> RecoveryPlan:
         """Decide how to continue after a loss or a join; see `recovery_plan.decide` for arguments and errors."""
         plan = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
-        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts)
+        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts, cluster.host_memory)
         if plan.decision is not None:
             context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
@@ -199,7 +209,7 @@ class Planner:
         if plan is None:
             return None
         plan = replace(plan, is_hasty=is_reviewed)
-        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts)
+        plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts, cluster.host_memory)
         if plan.decision is None:
             return plan
         context = replace(context, phases=plan.decision.phases)
@@ -328,7 +338,13 @@ class Planner:
         self.calibration.begin(planned.plan, planned.program, self._reference(hosts))
 
     def plans_with_owners(
-        self, plans: Sequence[RecoveryPlan], active: ActivePlan, hosts: Mapping[int, str], live: Collection[int]
+        self,
+        plans: Sequence[RecoveryPlan],
+        active: ActivePlan,
+        hosts: Mapping[int, str],
+        live: Collection[int],
+        *,
+        host_memory: Mapping[str, int],
     ) -> tuple[RecoveryPlan, ...]:
         """Return plans to switch to, with the owners of slices and the keepers of snapshots.
 
@@ -341,14 +357,16 @@ class Planner:
             plans = with_owners_between(
                 plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers
             )
-        return tuple(with_keepers(plan, hosts, self._config.snapshots, self._costs) for plan in plans)
+        return tuple(with_keepers(plan, hosts, self._config, self._costs, host_memory) for plan in plans)
 
-    def _with_owners(self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str]) -> RecoveryPlan:
+    def _with_owners(
+        self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], host_memory: Mapping[str, int]
+    ) -> RecoveryPlan:
         redundancy = self._config.parallel.owners
         if redundancy is not None:
             left = left if plan.restoration is None else plan.restoration.sharding
             plan = with_owners(plan, left, hosts, redundancy)
-        return with_keepers(plan, hosts, self._config.snapshots, self._costs)
+        return with_keepers(plan, hosts, self._config, self._costs, host_memory)
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
         """Describe what is trained, on what, by which workers, and from which step."""

@@ -52,6 +52,9 @@ class Draft:
         new = [worker for worker, layers in _layers_run(plan.plan).items() if not layers <= before.get(worker, set())]
         placement, health = plan.plan.placement, replace(self.state.health, disagreement=None)
         health = health.loaded(plan.first_step, plan.witnesses) if loads else health.held_by(placement)
+        if plan.no_snapshots and (self.state.active is None or not self.state.active.no_snapshots):
+            message = f"none are taken, because {plan.no_snapshots}"
+            self.record("snapshots_off", reason=plan.no_snapshots, message=message)
         self.set(active=plan, members=self.state.members.with_new_layers(new), health=health, **changes)
 
     def do(self, *commands: Command) -> None:

@@ -20,7 +20,13 @@ _LEAST_COST: Final = 0.1  # of the time that a snapshot takes: steps vary too mu
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step: workers may have begun a snapshot after it, or may have to."""
     state = draft.state
-    if state.active is None or (layout := state.active.snapshots) is None:
+    if state.active is None:
+        return
+    if (layout := state.active.snapshots) is None:
+        if state.snapshots.is_fresh and state.settings.snapshots.every:
+            draft.set(
+                snapshots=replace(state.snapshots, is_fresh=False)
+            )  # else a late loss would return to the beginning
         return
     begins = message.vote.takes_snapshot and message.generation == state.generation and state.phase is Phase.TRAINING
     if begins:

@@ -248,6 +248,7 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
         action="the layers that moved are dropped",
         sharding=active.sharding,
         snapshots=active.snapshots,
+        no_snapshots=active.no_snapshots,
     )
 
 

@@ -37,6 +37,7 @@ class ActivePlan:
     sharding: Sharding | None = None  # the owners of slices of the optimizer's state; None: each holder has all
     next_sharding: Sharding | None = None  # with `migration`: the owners once all has arrived, if they differ
     snapshots: SnapshotLayout | None = None  # where snapshots are kept; None: none are taken
+    no_snapshots: str = ""  # why none are taken, if the run would take some by itself
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))

@@ -28,6 +28,7 @@ class Worker:
     connection: int | None = None  # its control connection, from its first message until it closes
     host: str = ""  # address; empty before its first message
     process: RankProcess | None = None  # None before its first message
+    memory_bytes: int | None = None  # available on its host when it started; None if it is not known
     takes_part: bool = False  # whether generations include it, training or as a spare
     told_to_end: int | None = None  # the connection on which it was told to end itself, because it had no agent
     draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
@@ -93,6 +94,14 @@ class Members:
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined."""
         return {worker.id: worker.host for worker in self if worker.host}
+
+    def host_memory(self) -> dict[str, int]:
+        """Return the bytes that were available on each host before its live workers used any, as far as known."""
+        known: dict[str, int] = {}
+        for worker in self:
+            if worker.memory_bytes is not None and not worker.lost:
+                known[worker.host] = max(worker.memory_bytes, known.get(worker.host, 0))
+        return known
 
     def is_loading(self) -> bool:
         """Return whether some worker is starting or loading, and does not take part yet."""
@@ -189,7 +198,13 @@ class Members:
             raise ControlError(f"worker {number} {'is lost' if worker.lost else 'has joined already'}")
         if worker.agent is not None and hello.incarnation != worker.incarnation:
             raise ControlError(f"worker {number} is started by its host's agent, and this is another process")
-        return members.changed(worker, connection=connection, host=hello.host, process=hello.process)
+        return members.changed(
+            worker,
+            connection=connection,
+            host=hello.host,
+            process=hello.process,
+            memory_bytes=hello.memory_bytes,
+        )
 
     def require_number(self, number: int) -> None:
         """Raise ControlError if no worker has this number."""

@@ -38,7 +38,8 @@ class Snapshots:
         unconfirmed: workers that have not reported their part of it.
         held_up_s: longest time for which training on some worker has waited for it.
         begun_at_s: when it was begun, in monotonic seconds.
-        is_fresh: whether the run has begun with fresh weights, and no snapshot has been complete yet.
+        is_fresh: whether the run has begun with fresh weights, and no snapshot has been complete yet; false once it
+            has trained under a plan without snapshots.
         schedule: when the next one is requested, if the run chooses that itself.
     """
 

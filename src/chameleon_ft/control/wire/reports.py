@@ -45,6 +45,7 @@ class Hello(Message):
     known: int = 0  # if it resumes: the newest generation of which it has an order
     switch_to: int = 0  # if it resumes: the newest generation that it was told to switch to
     process: RankProcess | None = None  # by which another agent of its host finds it, should its own end
+    memory_bytes: int | None = None  # available on its host when it started; None if it is not known
     term: int = 0  # the highest term of a coordinator that it has obeyed
 
 
