@@ -47,8 +47,9 @@ MAY_IMPORT = {
     "control": PURE | {"config", "observe", "profiles"},
     "runtime": PURE | JOBS | {"observe", "control", "profiles"},
     "launch": {"errors", "config", "observe", "plan", "recovery", "control", "profiles", "runtime"},
+    "deploy": {"errors", "config"},
     "cli": PURE
-    | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "verify", "simulate"},
+    | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "deploy", "verify", "simulate"},
 }
 
 

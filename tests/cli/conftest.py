@@ -108,8 +108,13 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.joined.append({"coordinator": coordinator, "token": token, "tls": tls, "rank": environ["RANK"]})
         return 0
 
+    def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None) -> int:
+        command_line.joined.append({"stands_by_for": run.path, "host": host})
+        return 0
+
     launch = ModuleType("chameleon_ft.launch")
-    for name, function in {"train": start, "coordinate": start, "run_agent": run_agent, "work": work}.items():
+    starts = {"train": start, "coordinate": start, "run_agent": run_agent, "work": work, "stand_by": stand_by}
+    for name, function in starts.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
     monkeypatch.setattr("chameleon_ft.control.requests.knock", command_line.knock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,15 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, nothing_listens
 
-AGENT = {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
+AGENT = {
+    "coordinator": "10.0.0.1:4000",
+    "token": "secret",
+    "tls": None,
+    "workers": 4,
+    "host": None,
+    "drained_exit_code": 0,
+}
+_NO_PROCESS = 2**22 + 1  # above the numbers that Linux gives
 RANKS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
@@ -25,17 +34,13 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_an_agent_joins(chameleon: CommandLine) -> None:
     assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
-    assert chameleon.joined == [
-        {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
-    ]
+    assert chameleon.joined == [AGENT]
 
 
 def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine, run: RunDirectory) -> None:
     run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
     assert chameleon("agent", "--run", run.path, "--workers", "4") == 0
-    assert chameleon.joined == [
-        {"coordinator": "10.0.0.1:4000", "token": "secret", "tls": None, "workers": 4, "host": None}
-    ]
+    assert chameleon.joined == [AGENT]
 
 
 def test_an_agent_hosts_a_coordinator_that_stands_by(chameleon: CommandLine, run: RunDirectory) -> None:
@@ -174,6 +179,7 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
         (["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"], "give either --run RUN"),
         (["--run", "r"], "--workers"),
         (["--coordinator", "h:1", "--token", "t", "--workers", "4", "--standby"], "--standby: reads the journal"),
+        (["--run", "r", "--workers", "4", "--drained-exit-code", "256"], "should be from 0 to 127"),
     ],
 )
 def test_an_agent_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
@@ -198,6 +204,57 @@ def test_a_worker_without_its_place_says_so(
         else:
             monkeypatch.setenv(name, value)
     assert expected in chameleon.refused("worker", "--coordinator", "10.0.0.1:4000", "--token", "t")
+
+
+@pytest.fixture
+def started_twice(run: RunDirectory) -> list[str | Path]:
+    """Arguments of a coordinator that a scheduler starts again, whatever became of its run."""
+    return ["coordinator", "--output-dir", run.path, "--control.host", "127.0.0.2", "--resume", "auto", "--or-standby"]
+
+
+def test_a_coordinator_that_is_started_again_stands_by_if_another_one_leads(
+    chameleon: CommandLine, run: RunDirectory, started_twice: list[str | Path]
+) -> None:
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=os.getpid()))
+    assert chameleon(*started_twice) == 0
+    assert chameleon.joined == [{"stands_by_for": run.path, "host": "127.0.0.2"}]
+    assert "this coordinator stands by" in chameleon.capture.readouterr().out
+
+
+def test_a_coordinator_that_is_started_again_gives_way_to_one_that_takes_over(
+    chameleon: CommandLine,
+    run: RunDirectory,
+    started_twice: list[str | Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At first the coordinator of the run is lost, and none leads."""
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=_NO_PROCESS))
+    chameleon.knocks = [nothing_listens]
+    leader = ControlAddress(address="127.0.0.3:4000", token="secret", pid=os.getpid())
+    monkeypatch.setattr(time, "sleep", lambda _: run.write_control(leader))
+    assert chameleon(*started_twice) == 0
+    assert chameleon.joined == [{"stands_by_for": run.path, "host": "127.0.0.2"}]
+
+
+def test_a_coordinator_that_is_started_again_leads_if_no_other_does(
+    chameleon: CommandLine, run: RunDirectory, started_twice: list[str | Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=_NO_PROCESS))
+    chameleon.knocks = [nothing_listens] * 2
+    now_s = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr("chameleon_ft.cli.commands.coordinator.time.monotonic", lambda: float(next(now_s)))
+    assert chameleon(*started_twice) == 0
+    assert [launched.run.path for launched in chameleon.launched] == [run.path]
+
+
+@pytest.mark.parametrize("missing", ["--resume", "--output-dir"])
+def test_a_coordinator_that_may_stand_by_needs_a_run_that_it_finds_again(chameleon: CommandLine, missing: str) -> None:
+    given = {"--resume": "auto", "--output-dir": "run"}
+    arguments = [word for flag, value in given.items() if flag != missing for word in (flag, value)]
+    assert "--or-standby: needs --resume auto and --output-dir" in chameleon.refused(
+        "coordinator", "--or-standby", *arguments
+    )
 
 
 def test_a_failure_is_injected_into_a_live_run(

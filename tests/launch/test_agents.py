@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.messages import Exit
-from chameleon_ft.launch.agent import _told
+from chameleon_ft.launch.agent import _run_agent, _told
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
 
@@ -26,3 +29,20 @@ def test_one_that_was_not_connected_when_the_run_ended_reads_how_it_did(
     assert _told(None, run, is_terminated=False) == code
     assert capsys.readouterr().out == f"the agent ends: the run is over: {status}\n"
     assert _told(Exit(reason="all steps are trained", status="finished"), None, is_terminated=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "code"),
+    [
+        (Exit(reason="drained", is_drained=True), 7),
+        (Exit(reason="all steps are trained", status="finished"), 0),
+        (Exit(reason="terminated", status="terminated"), os.EX_TEMPFAIL),
+    ],
+)
+def test_only_one_that_is_drained_ends_with_the_exit_code_for_that(order: Exit, code: int) -> None:
+    class Ended:
+        async def serve(self) -> Exit:
+            return order
+
+    agent = cast(Agent, Ended())
+    assert asyncio.run(_run_agent(agent, None, None, drained_exit_code=7)) == code

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "coordinator": "Run the coordinator of a run that spans several machines.",
     "agent": "Start and watch this machine's workers of such a run.",
     "worker": "Run one worker of such a run, started by a cluster's own launcher.",
+    "kubernetes": "Write the manifests of a run on Kubernetes.",
     "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
     "plan": "Predict the time and memory of a step before anything runs.",
     "simulate": "Compare policies over months of simulated failures.",

@@ -13,7 +13,7 @@ from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, 
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["absolute_job", "configured", "read_config_values"]
+__all__ = ["absolute_job", "configured", "overridden", "read_config_values"]
 
 
 def configured(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
@@ -21,13 +21,7 @@ def configured(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str 
 
     Paths become absolute, so that the configuration does not depend on the working directory.
     """
-    job = job or flags.get("job") or values.get("job", LLAMA_JOB)
-    model = config_type({**values, "job": job})
-    parse_fields(model, values, source=source)
-    merged = dict(values)
-    for key, value in flags.items():
-        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
-    config = parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if flags else source)
+    config = overridden(values, flags, job=job, source=source)
     changes: dict[str, Any] = {"job": absolute_job(config.job)}
     for name in ("profile", "plan"):
         if (path := getattr(config, name)) is not None:
@@ -40,6 +34,17 @@ def configured(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str 
         path = _absolute_path(Path(config.data.path))
         changes["data"] = config.data.model_copy(update={"path": str(path)})
     return config.model_copy(update=changes)
+
+
+def overridden(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
+    """Return the validated configuration with all paths as they are given; see `configured`."""
+    job = job or flags.get("job") or values.get("job", LLAMA_JOB)
+    model = config_type({**values, "job": job})
+    parse_fields(model, values, source=source)
+    merged = dict(values)
+    for key, value in flags.items():
+        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if flags else source)
 
 
 def read_config_values(file: Path) -> dict[str, Any]:

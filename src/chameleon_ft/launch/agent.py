@@ -32,12 +32,14 @@ def run_agent(
     host: str | None,
     run: RunDirectory | None = None,
     stands_by: bool = False,
+    drained_exit_code: int = 0,
 ) -> int:
     """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
 
     Args:
         run: its directory, if this machine can read it.
         stands_by: whether another coordinator is to stand by on this machine; that needs the directory.
+        drained_exit_code: the exit code if the workers are drained and the run goes on.
 
     Raises:
         ControlError: the coordinator does not answer, or does not want this host.
@@ -45,7 +47,8 @@ def run_agent(
 
     async def whole() -> int:
         agent = create_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host)
-        return await _run_agent(agent, run, _HostedStandby(run, host) if run is not None and stands_by else None)
+        standby = _HostedStandby(run, host) if run is not None and stands_by else None
+        return await _run_agent(agent, run, standby, drained_exit_code=drained_exit_code)
 
     return asyncio.run(whole())
 
@@ -70,7 +73,9 @@ def create_agent(
     return Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
 
 
-async def _run_agent(agent: Agent, run: RunDirectory | None, standby: _HostedStandby | None) -> int:
+async def _run_agent(
+    agent: Agent, run: RunDirectory | None, standby: _HostedStandby | None, *, drained_exit_code: int
+) -> int:
     serving = asyncio.ensure_future(agent.serve())
     standing_by = None if standby is None else asyncio.ensure_future(standby.run())
     loop, terminated_s = asyncio.get_running_loop(), math.inf
@@ -94,7 +99,8 @@ async def _run_agent(agent: Agent, run: RunDirectory | None, standby: _HostedSta
     with processes.signals_handled(SIGINT=interrupt, SIGTERM=terminate):
         try:
             order = await serving
-            return _told(order, run, is_terminated=terminated_s < math.inf)
+            code = _told(order, run, is_terminated=terminated_s < math.inf)
+            return drained_exit_code if order is not None and order.is_drained else code
         except asyncio.CancelledError:
             return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
         finally:

@@ -28,6 +28,9 @@ class AgentArguments(TorchrunArguments):
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
     """Address at which the other machines reach this one, or its network interface; by default that of the route to the
     coordinator."""
+    drained_exit_code: int = 0
+    """Exit code if the workers of this machine are drained while the run goes on; a scheduler that starts an agent anew
+    only when it has failed needs another one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(AgentArguments, arguments, command="agent")
     workers, nodes = given.num_workers(), given.num_nodes()
     given = replace(given, coordinator=given.endpoint())
+    if not 0 <= given.drained_exit_code < 128:
+        raise ConfigError(f"--drained-exit-code {given.drained_exit_code}: should be from 0 to 127")
     if given.standby and given.run is None:
         raise ConfigError("--standby: reads the journal of the run, so it needs --run RUN in place of --coordinator")
     address, token, tls = given.find_coordinator()
@@ -55,4 +60,5 @@ def main(arguments: Sequence[str]) -> int:
         host=given.host,
         run=run,
         stands_by=given.standby,
+        drained_exit_code=given.drained_exit_code,
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Final
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar
 from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.live_runs import lost_run
-from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.cli.live_runs import lost_run, refuse_live_run
+from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
+from chameleon_ft.errors import ConfigError, LiveRunError
 from chameleon_ft.observe import RunDirectory
 
 __all__ = ["main"]
+
+_POLL_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class CoordinatorArguments:
             "machine, when that coordinator is lost.",
         ),
     ] = None
+    or_standby: Switch = False
+    """With --resume auto: if the run is live, stand by for its coordinator, so that a scheduler may start this command
+    anew whatever became of the run."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
     """With --standby, the address at which the other machines reach this one, or its network interface; by default that
     of the route to the coordinator."""
@@ -57,14 +64,48 @@ def main(arguments: Sequence[str]) -> int:
     if given.standby is not None:
         if flags or given.config is not None or given.resume is not None:
             raise ConfigError(f"--standby {given.standby}: the run goes on as it is; leave out all but --host")
-        JoinArguments(run=given.standby).find_coordinator()
-        directory = RunDirectory.open(given.standby)
-        from chameleon_ft.launch import stand_by
-
-        return stand_by(directory.own(directory.config()), run=directory, host=given.host)
+        return _stand_by(given.standby, host=given.host)
     if given.host is not None:
         raise ConfigError("--host: is for --standby; of this coordinator, set --control.host")
+    if given.or_standby:
+        return _coordinate_or_stand_by(given, flags)
+    return _coordinate(given, flags)
+
+
+def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
     prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
     from chameleon_ft.launch import coordinate
 
     return prepared.start(coordinate)
+
+
+def _stand_by(path: Path, *, host: str | None) -> int:
+    JoinArguments(run=path).find_coordinator()
+    directory = RunDirectory.open(path)
+    from chameleon_ft.launch import stand_by
+
+    return stand_by(directory.own(directory.config()), run=directory, host=host)
+
+
+def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
+    if given.resume != AUTO or "output_dir" not in flags:
+        raise ConfigError("--or-standby: needs --resume auto and --output-dir")
+    run = RunDirectory(Path(flags["output_dir"]))
+    try:
+        if run.control_file.exists():
+            _give_way(run)
+        return _coordinate(given, flags)
+    except LiveRunError as error:
+        print(f"{error}; this coordinator stands by", flush=True)
+        return _stand_by(run.path, host=flags.get("control", {}).get("host"))
+
+
+def _give_way(run: RunDirectory) -> None:
+    """Wait until a coordinator that stands by would have taken over a run that has not ended.
+
+    Raises LiveRunError as soon as a coordinator answers.
+    """
+    until_s = time.monotonic() + 2 * run.config().control.lease_s
+    while time.monotonic() < until_s:
+        refuse_live_run(run)
+        time.sleep(_POLL_S)

@@ -1,0 +1,94 @@
+"""`chameleon kubernetes`: write the manifests of a run on Kubernetes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, OptionalStr, metavar
+from chameleon_ft.cli.run_config import overridden
+from chameleon_ft.cli.starting import ConfigFile, parse_start
+from chameleon_ft.config import read_toml
+from chameleon_ft.deploy import KubernetesRun, Machines, to_yaml, with_reachable_host
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesArguments:
+    """Write the manifests of a run on Kubernetes: a JobSet with a coordinator, another one that stands by, and agents.
+
+    Nothing is sent to a cluster: pipe the manifests to `kubectl apply -f -`. The cluster needs the JobSet
+    controller, and a volume that many pods may write. Paths in the configuration are those in the containers. See
+    docs/kubernetes.md.
+    """
+
+    config: ConfigFile = None
+    image: OptionalStr = None
+    """Image with Chameleon, such as one built from the Dockerfile of its source. Required."""
+    claim: OptionalStr = None
+    """Persistent volume claim that all pods mount (ReadWriteMany), for the run directory. Required."""
+    workers_per_node: OptionalInt = None
+    """Workers of each agent, one for each accelerator. Required."""
+    nodes: OptionalInt = None
+    """Agents; by default as many as the workers of the run need. Workers beyond those join as newcomers."""
+    name: OptionalStr = None
+    """Name of the JobSet; by default that of the configuration file."""
+    mount: Annotated[str, metavar("PATH")] = "/shared"
+    """Directory of the volume in the containers."""
+    token_secret: Annotated[OptionalStr, metavar("NAME")] = None
+    """Secret whose key `token` is the join token; by default the name of the JobSet with -token. The manifests refer to
+    it, and do not have it."""
+    resource: Annotated[OptionalStr, metavar("NAME")] = None
+    """Extended resource of an accelerator; for device = "cuda" by default nvidia.com/gpu."""
+    grace_s: int = 600
+    """Seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed."""
+    file: Annotated[OptionalPath, metavar("FILE")] = None
+    """File to write; by default the manifests are printed."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given, flags = parse_start(KubernetesArguments, arguments, command="kubernetes")
+    run = _run(given, flags)
+    text = to_yaml(run.manifests())
+    if given.file is None:
+        print(text, end="")
+    else:
+        try:
+            given.file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--file {given.file}: cannot be written: {error.strerror}") from None
+    secret = f"kubectl create secret generic {run.token_secret} --from-literal=token=$(openssl rand -hex 16)"
+    print(f"the pods need a secret, made once by: {secret}", file=sys.stderr)
+    return 0
+
+
+def _run(given: KubernetesArguments, flags: dict[str, Any]) -> KubernetesRun:
+    """Return the run. Raises ConfigError."""
+    values = {} if given.config is None else read_toml(given.config)
+    source = "the configuration" if given.config is None else str(given.config)
+    config = with_reachable_host(overridden(values, flags, job=None, source=source), chooser="Kubernetes")
+    if given.image is None or given.claim is None or given.workers_per_node is None:
+        required = {"--image": given.image, "--claim": given.claim, "--workers-per-node": given.workers_per_node}
+        missing = ", ".join(flag for flag, value in required.items() if value is None)
+        raise ConfigError(f"{missing}: must be given; `chameleon kubernetes --help` explains them")
+    name = given.name or ("llama" if given.config is None else given.config.stem.lower().replace("_", "-"))
+    if "lease" not in {**values.get("control", {}), **flags.get("control", {})}:
+        config = config.model_copy(update={"control": config.control.model_copy(update={"lease": "kubernetes"})})
+    output_dir = config.output_dir or Path(given.mount) / "runs" / name
+    return KubernetesRun(
+        name=name,
+        config=config.model_copy(update={"output_dir": output_dir}),
+        machines=Machines.for_run(config, nodes=given.nodes, workers_per_node=given.workers_per_node),
+        image=given.image,
+        claim=given.claim,
+        mount=given.mount,
+        token_secret=given.token_secret or f"{name}-token",
+        resource=given.resource or ("nvidia.com/gpu" if config.device == "cuda" else None),
+        grace_s=given.grace_s,
+    )

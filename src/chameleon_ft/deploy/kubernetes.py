@@ -1,0 +1,254 @@
+"""The manifests of a run on Kubernetes: a JobSet, and what it needs beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final, TypeAlias
+
+from chameleon_ft.config import DEVICES, RunConfig, config_to_toml
+from chameleon_ft.deploy.machines import Machines
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["Json", "KubernetesRun", "to_yaml"]
+
+Json: TypeAlias = "str | int | bool | Sequence[Json] | Mapping[str, Json]"
+
+_CONFIG_DIRECTORY: Final = "/etc/chameleon"
+_CONFIG_NAME: Final = "run.toml"
+_POD_IP: Final = "$(POD_IP)"
+_RESUME: Final = 75  # exit code of processes of a run that is to be resumed, and of agents whose pod is deleted
+_LEADS_ELSEWHERE: Final = 69
+_RETRIES: Final = 100
+"""Failures of a pod after which it is not replaced; evictions and exit code 75 do not count."""
+_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesRun:
+    """A run on Kubernetes.
+
+    Attributes:
+        name: of the JobSet, and the prefix of all other names.
+        config: of the run, with paths that hold in the containers; `output_dir` is on the shared volume.
+        image: of the containers; `chameleon` is in its PATH.
+        claim: name of a persistent volume claim that many pods may write (ReadWriteMany).
+        mount: directory of that volume in the containers.
+        token_secret: name of a secret with the key `token`.
+        resource: extended resource of an accelerator, such as nvidia.com/gpu; None: workers compute on the CPU.
+        grace_s: seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed.
+    """
+
+    name: str
+    config: RunConfig
+    machines: Machines
+    image: str
+    claim: str
+    mount: str
+    token_secret: str
+    resource: str | None = None
+    grace_s: int = 600
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name {self.name}: should be lower-case letters, digits and hyphens, begin with a letter, and have "
+                "40 characters at most, because names of pods are made of it"
+            )
+        mount = PurePosixPath(self.mount)
+        run = PurePosixPath(self.config.output_dir or "")
+        if not mount.is_absolute() or mount not in run.parents:
+            raise ConfigError(
+                f"--output-dir {run}: should be below the shared volume, --mount {self.mount}; leave it out for "
+                f"{self.mount}/runs/{self.name}"
+            )
+        if self.grace_s < 1:
+            raise ConfigError(f"--grace-s {self.grace_s}: should be 1 or more")
+        if DEVICES[self.config.device].is_accelerator and self.resource is None:
+            raise ConfigError(
+                f'--resource is missing: name the extended resource of device = "{self.config.device}", such as '
+                "nvidia.com/gpu"
+            )
+
+    def manifests(self) -> list[Mapping[str, Json]]:
+        """Return the objects, in an order in which they can be created."""
+        return [
+            self._object("v1", "ServiceAccount"),
+            {
+                **self._object("rbac.authorization.k8s.io/v1", "Role"),
+                "rules": [
+                    {
+                        "apiGroups": ["coordination.k8s.io"],
+                        "resources": ["leases"],
+                        "verbs": ["get", "create", "update"],
+                    }
+                ],
+            },
+            {
+                **self._object("rbac.authorization.k8s.io/v1", "RoleBinding"),
+                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name},
+                "subjects": [{"kind": "ServiceAccount", "name": self.name}],
+            },
+            {**self._object("v1", "ConfigMap"), "data": {_CONFIG_NAME: config_to_toml(self.config)}},
+            self._disruption_budget("coordinator", min_available=1),
+            self._disruption_budget("agent", min_available=self.machines.nodes - 1),
+            self._job_set(),
+        ]
+
+    def _object(self, api_version: str, kind: str, *, suffix: str = "") -> dict[str, Json]:
+        metadata: Json = {"name": f"{self.name}{suffix}", "labels": self._labels()}
+        return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
+
+    def _labels(self, component: str | None = None) -> dict[str, Json]:
+        labels: dict[str, Json] = {"app.kubernetes.io/name": "chameleon", "app.kubernetes.io/instance": self.name}
+        if component is not None:
+            labels["app.kubernetes.io/component"] = component
+        return labels
+
+    def _disruption_budget(self, component: str, *, min_available: int) -> Mapping[str, Json]:
+        # Of pods of a Job, a budget counts only `minAvailable`, and only as a number.
+        return {
+            **self._object("policy/v1", "PodDisruptionBudget", suffix=f"-{component}"),
+            "spec": {"minAvailable": min_available, "selector": {"matchLabels": self._labels(component)}},
+        }
+
+    def _job_set(self) -> Mapping[str, Json]:
+        return {
+            **self._object("jobset.x-k8s.io/v1alpha2", "JobSet"),
+            "spec": {
+                # A lost pod is replaced by its Job, beside those that go on. Only the end of the run ends the JobSet.
+                "failurePolicy": {"maxRestarts": 0},
+                "successPolicy": {"operator": "All", "targetReplicatedJobs": ["coordinator"]},
+                "replicatedJobs": [
+                    {"name": "coordinator", "replicas": 1, "template": {"spec": self._coordinator_job()}},
+                    {"name": "standby", "replicas": 1, "template": {"spec": self._standby_job()}},
+                    {"name": "agents", "replicas": 1, "template": {"spec": self._agents_job()}},
+                ],
+            },
+        }
+
+    def _coordinator_job(self) -> Mapping[str, Json]:
+        command = ["chameleon", "coordinator", f"{_CONFIG_DIRECTORY}/{_CONFIG_NAME}", "--output-dir", self._run]
+        command += ["--control.host", _POD_IP, "--resume", "auto", "--or-standby"]
+        ends: Json = {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": "coordinator", "operator": "In", "values": [1, 2]},
+        }
+        codes: Json = [_LEADS_ELSEWHERE, _RESUME]
+        return {
+            "backoffLimit": _RETRIES,
+            "podFailurePolicy": {"rules": [_IGNORE_DISRUPTION, ends, _ignore("coordinator", "In", codes)]},
+            "template": self._pod("coordinator", self._container("coordinator", command), apart=True),
+        }
+
+    def _standby_job(self) -> Mapping[str, Json]:
+        command = ["chameleon", "coordinator", "--standby", self._run, "--host", _POD_IP]
+        return {
+            "backoffLimit": _RETRIES,
+            # The coordinator's Job tells how the run ends.
+            "podFailurePolicy": {"rules": [_IGNORE_DISRUPTION, _ignore("standby", "NotIn", [0])]},
+            "template": self._pod("coordinator", self._container("standby", command), apart=True),
+        }
+
+    def _agents_job(self) -> Mapping[str, Json]:
+        workers = self.machines.workers_per_node
+        command = ["chameleon", "agent", "--run", self._run, "--workers", str(workers), "--host", _POD_IP]
+        command += ["--drained-exit-code", str(_RESUME)]
+        drain = f'exec chameleon drain {self._run} --host "$POD_IP" --wait'
+        container = {
+            **self._container("agent", command),
+            # While it runs, the pod is no longer ready but trains; SIGTERM, which follows, finds no worker left.
+            "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", drain]}}},
+            "resources": self._resources(),
+        }
+        return {
+            "completionMode": "Indexed",
+            "completions": self.machines.nodes,
+            "parallelism": self.machines.nodes,
+            "backoffLimitPerIndex": _RETRIES,
+            "podFailurePolicy": {"rules": [_IGNORE_DISRUPTION, _ignore("agent", "In", [_RESUME])]},
+            "template": self._pod("agent", container, apart=False),
+        }
+
+    @property
+    def _run(self) -> str:
+        return str(self.config.output_dir)
+
+    def _resources(self) -> Mapping[str, Json]:
+        workers = self.machines.workers_per_node
+        if self.resource is None:
+            return {"requests": {"cpu": str(workers * self.config.threads)}}
+        return {"limits": {self.resource: workers}}
+
+    def _container(self, name: str, command: Sequence[str]) -> dict[str, Json]:
+        token: Json = {"secretKeyRef": {"name": self.token_secret, "key": "token"}}
+        return {
+            "name": name,
+            "image": self.image,
+            "command": list(command),
+            "env": [
+                {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                {"name": "CHAMELEON_TOKEN", "valueFrom": token},
+            ],
+            "volumeMounts": [
+                {"name": "shared", "mountPath": self.mount},
+                {"name": "config", "mountPath": _CONFIG_DIRECTORY, "readOnly": True},
+                {"name": "shm", "mountPath": "/dev/shm"},
+            ],
+        }
+
+    def _pod(self, component: str, container: Json, *, apart: bool) -> Mapping[str, Json]:
+        """Return the template of a pod; one that stays `apart` shares its node with no other pod of the component."""
+        spec: dict[str, Json] = {
+            "restartPolicy": "Never",
+            "serviceAccountName": self.name,
+            "terminationGracePeriodSeconds": self.grace_s,
+            "containers": [container],
+            "volumes": [
+                {"name": "shared", "persistentVolumeClaim": {"claimName": self.claim}},
+                {"name": "config", "configMap": {"name": self.name}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            ],
+        }
+        if apart:
+            term: Json = {
+                "topologyKey": "kubernetes.io/hostname",
+                "labelSelector": {"matchLabels": self._labels(component)},
+            }
+            spec["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+        return {"metadata": {"labels": self._labels(component)}, "spec": spec}
+
+
+_IGNORE_DISRUPTION: Final[Json] = {
+    "action": "Ignore",
+    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+}
+
+
+def _ignore(container: str, operator: str, codes: Json) -> Json:
+    exit_codes: Json = {"containerName": container, "operator": operator, "values": codes}
+    return {"action": "Ignore", "onExitCodes": exit_codes}
+
+
+def to_yaml(manifests: Sequence[Mapping[str, Json]]) -> str:
+    """Return manifests as one YAML stream. Raises ConfigError if PyYAML is not installed."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(
+            "manifests are written by PyYAML: install it by `pip install chameleon-ft[kubernetes]`"
+        ) from None
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Writes texts of several lines as such."""
+
+    def write_text(dumper: Dumper, text: str) -> yaml.Node:
+        style = "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, write_text)
+    Dumper.ignore_aliases = lambda *_: True
+    text: str = yaml.dump_all(manifests, Dumper=Dumper, sort_keys=False, width=120, explicit_start=True)
+    return text
