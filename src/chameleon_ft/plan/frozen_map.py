@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import Self, TypeVar
 
-__all__ = ["FrozenMap"]
+__all__ = ["FrozenMap", "updated"]
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
 
 
 class FrozenMap(Mapping[K, V]):
-    """An immutable copy of a mapping that keeps its order, compares like a dict, and is hashable if its values are."""
+    """An immutable copy of a mapping that keeps its order, compares like a dict, and is hashable if its values are.
+
+    A copy of one is itself, so that the many records which pass one on share it.
+    """
 
     __slots__ = ("_items",)
 
     _items: dict[K, V]
 
-    def __init__(self, items: Mapping[K, V]) -> None:
+    def __new__(cls, items: Mapping[K, V]) -> Self:
+        if isinstance(items, cls):
+            return items
+        self = super().__new__(cls)
         object.__setattr__(self, "_items", dict(items))
+        return self
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a FrozenMap cannot change; build a new one instead of setting {name!r}")
@@ -33,6 +40,23 @@ class FrozenMap(Mapping[K, V]):
     def __len__(self) -> int:
         return len(self._items)
 
+    # Without these, `Mapping` would call `__getitem__` for each key.
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __eq__(self, other: object) -> bool:
+        return self._items == (other._items if isinstance(other, FrozenMap) else other)
+
+    def keys(self) -> KeysView[K]:
+        return self._items.keys()
+
+    def values(self) -> ValuesView[V]:
+        return self._items.values()
+
+    def items(self) -> ItemsView[K, V]:
+        return self._items.items()
+
     def __hash__(self) -> int:
         return hash(frozenset(self._items.items()))
 
@@ -41,3 +65,8 @@ class FrozenMap(Mapping[K, V]):
 
     def __reduce__(self) -> tuple[type[FrozenMap[K, V]], tuple[dict[K, V]]]:
         return FrozenMap, (self._items,)
+
+
+def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
+    """Return a mapping with values replaced, in their places, or added at the end."""
+    return FrozenMap({**(mapping._items if isinstance(mapping, FrozenMap) else mapping), **changes})

@@ -1,0 +1,42 @@
+"""Mappings that cannot change."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from chameleon_ft.plan.frozen_map import FrozenMap, updated
+
+
+def test_it_is_a_copy_that_cannot_change() -> None:
+    source = {2: "b", 1: "a"}
+    frozen = FrozenMap(source)
+    source[3] = "c"
+    assert list(frozen.items()) == [(2, "b"), (1, "a")]
+    assert (list(frozen.keys()), list(frozen.values()), 1 in frozen, frozen.get(3)) == ([2, 1], ["b", "a"], True, None)
+    with pytest.raises(AttributeError, match="cannot change"):
+        frozen.more = 1
+
+
+def test_records_that_pass_one_on_share_it() -> None:
+    frozen = FrozenMap({1: "a"})
+    assert FrozenMap(frozen) is frozen
+
+
+def test_it_compares_like_a_dict() -> None:
+    frozen = FrozenMap({1: "a", 2: "b"})
+    assert frozen == {2: "b", 1: "a"} == frozen
+    assert frozen == FrozenMap({2: "b", 1: "a"})
+    assert hash(frozen) == hash(FrozenMap({2: "b", 1: "a"}))
+    assert frozen != {1: "a"}
+    assert frozen != "ab"
+    assert pickle.loads(pickle.dumps(frozen)) == frozen
+
+
+@pytest.mark.parametrize("mapping", [{2: "b", 1: "a"}, FrozenMap({2: "b", 1: "a"})])
+def test_a_changed_copy_keeps_places_and_adds_at_the_end(mapping: dict[int, str]) -> None:
+    after = updated(mapping, {3: "c", 2: "B"})
+    assert isinstance(after, FrozenMap)
+    assert list(after.items()) == [(2, "B"), (1, "a"), (3, "c")]
+    assert list(mapping.items()) == [(2, "b"), (1, "a")]
