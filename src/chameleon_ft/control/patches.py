@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain, repeat
 from typing import Any, Final
 
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -62,13 +63,17 @@ class PatchWriter:
         return {name: patch for name, patch in patches if patch is not None} or None
 
     def _of_keys(self, value: Mapping[Any, object], before: Mapping[Any, object]) -> Any:
-        left = [key for key in before if key in value]
-        if [*left, *(key for key in value if key not in before)] != [*value]:
+        keys, known = [*value], [*before]
+        left = known if keys[: len(known)] == known else [key for key in known if key in value]
+        if keys[: len(left)] != left:
             return [value]  # a patch does not change the order of keys
-        patches = ((key, self.patch(own, before.get(key, _NOTHING))) for key, own in value.items())
+        olds = before.values() if left is known else [before[key] for key in left]
+        pairs = zip(keys, value.values(), chain(olds, repeat(_NOTHING)), strict=False)
+        # Most values of thousands are the same objects.
+        patches = ((key, self.patch(own, old)) for key, own, old in pairs if own is not old)
         found: dict[Any, Any] = {key: patch for key, patch in patches if patch is not None}
-        if len(left) < len(before):
-            found |= dict.fromkeys(key for key in before if key not in value)
+        if len(left) < len(known):
+            found |= dict.fromkeys(key for key in known if key not in value)
         return found or None
 
     def _number(self, part: object) -> int:

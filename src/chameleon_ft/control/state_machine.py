@@ -146,16 +146,16 @@ def _ticked(draft: Draft) -> None:
     if state.phase not in _WATCHED:
         return
     is_stopping = state.phase is Phase.STOPPING
-    unquiesced = tuple(w for w in state.members.live() if w not in state.quiesced) if is_stopping else ()
     live = state.members.live()
+    unquiesced = tuple(worker for worker in live if worker not in state.quiesced) if is_stopping else ()
     incidents.detect(
         draft,
         signals.Ticked(
             now,
             held_up_s,
             unquiesced,
-            participants=() if is_stopping else tuple(filter(state.is_needed, live)),
-            in_first_step=tuple(worker for worker in live if not state.members[worker].has_stepped),
+            participants=() if is_stopping else tuple(filter(state.needed.__contains__, live)),
+            in_first_step=state.members.in_first_step,
         ),
     )
     if draft.state.phase in _WATCHED and draft.state.ending is None:

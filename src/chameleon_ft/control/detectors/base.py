@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
@@ -184,7 +184,7 @@ class Ticked(Signal):
     held_up_s: float
     unquiesced: tuple[int, ...]  # live workers that were told to quiesce but have not yet
     participants: tuple[int, ...]  # live workers that the generation needs
-    in_first_step: tuple[int, ...]  # live workers to which that applies; see `Worker.has_stepped`
+    in_first_step: Collection[int]  # live workers to which that applies; see `Worker.has_stepped`
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self, TypeVar
 
 from chameleon_ft.control.detectors.base import Fenced, Finding, OperationsMeasured, Recovered, Signal, Slow
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, updated
 
 __all__ = ["MeasuredOperations", "SlownessDetector", "Spell"]
 
@@ -123,7 +123,7 @@ class SlownessDetector:
                 if at < self.at:
                     return self, ()  # too late
                 if at == self.at:
-                    return replace(self, reports={**self.reports, worker: report}), ()
+                    return replace(self, reports=updated(self.reports, {worker: report})), ()
                 after, findings = self._completed() if self.reports else (self, ())
                 return replace(after, at=at, reports={worker: report}), findings
         return self, ()

@@ -33,7 +33,7 @@ from chameleon_ft.control.detectors.base import (
     Ticked,
 )
 from chameleon_ft.control.wire.messages import Position
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, updated
 
 __all__ = ["Watchdog"]
 
@@ -124,7 +124,7 @@ class Watchdog:
         continued = {each: since for each, since in self.stopped.items() if each != worker}
         if isinstance(answer, Position):
             silent = {each: since for each, since in self.silent.items() if each != worker}
-            after = replace(self, positions={**self.positions, worker: answer}, silent=silent, stopped=continued)
+            after = replace(self, positions=updated(self.positions, {worker: answer}), silent=silent, stopped=continued)
             if not answer.waiting and answer.since_s > limit_s:
                 cause = f"hung: in {answer.doing} for {answer.since_s:.1f} s"
         elif answer.stopped:
@@ -141,9 +141,9 @@ class Watchdog:
 
     def _overdue_messages(self, participants: tuple[int, ...]) -> tuple[MessageFailed, ...]:
         """Return the messages that all workers have waited for too long; none if one of them may only be slow."""
-        positions = [self.positions.get(worker) for worker in participants]
         timeout_s, reports = self.timeouts.collective_timeout_s, []
-        for worker, position in zip(participants, positions, strict=True):
+        for worker in participants:
+            position = self.positions.get(worker)
             if position is None or not position.for_message or position.since_s < timeout_s:
                 return ()
             error = f"no worker has received a message for {position.since_s:.1f} s; it waits for {position.doing}"

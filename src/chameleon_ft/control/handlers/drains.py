@@ -145,6 +145,8 @@ def release(draft: Draft) -> None:
 
     Agents exit once all of their workers have left.
     """
+    if not draft.state.members.departing:
+        return
     _dismiss_agents(draft)
     state = draft.state
     if state.phase is not Phase.TRAINING or state.active is None or state.committed <= state.active.first_step:

@@ -13,7 +13,7 @@ __all__ = ["lost", "stages"]
 def stages(state: State) -> dict[int, StartStage]:
     """Return the workers that are not ready yet, or that a run that has not begun lacks, and what they wait for."""
     found: dict[int, StartStage] = {}
-    for worker in state.members:
+    for worker in state.members.unsettled:
         if worker.lost:
             if state.phase is Phase.GATHERING and worker.id not in state.respawns.due:
                 found[worker.id] = "vacant"

@@ -16,6 +16,7 @@ from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
+from chameleon_ft.plan.frozen_map import updated
 
 __all__ = [
     "checkpoint_unreadable",
@@ -96,7 +97,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         message = f"worker {number} was lost before it took part: {cause}"
         draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
         return
-    if worker.draining and not (state.is_needed(number) or (state.next and number in state.next.plan.participants)):
+    if worker.draining and not (number in state.needed or (state.next and number in state.next.plan.participants)):
         record_drained(draft, number)  # it was about to be told to exit
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
@@ -137,7 +138,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
         quiesced = {each: report for each, report in state.quiesced.items() if each != worker}
         draft.set(phase=Phase.STOPPING, quiesced=quiesced)
         _await_reports(draft)
-    elif state.is_needed(worker):
+    elif worker in state.needed:
         if worker not in state.finished or state.next is not None:  # the next generation needs it, too
             stop(draft)
     elif state.phase is Phase.TRAINING:
@@ -205,7 +206,7 @@ def stop(draft: Draft) -> None:
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
     """Record the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
-        draft.set(quiesced={**draft.state.quiesced, worker: message})
+        draft.set(quiesced=updated(draft.state.quiesced, {worker: message}))
         _decide_if_quiesced(draft)
 
 
@@ -223,7 +224,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
     """Ask for a decision once all survivors have quiesced."""
     state = draft.state
     live = state.members.live()
-    if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
+    if state.phase is not Phase.STOPPING or len(state.quiesced) < len(live) or not state.quiesced.keys() >= set(live):
         return
     assert state.active is not None
     if state.checkpoints.loads == state.active_generation and _have_not_loaded(state):

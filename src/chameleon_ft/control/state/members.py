@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Self
 
 from chameleon_ft.config import Recovery
 from chameleon_ft.control.wire.messages import Adopt, Hello, HostHello, Spawn
 from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, updated
 
 __all__ = ["Members", "Respawns", "Worker"]
 
@@ -52,7 +53,7 @@ class Worker:
         return self.agent is None and bool(self.agent_host) and self.process is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: thousands of members are searched once, not with every message
 class Members:
     """All workers of the run, by number. The first `count` train from the beginning; others may join later."""
 
@@ -81,15 +82,39 @@ class Members:
 
     def live(self) -> tuple[int, ...]:
         """Return the workers that take part and are not lost, ascending."""
-        return tuple(worker.id for worker in self if worker.is_live)
+        return self._live
+
+    @cached_property
+    def _live(self) -> tuple[int, ...]:
+        return tuple(sorted(worker.id for worker in self.workers.values() if worker.is_live))
+
+    @cached_property
+    def unsettled(self) -> tuple[Worker, ...]:
+        """The workers that are lost, not connected or do not take part, ascending."""
+        return tuple(worker for worker in self if not worker.is_live)
+
+    @cached_property
+    def in_first_step(self) -> frozenset[int]:
+        """The live workers that have not finished a step with the layers that they run."""
+        return frozenset(worker for worker in self._live if not self.workers[worker].has_stepped)
+
+    @cached_property
+    def _by_connection(self) -> dict[int | None, Worker]:
+        return {worker.connection: worker for worker in self.workers.values() if worker.connection is not None}
 
     def staying(self) -> tuple[int, ...]:
         """Return the live workers that are not to leave, ascending."""
-        return tuple(worker for worker in self.live() if not self.workers[worker].draining)
+        draining = self.draining()
+        return tuple(worker for worker in self._live if worker not in draining)
 
     def draining(self) -> frozenset[int]:
         """Return the live workers that are to leave."""
-        return frozenset(self.live()).difference(self.staying())
+        return frozenset(worker.id for worker in self.departing if worker.is_live)
+
+    @cached_property
+    def departing(self) -> tuple[Worker, ...]:
+        """The workers that are to leave, or have left because they were."""
+        return tuple(worker for worker in self.workers.values() if worker.draining)
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined."""
@@ -105,16 +130,18 @@ class Members:
 
     def is_loading(self) -> bool:
         """Return whether some worker is starting or loading, and does not take part yet."""
-        return any(not worker.lost and not worker.takes_part for worker in self.workers.values())
+        return any(not worker.lost and not worker.takes_part for worker in self.unsettled)
 
     def worker_of(self, connection: int) -> Worker | None:
         """Return the worker whose control connection this is."""
-        return next((worker for worker in self.workers.values() if worker.connection == connection), None)
+        return self._by_connection.get(connection)
 
     def incarnation_of(self, worker: int, incarnation: int) -> Worker | None:
         """Return an incarnation of a worker, present or former."""
-        key = worker, incarnation
-        return next((w for w in (*self.workers.values(), *self.former) if (w.id, w.incarnation) == key), None)
+        present = self.workers.get(worker)
+        if present is not None and present.incarnation == incarnation:
+            return present
+        return next((each for each in self.former if (each.id, each.incarnation) == (worker, incarnation)), None)
 
     def told_to_end_on(self, connection: int) -> Worker | None:
         """Return the worker that was told on this connection to end itself."""
@@ -138,14 +165,14 @@ class Members:
         key = worker.id, worker.incarnation
         now = self.workers.get(worker.id)
         if now is not None and now.incarnation == worker.incarnation:
-            return replace(self, workers={**self.workers, worker.id: replace(now, **changes)})
+            return replace(self, workers=updated(self.workers, {worker.id: replace(now, **changes)}))
         former = tuple(replace(each, **changes) if (each.id, each.incarnation) == key else each for each in self.former)
         return replace(self, former=former)
 
     def with_new_layers(self, workers: Collection[int]) -> Self:
         """Note that these workers run layers that they have not run before."""
         fresh = {worker: replace(self.workers[worker], has_stepped=False) for worker in workers}
-        return replace(self, workers={**self.workers, **fresh})
+        return replace(self, workers=updated(self.workers, fresh))
 
     def with_host(
         self, agent: int, hello: HostHello, *, is_late: bool = False, blocklist: Collection[int] = (), now: float
@@ -239,7 +266,7 @@ class Members:
         }
         agents = {each: host for each, host in self.agents.items() if each != agent}
         agent_ids = {name: each for name, each in self.agent_ids.items() if each != agent}
-        return replace(self, workers={**self.workers, **orphans}, agents=agents, agent_ids=agent_ids)
+        return replace(self, workers=updated(self.workers, orphans), agents=agents, agent_ids=agent_ids)
 
     def dismissed(self, agent: int) -> Self:
         """Remove an agent whose workers have all left, and ignore its connection from now on."""
@@ -295,7 +322,7 @@ class Members:
         born = {number: Worker(id=number, agent=agent, agent_host=agent_host, since=now) for number in numbers}
         for number, former in before.items():
             born[number] = replace(born[number], incarnation=former.incarnation + 1, host=former.host)
-        return replace(self, workers={**self.workers, **born}, former=(*self.former, *before.values()))
+        return replace(self, workers=updated(self.workers, born), former=(*self.former, *before.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,13 +196,14 @@ class State:
         workers = (worker.connection for worker in self.members if worker.connection is not None)
         return *workers, *self.members.agents, *self.waiting_hosts, *self.standbys
 
-    def is_needed(self, worker: int) -> bool:
-        """Return whether one of these generations needs a worker, to train or for its transition."""
+    @property
+    def needed(self) -> frozenset[int]:
+        """The workers that one of these generations needs, to train or for its transition."""
         if self.active is None:
-            return False
+            return frozenset()
         # The transition of the active one is over once training has begun.
         now = self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers
-        return worker in now or (self.switching_to is not None and worker in self.switching_to.plan.participants)
+        return frozenset(now).union(() if self.switching_to is None else self.switching_to.plan.participants)
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined; an emulated host if devices are emulated."""
