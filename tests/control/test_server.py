@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.frames import Frame, Opcode
 
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.heartbeat import heartbeat_interval_s
 from chameleon_ft.control.wire.messages import Exit, Finish, Message, Refused
 from chameleon_ft.control.wire.server import Peer, control_server, listening_socket
 from chameleon_ft.control.wire.tls import generate_certificates, tls_context
@@ -214,6 +216,36 @@ def test_a_peer_that_answers_no_ping_is_reported_until_it_leaves() -> None:
         assert await listener.departures.get() is peer
 
     serving(body, heartbeat_timeout_s=0.2)
+
+
+def test_a_peer_that_sends_is_not_pinged() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as connection:
+            pings: list[Frame] = []
+            received = connection.protocol.recv_frame
+
+            def receive(frame: Frame) -> None:
+                if frame.opcode is Opcode.PING:
+                    pings.append(frame)
+                received(frame)
+
+            connection.protocol.recv_frame = receive  # type: ignore[method-assign]
+            while len(pings) < 2:  # a silent one is
+                await asyncio.sleep(0.01)
+            before, until_s = len(pings), asyncio.get_running_loop().time() + 1.0
+            sent = 0
+            while asyncio.get_running_loop().time() < until_s:
+                await echoed(connection)
+                sent += 1
+            # A busy machine may hold up a message for as long as the interval.
+            assert len(pings) - before < sent / 2
+
+    serving(body, heartbeat_timeout_s=0.4)
+
+
+@pytest.mark.parametrize(("peers", "seconds"), [(0, 1.25), (512, 1.25), (6000, 10.0)])
+def test_very_many_peers_are_pinged_less_often(peers: int, seconds: float) -> None:
+    assert heartbeat_interval_s(5.0, peers) == seconds
 
 
 def test_a_large_message_comes_through() -> None:

@@ -184,7 +184,10 @@ class Timeouts(Section):
     """Waits before a worker or a message counts as lost; but for the last, each must be longer than the one before."""
 
     heartbeat_timeout_s: float = Field(
-        default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
+        default=5.0,
+        gt=0,
+        description="Seconds of silence after which a control connection is lost; longer with very many workers, see "
+        "docs/failures.md.",
     )
     watchdog_min_s: float = Field(
         default=10.0, gt=0, description="Minimum seconds in one operation after which a worker counts as hung."

@@ -171,6 +171,7 @@ async def serve_run(
             token=control.token,
             tls=control.tls,
             heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
+            expected=config.workers,
             first_number=coordinator.first_connection,
             leads=coordinator.leads,
         ):

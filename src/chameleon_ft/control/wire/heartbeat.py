@@ -11,20 +11,38 @@ from typing import Final
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-__all__ = ["WILL_RETURN", "HeardConnection", "watch_heartbeat"]
+__all__ = ["WILL_RETURN", "HeardConnection", "heartbeat_interval_s", "watch_heartbeat"]
+
+_PEERS_PER_S: Final = 600
+"""Peers that a coordinator asks for a sign of life in a second."""
 
 WILL_RETURN: Final = 4000
 """Close code of a peer that gives up a silent connection, and makes another one."""
 
 
 class HeardConnection(Connection):
-    """A connection that notes when data of its other end has arrived, by the clock of the event loop."""
+    """A connection that notes when data of its other end has arrived, by the clock of the event loop.
+
+    Attributes:
+        heard: called then.
+    """
 
     heard_at_s: float = -math.inf
+    heard: Callable[[], None] | None = None
 
     def data_received(self, data: bytes) -> None:
         self.heard_at_s = self.loop.time()
+        if self.heard is not None:
+            self.heard()
         super().data_received(data)
+
+
+def heartbeat_interval_s(timeout_s: float, peers: int) -> float:
+    """Return the seconds of silence after which a coordinator of so many peers pings one of them.
+
+    With thousands of peers these seconds grow, because their heartbeats must leave it time for all else.
+    """
+    return max(timeout_s / 4, peers / _PEERS_PER_S)
 
 
 async def watch_heartbeat(
@@ -33,9 +51,8 @@ async def watch_heartbeat(
     every_s: float,
     timeout_s: float,
     silent: Callable[[float], None],
-    answered: Callable[[], None] = lambda: None,
 ) -> None:
-    """Ping the other end every `every_s` seconds until the connection is closed.
+    """Ping the other end once nothing has arrived from it for `every_s` seconds, until the connection is closed.
 
     Seconds in which this process did not run do not count: the answer may have come meanwhile. Nor do those in which
     other data has arrived: after a reconnection, thousands of messages may be ahead of a ping or of its answer.
@@ -43,12 +60,14 @@ async def watch_heartbeat(
     Args:
         silent: called once a ping is unanswered for `timeout_s` and nothing else arrives, and from then on every
             `every_s` until it is answered, with these seconds.
-        answered: called after every answer.
     """
     loop = asyncio.get_running_loop()
     with contextlib.suppress(ConnectionClosed):
         while True:
-            await asyncio.sleep(every_s)
+            left_s = every_s
+            while left_s > 0:
+                await asyncio.sleep(left_s)
+                left_s = connection.heard_at_s + every_s - loop.time()
             # A ping may also wait behind messages that the network does not take.
             pong, waited_s, silent_s = asyncio.create_task(_ping(connection)), 0.0, timeout_s
             try:
@@ -67,7 +86,6 @@ async def watch_heartbeat(
                 await pong
             finally:
                 pong.cancel()
-            answered()
 
 
 async def _ping(connection: Connection) -> None:

@@ -20,7 +20,12 @@ from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, watch_heartbeat
+from chameleon_ft.control.wire.heartbeat import (
+    WILL_RETURN,
+    HeardConnection,
+    heartbeat_interval_s,
+    watch_heartbeat,
+)
 from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
@@ -45,9 +50,13 @@ class Peer:
         """Whether it has closed this connection to make another one."""
         return self._connection.close_code == WILL_RETURN
 
-    def send(self, message: Message) -> None:
-        """Hand a message to the network without waiting; a closing connection drops it."""
-        broadcast([self._connection], encode(message))
+    def send(self, message: Message, text: str = "") -> None:
+        """Hand a message to the network without waiting; a closing connection drops it.
+
+        Args:
+            text: the message as `codec` writes it, if that has been done.
+        """
+        broadcast([self._connection], text or encode(message))
 
     def drop(self) -> None:
         """Close the connection without a handshake, for a peer that may not answer."""
@@ -97,6 +106,7 @@ class _Server:
     token: str
     numbers: Iterator[int]
     heartbeat_timeout_s: float
+    expected: int  # peers
     leads: Callable[[], bool]
 
     async def connected(self, connection: ServerConnection) -> None:
@@ -114,14 +124,13 @@ class _Server:
         # These add up when a peer falls silent: time to the next ping, to its answer, and to a second report, by which
         # the peer's agent may have turned out to be silent too.
         assert isinstance(connection, HeardConnection)
-        every_s, timeout_s = self.heartbeat_timeout_s / 4, self.heartbeat_timeout_s / 2
+        connection.heard = None if peer.is_local else self.handler.answered
         with self._mistakes_reported():
             await watch_heartbeat(
                 connection,
-                every_s=every_s,
-                timeout_s=timeout_s,
+                every_s=heartbeat_interval_s(self.heartbeat_timeout_s, self.expected),
+                timeout_s=self.heartbeat_timeout_s / 2,
                 silent=partial(self.handler.silent, peer),
-                answered=(lambda: None) if peer.is_local else self.handler.answered,
             )
 
     @contextmanager
@@ -159,18 +168,21 @@ def control_server(
     listener: socket.socket,
     token: str,
     heartbeat_timeout_s: float,
+    expected: int = 0,
     tls: Path | None = None,
     first_number: int = 1,
     leads: Callable[[], bool] = lambda: True,
 ) -> AbstractAsyncContextManager[Server]:
     """Listen for peers that know `token`. One silent for `heartbeat_timeout_s` is reported, and stays.
 
+    With thousands of `expected` peers, that takes longer; see `heartbeat_interval_s`.
+
     None is taken while `leads` returns False; it is to try another coordinator, or again.
 
     With `tls`, a directory for `tls_context`, peers also need a certificate of its authority. Connections are numbered
     from `first_number` on.
     """
-    server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s, leads)
+    server = _Server(handler, token, itertools.count(first_number), heartbeat_timeout_s, expected, leads)
     return serve(
         server.connected,
         sock=listener,
