@@ -65,7 +65,7 @@ class Puppet:
         self.will_return = False
         self.is_local = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, text: str = "") -> None:
         self.sent.append(message)
 
     def drop(self) -> None:

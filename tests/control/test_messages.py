@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.codec import decode, encode, encode_alike
 from chameleon_ft.control.wire.messages import Message, StartGeneration
 from chameleon_ft.control.wire.parts import MessagePart, pack_operations
 from chameleon_ft.errors import ControlError
@@ -61,6 +61,31 @@ def test_every_message_comes_back_as_it_was_sent(data: st.DataObject) -> None:
     assert "\n" not in text
     assert decode(text) == message
     assert decode(text.encode()) == message
+
+
+@given(st.data())
+def test_messages_that_are_alike_come_back_as_they_were_sent(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    first, *others = data.draw(st.lists(built(kind), min_size=1, max_size=3))
+    names = data.draw(st.sets(st.sampled_from(sorted(kind.model_fields))))
+    shared = {name: getattr(first, name) for name in names}
+    messages = [first, *(each.model_copy(update=shared) for each in others)]
+    assert list(map(decode, encode_alike(messages))) == messages
+
+
+def test_what_messages_share_is_written_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def dump(self: Message, **included: Any) -> str:
+        written.append(dumped(self, **included))
+        return written[-1]
+
+    dumped = Message.model_dump_json
+    monkeypatch.setattr(Message, "model_dump_json", dump)
+    order = StartGeneration(generation=1, members=tuple(range(100, 200)), first_step=0, operations="", segments=())
+    orders = [order.model_copy(update={"operations": str(worker)}) for worker in range(3)]
+    assert list(map(decode, encode_alike(orders))) == orders
+    assert [text.count("150") for text in written] == [1, 0, 0, 0]
 
 
 @given(planned(), st.booleans())

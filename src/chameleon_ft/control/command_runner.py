@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,7 @@ class CommandRunner:
 
     Args:
         send: sends a message on a connection, if it is there.
+        send_alike: likewise messages of one type, by connection.
         now: returns the time.
         handle: takes an event that answers a command later.
         begin_task: runs a coroutine beside everything else.
@@ -63,15 +64,14 @@ class CommandRunner:
         setup: RunSetup,
         *,
         send: Callable[[int, messages.Message], None],
+        send_alike: Callable[[Mapping[int, messages.Message]], None],
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         config, run, recorder, job, executor = setup.config, setup.run, setup.recorder, setup.job, setup.executor
         self._config = config
-        self._run = run
         self._recorder = recorder
-        self._job = job
         self._send = send
         self._now = now
         self._begin_task = begin_task
@@ -107,8 +107,10 @@ class CommandRunner:
             rendezvous=self.rendezvous,
             recorder=recorder,
             send=send,
+            send_alike=send_alike,
             now=now,
         )
+        self._welcome = messages.Welcome(config=config_to_toml(config), run=str(run.path), boundaries=job.boundaries)
 
     def require_costs(self, before: State, event: events.Event, after: State) -> None:
         """Raise ControlError if a rank joins a running training and no costs of its links are known."""
@@ -126,9 +128,8 @@ class CommandRunner:
         self._generation = state.generation
         match command:
             case commands.Welcome(connection=connection, incarnation=incarnation):
-                config, boundaries = config_to_toml(self._config), self._job.boundaries
-                run = str(self._run.path)
-                welcome = messages.Welcome(config=config, run=run, boundaries=boundaries, incarnation=incarnation)
+                is_first = incarnation == self._welcome.incarnation
+                welcome = self._welcome if is_first else self._welcome.model_copy(update={"incarnation": incarnation})
                 self._send(connection, welcome)
             case commands.Record(record=record):
                 self._recorder.record(record)

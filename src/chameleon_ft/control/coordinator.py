@@ -18,6 +18,7 @@ from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
+from chameleon_ft.control.wire.codec import encode, encode_alike
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, DeposedError
 from chameleon_ft.observe import RunStatus, line_of
@@ -54,11 +55,13 @@ class Coordinator:
         self._commands = CommandRunner(
             setup,
             send=self._send,
+            send_alike=self._send_alike,
             now=self._now,
             handle=self._handle_answer,
             begin_task=self._begin_task,
         )
         self._peers: dict[int, Peer] = {}  # by number
+        self._last_sent: tuple[messages.Message, str] | None = None  # often all peers are sent the same message
         self._rejected = 0
         self._leadership = leadership
         self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
@@ -362,7 +365,15 @@ class Coordinator:
 
     def _send(self, connection: int, message: messages.Message) -> None:
         if (peer := self._peers.get(connection)) is not None:
-            peer.send(message)
+            if self._last_sent is None or self._last_sent[0] is not message:
+                self._last_sent = message, encode(message)
+            peer.send(*self._last_sent)
+
+    def _send_alike(self, orders: Mapping[int, messages.Message]) -> None:
+        """Send messages of one type, by connection."""
+        for (connection, order), text in zip(orders.items(), encode_alike([*orders.values()]), strict=True):
+            if (peer := self._peers.get(connection)) is not None:
+                peer.send(order, text)
 
     def _send_all(self, answers: Iterable[tuple[int, messages.Message]]) -> None:
         for connection, message in answers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from chameleon_ft.control import commands, events
@@ -23,6 +23,7 @@ class Orders:
 
     Args:
         send: sends a message on a connection, if it is there.
+        send_alike: likewise messages of one type, by connection.
         now: returns the time.
     """
 
@@ -35,6 +36,7 @@ class Orders:
         rendezvous: RendezvousStore,
         recorder: Recorder,
         send: Callable[[int, messages.Message], None],
+        send_alike: Callable[[Mapping[int, messages.Message]], None],
         now: Callable[[], events.Moment],
     ) -> None:
         self._run = run
@@ -43,6 +45,7 @@ class Orders:
         self._rendezvous = rendezvous
         self._recorder = recorder
         self._send = send
+        self._send_alike = send_alike
         self._now = now
         self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
 
@@ -61,8 +64,7 @@ class Orders:
             planned, orders = self._orders(state, plan, generation)
         except ProfileError as error:  # a link between hosts without costs
             return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
-        for connection, order in orders.items():
-            self._send(connection, order)
+        self._send_alike(orders)
         self._planner.begin(planned, state.members.hosts())
         launched = events.Launched(at=self._now(), generation=generation)
         # Before any answer is handled: records of a generation mean nothing without its plan.

@@ -291,27 +291,35 @@ class Planner:
             for segment in (*gradient_rounds(reduced, tied).order, *alone)
         )
         rest = recovery_plan.salvaged
+        common = StartGeneration(
+            generation=generation,
+            members=plan.workers,
+            first_step=recovery_plan.first_step,
+            operations="",
+            segments=segments,
+            roll_forward=recovery_plan.roll_forward,
+            load=recovery_plan.load,
+            shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
+            gather=recovery_plan.gather,
+            snapshots=recovery_plan.snapshots,
+            rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
+        )
+        moving, former = costs.workload.moving_layers, transition and transition.sharding
+        former_shards = former and pack_shards(former)
+        # Copies share what all workers have to know, which grows with their number; see `encode_alike`.
         return planned, {
-            worker: StartGeneration(
-                generation=generation,
-                members=plan.workers,
-                first_step=recovery_plan.first_step,
-                operations=pack_operations(program.records_of(worker)),
-                segments=segments,
-                roll_forward=recovery_plan.roll_forward,
-                load=recovery_plan.load,
-                transition=transition
-                and Transition(
-                    participants=transition.participants,
-                    keep=transition.keep[worker],
-                    moves=transition.moves_of(worker, costs.workload.moving_layers),
-                    shards=transition.sharding and pack_shards(transition.sharding),
-                ),
-                rest=rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
-                shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
-                gather=recovery_plan.gather,
-                snapshots=recovery_plan.snapshots,
-                rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
+            worker: common.model_copy(
+                update={
+                    "operations": pack_operations(program.records_of(worker)),
+                    "transition": transition
+                    and Transition(
+                        participants=transition.participants,
+                        keep=transition.keep[worker],
+                        moves=transition.moves_of(worker, moving),
+                        shards=former_shards,
+                    ),
+                    "rest": rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
+                }
             )
             for worker in recovery_plan.participants
         }

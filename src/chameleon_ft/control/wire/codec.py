@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated
@@ -11,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.errors import ControlError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "encode_alike"]
 
 _LONGEST_REASON = 200  # characters
 
@@ -23,6 +24,19 @@ _ADAPTER: TypeAdapter[Message] = TypeAdapter(
 def encode(message: Message) -> str:
     """Write a message as one JSON object."""
     return message.model_dump_json()
+
+
+def encode_alike(messages: Sequence[Message]) -> list[str]:
+    """Write messages of one type. Fields in which all have the same object, such as a plan, are written only once."""
+    if len(messages) < 2:
+        return list(map(encode, messages))
+    first, *others = messages
+    names = set(type(first).model_fields)
+    common = {name for name in names if all(getattr(each, name) is getattr(first, name) for each in others)}
+    if common == names:
+        return [encode(first)] * len(messages)
+    start = first.model_dump_json(include=common).removesuffix("}")  # they all have their type
+    return [f"{start},{each.model_dump_json(include=names - common).removeprefix('{')}" for each in messages]
 
 
 def decode(text: str | bytes) -> Message:
