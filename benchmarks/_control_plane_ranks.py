@@ -1,0 +1,288 @@
+"""Agents and ranks of some hosts, without processes of their own and without torch, for `control_plane`.
+
+Each has a control connection as in a run, and says on it what a real one would: who it is, that its communicators are
+formed, its steps, that it has stopped. Commands are lines of JSON on standard input, [name, argument]; what happens
+is told likewise on standard output, [name, argument, monotonic seconds]:
+
+    ["step", number]     every rank commits this step
+    ["lose", worker]     the process of a rank is killed: its connection ends, and its agent reports that
+    -> ["begun", 0, ...]             the agents are about to connect
+    -> ["orders", generation, ...]   the last of the ranks here has its orders of a generation
+    -> ["started", generation, ...]  the last of them has met the others
+    -> ["committed", step, ...]      the last of them has said that it has committed a step
+    -> ["lost", worker, ...]         a rank is about to be lost
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed
+
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE
+from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.heartbeat import HeardConnection, watch_heartbeat
+from chameleon_ft.control.wire.messages import (
+    Acknowledged,
+    Committed,
+    Exit,
+    Hello,
+    HostHello,
+    LookUp,
+    Message,
+    Position,
+    Probe,
+    ProcessState,
+    Publish,
+    Quiesced,
+    Ready,
+    Refused,
+    Spawn,
+    Started,
+    StartGeneration,
+    Stop,
+    Welcome,
+    WorkerExited,
+)
+from chameleon_ft.control.wire.parts import OperationTimes, Vote
+
+_ORDER: Final = re.compile(r'\{"type":"start_generation","generation":(\d+),')
+_PUBLISHED: Final = '{"type":"published",'
+_STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
+_ADDRESS: Final = "MTAuMC4wLjE6MjkwMDA="  # what the first member of a group publishes
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One end of a control connection."""
+
+    connection: ClientConnection
+    watching: asyncio.Task[None] | None = None
+
+    async def send(self, message: Message) -> None:
+        await self.connection.send(encode(message))
+
+    def acknowledged(self, message: Acknowledged) -> None:
+        """Begin the heartbeats of this end, as `ControlConnection` does."""
+        if self.watching is None:
+            connection, half_s = self.connection, message.lease_s / 2
+            assert isinstance(connection, HeardConnection)
+            self.watching = asyncio.create_task(
+                watch_heartbeat(connection, every_s=half_s, timeout_s=half_s, silent=_silent)
+            )
+
+
+@dataclass(slots=True)
+class _Rank(_Peer):
+    worker: int = 0
+    incarnation: int = 0
+    agent: _Peer | None = None
+    placed: int = 0  # the generation of its orders
+    has_met: bool = False
+
+
+def _silent(since_s: float) -> None:
+    print(f"the coordinator has not answered a heartbeat for {since_s:.1f} s", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What all ranks of a generation know of it, from the orders of one."""
+
+    number: int
+    members: tuple[int, ...]
+    layers: dict[int, list[int]]
+    groups: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, order: StartGeneration) -> _Generation:
+        layers: dict[int, list[int]] = {}
+        segments = [each for each in order.unpack_segments() if not each.tied]
+        for segment in segments:
+            for worker in segment.holders:
+                layers.setdefault(worker, []).extend(segment.layers)
+        groups = [order.members, *dict.fromkeys(each.holders for each in segments if len(each.holders) > 1)]
+        return cls(order.generation, order.members, layers, groups)
+
+
+@dataclass(slots=True)
+class Hosts:
+    """The agents and ranks of some hosts."""
+
+    address: str
+    token: str
+    per_host: int
+    expected: int = 0
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    _known: _Generation | None = None
+    _committed: int = 0
+    _vote: Vote | None = None
+    _with_orders: Counter[int] = field(default_factory=Counter)  # by generation
+    _started: Counter[int] = field(default_factory=Counter)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def serve(self, hosts: Sequence[int]) -> None:
+        """Start agents, which start their ranks, and follow commands until there are none."""
+        self.expected = len(hosts) * self.per_host
+        _tell("begun", 0)
+        for host in hosts:
+            self._run(self._agent(host))
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            match json.loads(line):
+                case ["step", int(step)]:
+                    await self._commit(step)
+                case ["lose", int(worker)]:
+                    await self._lose(worker)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    async def _agent(self, host: int) -> None:
+        peer = _Peer(await control_connection(self.address, self.token))
+        own: dict[int, int] = {}
+        await peer.send(HostHello(host=f"host-{host}", slots=self.per_host, id=f"agent-{host}"))
+        async for text in peer.connection:
+            match decode(text):
+                case Acknowledged() as message:
+                    peer.acknowledged(message)
+                case Spawn(workers=workers, incarnations=incarnations):
+                    own |= zip(workers, incarnations, strict=True)
+                    for worker in workers:
+                        self._run(self._rank(worker, own[worker], peer))
+                case Probe(probe=probe, worker=only):
+                    for worker, incarnation in own.items():
+                        if only in (None, worker):
+                            state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=False)
+                            await peer.send(state)
+                case Exit() | Refused() as message:
+                    print(f"agent {host}: {message.reason}", file=sys.stderr, flush=True)
+                    return
+
+    async def _rank(self, worker: int, incarnation: int, agent: _Peer) -> None:
+        connection = await control_connection(self.address, self.token)
+        rank = self.ranks[worker] = _Rank(connection, worker=worker, incarnation=incarnation, agent=agent)
+        await rank.send(Hello(worker=worker, host="127.0.0.1", incarnation=incarnation))
+        try:
+            async for text in connection:
+                assert isinstance(text, str)
+                # On a host of its own a rank reads its orders while others do. Here one process would for thousands.
+                if (order := _ORDER.match(text)) is not None:
+                    await self._ordered(rank, int(order[1]), text)
+                elif text.startswith(_PUBLISHED):
+                    await self._met(rank)
+                else:
+                    await self._told(rank, decode(text))
+        except ConnectionClosed:
+            pass
+
+    async def _told(self, rank: _Rank, message: Message) -> None:
+        match message:
+            case Acknowledged():
+                rank.acknowledged(message)
+            case Stop(generation=generation):
+                layers = () if self._known is None else self._known.layers.get(rank.worker, ())
+                await rank.send(
+                    Quiesced(
+                        generation=generation,
+                        committed=self._committed,
+                        reduced=False,
+                        last_vote=self._vote,
+                        placed=rank.placed,
+                        layers=tuple(sorted(layers)),
+                    )
+                )
+            case Welcome():
+                await rank.send(Ready())
+            case Probe(probe=probe):
+                await rank.send(Position(probe=probe, doing="a forward", waiting=True, since_s=0.1))
+            case Refused(reason=reason):
+                print(f"worker {rank.worker}: {reason}", file=sys.stderr, flush=True)
+
+    async def _ordered(self, rank: _Rank, generation: int, text: str) -> None:
+        """Take an order, and look up where the others of this rank's groups are, as nccl does."""
+        rank.placed, rank.has_met = generation, False
+        self._with_orders[generation] += 1
+        if self._with_orders[generation] == self.expected:
+            _tell("orders", generation)
+        if self._known is None or self._known.number < generation:
+            order = decode(text)
+            assert isinstance(order, StartGeneration)
+            self._known = _Generation.of(order)
+        for index, group in enumerate(self._known.groups):
+            if group[0] == rank.worker:
+                await rank.send(Publish(generation=generation, key=f"group-{index}/0", value=_ADDRESS))
+        await rank.send(LookUp(generation=generation, key="group-0/0"))
+
+    async def _met(self, rank: _Rank) -> None:
+        if rank.has_met:
+            return
+        rank.has_met = True
+        await rank.send(Started(generation=rank.placed))
+        self._started[rank.placed] += 1
+        if self._started[rank.placed] == self.expected:
+            _tell("started", rank.placed)
+
+    async def _commit(self, step: int) -> None:
+        assert self._known is not None
+        vote = Vote(grad_square_sum=4.0, loss_sum=12.0, terms=12, samples=12, finish=False)
+        times = OperationTimes(forward_s=0.01, backward_s=0.02, longest_s=0.03)
+        common = {"generation": self._known.number, "step": step, "vote": vote, "times": times}
+        committed = Committed(grad_norm=0.5, lr=0.1, step_s=_STEP_S, **common)
+        self._committed, self._vote = step + 1, vote
+        for rank in list(self.ranks.values()):
+            await rank.send(committed)
+        _tell("committed", step)
+
+    async def _lose(self, worker: int) -> None:
+        if (rank := self.ranks.pop(worker, None)) is None:
+            return  # another process has it
+        self.expected -= 1
+        assert rank.agent is not None
+        if rank.watching is not None:
+            rank.watching.cancel()
+        _tell("lost", worker)
+        rank.connection.transport.abort()
+        await rank.agent.send(WorkerExited(worker=worker, incarnation=rank.incarnation, exit_code=-9))
+
+
+def _tell(name: str, about: int) -> None:
+    print(json.dumps([name, about, time.monotonic()]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--address", required=True, help="host:port of the coordinator; its token is in the environment"
+    )
+    parser.add_argument("--first", type=int, required=True, help="first host")
+    parser.add_argument("--stop", type=int, required=True, help="host after the last")
+    parser.add_argument("--per-host", type=int, required=True, help="ranks of a host")
+    given = parser.parse_args()
+    hosts = Hosts(given.address, os.environ[TOKEN_VARIABLE], given.per_host)
+    asyncio.run(hosts.serve(range(given.first, given.stop)))
+
+
+if __name__ == "__main__":
+    main()
