@@ -54,7 +54,7 @@ def pipeline(model: CostModel) -> Program:
 # --- measurement -----------------------------------------------------------------------------------------------------
 
 
-OPERATIONS_S = 0.02  # of a forward and a backward
+FORWARD_S = 0.02
 
 
 def reports(
@@ -69,9 +69,8 @@ def reports(
         into = tuple(at + offsets[receiver] if waits and rng.random() < 0.8 else 0.0 for at in arrived)
         found[sender].append(ChannelTimes(peer=receiver, forward=forward, sent_s=out))
         found[receiver].append(ChannelTimes(peer=sender, forward=forward, arrived_s=into))
-    half_s = OPERATIONS_S / 2
     return {
-        worker: OperationTimes(forward_s=half_s, backward_s=half_s, longest_s=half_s, channels=tuple(channels))
+        worker: OperationTimes(forward_s=FORWARD_S, backward_s=1.0, longest_s=1.0, channels=tuple(channels))
         for worker, channels in found.items()
     }
 
@@ -89,7 +88,7 @@ def test_a_link_is_measured_whatever_the_clocks_of_its_workers(clocks: list[floa
     assert found[0, 1][0] == pytest.approx(1.0, abs=1e-6)
     assert found[1, 2][0] == pytest.approx(2.5, abs=1e-6)  # 20 ms + 80 ms, instead of 20 ms + 20 ms
     assert times.known == {(0, 1), (1, 2)}
-    # 22 of the 40 ms, the operations and the latency, do not depend on its bandwidth.
+    # 22 of the 40 ms, the forward and the latency, do not depend on its bandwidth.
     assert times.share_of((1, 2), 1 / 2.5) == pytest.approx(18 / 78)
     assert times.share_of((0, 1), 1.0) == 1.0
 
@@ -102,7 +101,7 @@ def test_a_delay_that_is_short_beside_an_operation_counts_for_little() -> None:
     )
     found: dict[Ends, tuple[float, int]] = {}
     for worker, report in made.items():
-        found |= times.reported(worker, 7, report.model_copy(update={"forward_s": 1.0, "backward_s": 2.0}))
+        found |= times.reported(worker, 7, report.model_copy(update={"forward_s": 3.0}))
     assert found[1, 2][0] == pytest.approx(3.04 / 3.02)
     assert times.share_of((1, 2), 3.02 / 3.04) == pytest.approx(18 / 38)
 

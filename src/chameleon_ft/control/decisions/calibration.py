@@ -189,8 +189,8 @@ class Calibration:
     def links(self, worker: int, step: int, times: OperationTimes) -> dict[Ends, tuple[float, int]]:
         """Take in when a worker sent and received messages in a step.
 
-        Return for each link that is now measured: observed by expected seconds of a micro-batch over it, operations at
-        both ends included, and whether it is inside a host (0) or not (1): links of a kind compare with each other.
+        Return for each link that is now measured: observed by expected seconds of a message each way and a forward, and
+        whether it is inside a host (0) or not (1): links of a kind compare with each other.
         """
         return self._links.reported(worker, step, times) if worker in self._has_begun else {}
 

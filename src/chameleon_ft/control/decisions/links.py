@@ -2,8 +2,8 @@
 
 A message takes from its send, by the clock of its sender, until it arrives, by that of its receiver. The clocks differ
 by a constant, which the sum of a time in one direction and one in the other does not contain. Of the first messages of
-a channel in a step the shortest time counts: whatever else delays a message adds to it. It is judged together with the
-operations at both ends, so that messages that are short beside these, and whose delays cost nothing, count for little.
+a channel in a step the shortest time counts: whatever else delays a message adds to it. It is judged together with a
+forward of its workers, so that delays count for little that are short beside an operation, because they cost nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Channel: TypeAlias = tuple[int, int, bool]
 
 
 class _Expected(NamedTuple):
-    """Seconds of operations and a message in each direction: in all, and the part that depends on the bandwidth."""
+    """Seconds of a forward and of a message in each direction: in all, and the part that depends on the bandwidth."""
 
     seconds: float
     bytes_s: float
@@ -45,7 +45,7 @@ class LinkTimes:
     _step: int = -1
     _sent: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
     _arrived: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
-    _operations_s: dict[int, float] = field(default_factory=dict)  # worker -> a forward and a backward
+    _forward_s: dict[int, float] = field(default_factory=dict)  # of each worker
     _expected: dict[Ends, _Expected] = field(default_factory=dict)
 
     def begin(self, program: Program, costs: CostModel) -> None:
@@ -69,7 +69,7 @@ class LinkTimes:
             return {}
         if step > self._step:
             self._next(step)
-        self._operations_s[worker] = times.forward_s + times.backward_s
+        self._forward_s[worker] = times.forward_s
         peers = set()
         for each in times.channels:
             self._sent[worker, each.peer, each.forward] = each.sent_s
@@ -99,10 +99,10 @@ class LinkTimes:
         self._step = step
         self._sent.clear()
         self._arrived.clear()
-        self._operations_s.clear()
+        self._forward_s.clear()
 
     def _measured(self, ends: Ends) -> tuple[float, int] | None:
-        """Return observed by expected seconds of a micro-batch each way, and the kind of link; None without either."""
+        """Return observed by expected seconds of messages each way and a forward, and the kind of link; else None."""
         assert self._costs is not None
         one, other = ends
         # A pipeline sends activations one way and gradients the other.
@@ -113,9 +113,9 @@ class LinkTimes:
                 continue
             link = self._costs.cluster.link(one, other)
             bytes_s = (self._bytes[there] + self._bytes[back]) / link.bytes_per_s
-            operations_s = statistics.mean(self._operations_s[worker] for worker in ends)
-            expected = _Expected(operations_s + 2 * link.latency_s + bytes_s, bytes_s)
-            observed_s = operations_s + there_s + back_s
+            forward_s = statistics.mean(self._forward_s[worker] for worker in ends)
+            expected = _Expected(forward_s + 2 * link.latency_s + bytes_s, bytes_s)
+            observed_s = forward_s + there_s + back_s
             if observed_s <= 0 or expected.seconds <= 0:
                 return None
             self._expected[ends] = expected
