@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,15 @@ from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import CompleteCheckpoint, MarkDamaged
 from chameleon_ft.control.events import Decided
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
-from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import BeginCheckpoint, CheckpointSaved, CheckpointUnreadable, Stop
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.wire.messages import (
+    BeginCheckpoint,
+    CheckpointSaved,
+    CheckpointUnreadable,
+    Refused,
+    SaveCheckpoint,
+    Stop,
+)
 from chameleon_ft.recovery.checkpoints import daly_interval_s
 from tests.control.histories import History, new_state
 from tests.control.plans import LAYERS, a_plan
@@ -186,6 +194,57 @@ def test_nothing_is_requested_if_the_user_has_chosen(every: int) -> None:
     for _ in range(20):
         history.commit()
     assert requests(history) == []
+
+
+COMMAND = 5000  # its connection
+
+
+@pytest.mark.parametrize("every", [0, 7, "auto"])
+def test_a_user_gets_a_checkpoint_whatever_the_interval(every: int | Literal["auto"]) -> None:
+    history = training(checkpoint=Checkpoint(every=every), recovery=Recovery(worker_mtbf_hours=1e6))
+    if every == "auto":  # the first one measures the cost
+        history.commit()
+        history.commit(checkpoint=True)
+        save(history, 2, copy_s=1.0)
+    history.commit()
+    before, committed = len(requests(history)), history.state.committed
+    history.say(COMMAND, SaveCheckpoint())
+    assert history.sent(SaveCheckpoint, to=COMMAND) == [SaveCheckpoint(committed=committed)]
+    assert len(requests(history)) == before + 1
+    history.say(COMMAND, SaveCheckpoint())
+    history.commit()
+    assert len(requests(history)) == before + 1, "one is enough for all who ask before it begins"
+    history.commit(checkpoint=True)
+    save(history, history.state.committed, copy_s=1.0)
+    for _ in range(3):
+        history.commit()
+    assert len(requests(history)) == before + 1
+    history.say(COMMAND, SaveCheckpoint())
+    assert len(requests(history)) == before + 2
+
+
+@pytest.mark.parametrize("every", [0, "auto"])
+def test_what_a_user_has_asked_for_is_not_forgotten_in_a_recovery(every: int | Literal["auto"]) -> None:
+    history = training(checkpoint=Checkpoint(every=every))
+    history.commit()
+    history.say(COMMAND, SaveCheckpoint())
+    before = len(requests(history))
+    history.reap(1)
+    history.say(COMMAND, SaveCheckpoint())
+    assert len(requests(history)) == before, "none trains"
+    history.quiesce()
+    history.start()
+    history.commit()
+    assert len(requests(history)) == before + 1
+    assert State.from_json(history.state.to_json()) == history.state
+
+
+def test_before_training_there_is_nothing_to_save() -> None:
+    history = History(new_state())
+    history.say(COMMAND, SaveCheckpoint())
+    assert [refused.reason for refused in history.sent(Refused, to=COMMAND)] == [
+        "the run has not begun; wait until it trains"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from chameleon_ft.control.wire.messages import CheckpointSaved, Drain, Exit, Fin
 from tests.control.histories import AGENT, History, new_state
 
 CHECKPOINTED = ("terminated", "terminated by SIGTERM, with a checkpoint")
+COMMAND = 5000  # its connection
 AT_ONCE = ("terminated", "terminated by SIGTERM")
 
 
@@ -99,6 +100,26 @@ def test_ctrl_c_ends_at_once_a_run_that_is_terminated_and_the_other_way_round() 
     history.happen(Interrupted(at=history.at))
     terminate(history)
     assert history.state.ended == AT_ONCE
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_command_ends_the_run_and_asking_again_changes_nothing(times: int) -> None:
+    history = training()
+    for _ in range(times):
+        history.say(COMMAND, Finish())
+    assert history.sent(Finish, to=COMMAND) == [Finish()] * times
+    assert history.state.ended is None
+    finish(history)
+    assert history.state.ended == ("interrupted", "interrupted by the user, with a checkpoint")
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_command_ends_the_run_at_once(*, is_ending: bool) -> None:
+    history = training()
+    if is_ending:
+        history.say(COMMAND, Finish())
+    history.say(COMMAND, Finish(at_once=True))
+    assert history.state.ended == ("interrupted", "interrupted by the user")
 
 
 def test_before_training_the_run_ends_at_once() -> None:

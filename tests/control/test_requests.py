@@ -13,9 +13,9 @@ from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.control.requests import drain, wait_until_out
+from chameleon_ft.control.requests import checkpoint, drain, stop, wait_until_out, wait_until_over, wait_until_saved
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Drain, Inject, Message, Refused
+from chameleon_ft.control.wire.messages import Drain, Finish, Inject, Message, Refused, SaveCheckpoint
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
@@ -118,3 +118,49 @@ def test_a_coordinator_that_is_lost_is_reported(run: RunDirectory) -> None:
         pass
     with pytest.raises(ConfigError, match="this run is not live any more"):
         wait_until_out(run, (1,), after=0)
+
+
+def test_a_checkpoint_and_the_end_are_asked_for(run: RunDirectory) -> None:
+    with live(run, lambda message: SaveCheckpoint(committed=7) if message == SaveCheckpoint() else message) as requests:
+        assert checkpoint(run) == 7
+        stop(run)
+        stop(run, at_once=True)
+    assert requests == [SaveCheckpoint(), Finish(), Finish(at_once=True)]
+    with live(run, lambda _: Refused(reason="it has not begun")), pytest.raises(ControlError, match="it has not begun"):
+        checkpoint(run)
+
+
+def test_it_waits_for_the_checkpoint_that_was_asked_for(run: RunDirectory) -> None:
+    record(run, {"event": "checkpoint", "step": 9}, {"event": "checkpoint", "step": 6})
+    with live(run):
+        waiting = Thread(target=wait_until_saved, args=(run, 7), kwargs={"after": 1}, daemon=True)
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive(), "those before do not count"
+        record(run, {"event": "checkpoint", "step": 8})
+        waiting.join()
+        assert wait_until_saved(run, 7, after=1) == 8
+        record(run, {"event": "checkpoint_failed", "step": 9, "error": "disk full"})
+        with pytest.raises(ControlError, match="the checkpoint of step 9 could not be written: disk full"):
+            wait_until_saved(run, 9, after=1)
+
+
+def test_a_run_may_be_over_before_it_says_so(run: RunDirectory) -> None:
+    with live(run):
+        pass
+    waiting = Thread(target=wait_until_over, args=(run,), daemon=True)
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive(), "its end may be on the way"
+    run.remove_control()
+    waiting.join()
+
+
+def test_it_waits_for_the_end(run: RunDirectory) -> None:
+    with live(run):
+        waiting = Thread(target=wait_until_over, args=(run,), daemon=True)
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive()
+        run.remove_control()
+    waiting.join()

@@ -1,28 +1,30 @@
-"""Requests to the coordinator of a live run, from another process: failures to inject, workers to drain."""
+"""Requests to the coordinator of a live run, from another process: see the commands inject, drain, checkpoint, stop."""
 
 from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Drain, Message, Refused
+from chameleon_ft.control.wire.messages import Drain, Finish, Message, Refused, SaveCheckpoint
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["drain", "knock", "request", "wait_until_out"]
+__all__ = ["checkpoint", "drain", "knock", "request", "stop", "wait_until_out", "wait_until_over", "wait_until_saved"]
 
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
+_ENDING_S: Final = 5.0
 _OUT: Final = ("drained", "failure", "join_failed")  # events of a worker that has left
 
 
@@ -40,11 +42,37 @@ def drain(run: RunDirectory, *, workers: Collection[int] = (), host: str | None 
         ConfigError: the run is not live.
         ControlError: the coordinator refuses.
     """
-    answer = request(run, Drain(workers=tuple(sorted({*workers})), host=host))
+    return _granted(run, Drain(workers=tuple(sorted({*workers})), host=host)).workers
+
+
+def checkpoint(run: RunDirectory) -> int:
+    """Ask the run's coordinator for a checkpoint, and return the number of steps that are committed by then.
+
+    Raises what `drain` raises.
+    """
+    committed = _granted(run, SaveCheckpoint()).committed
+    assert committed is not None
+    return committed
+
+
+def stop(run: RunDirectory, *, at_once: bool = False) -> None:
+    """Ask the run's coordinator to end the run after the current step with a checkpoint, or at once without one.
+
+    Raises what `drain` raises.
+    """
+    _granted(run, Finish(at_once=at_once))
+
+
+_Asked = TypeVar("_Asked", bound=Message)
+
+
+def _granted(run: RunDirectory, message: _Asked) -> _Asked:
+    """Return the answer to a request, which is of its type. Raises ControlError if it is refused, or ConfigError."""
+    answer = request(run, message)
     if isinstance(answer, Refused):
         raise ControlError(answer.reason)
-    assert isinstance(answer, Drain)
-    return answer.workers
+    assert isinstance(answer, type(message))
+    return answer
 
 
 def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -> None:
@@ -54,14 +82,52 @@ def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -
         ConfigError: the coordinator is lost.
         ControlError: there is no plan without these workers, so some of them stay.
     """
+    _wait(run, lambda: not _remaining(workers, run.events()[after:]))
+
+
+def wait_until_saved(run: RunDirectory, committed: int, *, after: int) -> int | None:
+    """Wait for a checkpoint after `committed` steps or more, by the run's events without the first `after`.
+
+    Returns:
+        The step it resumes with; None if the run is over without one.
+
+    Raises:
+        ConfigError: the coordinator is lost.
+        ControlError: it could not be written.
+    """
+    _wait(run, lambda: _saved(committed, run.events()[after:]) is not None)
+    return _saved(committed, run.events()[after:])
+
+
+def wait_until_over(run: RunDirectory) -> None:
+    """Wait for the end of the run. Raises ConfigError if the coordinator is lost."""
+    _wait(run, lambda: False)
+
+
+def _wait(run: RunDirectory, is_done: Callable[[], bool]) -> None:
+    """Wait until something is so, or the run is over. Raises ConfigError if the coordinator is lost."""
     try:
         with _coordinator(run) as connection:
-            while _remaining(workers, run.events()[after:]):
+            while not is_done():
                 with contextlib.suppress(TimeoutError):
                     connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
     except ConfigError:
-        if run.control_file.exists():  # a run removes it at its end
-            raise
+        # A run removes the file at its end, which is soon after that of the connection.
+        until_s = time.monotonic() + _ENDING_S
+        while run.control_file.exists():
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_POLL_S)
+
+
+def _saved(committed: int, events: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the step of a checkpoint of this or a later step. Raises ControlError if one could not be written."""
+    for event in events:
+        if event["event"] in ("checkpoint", "checkpoint_failed") and event["step"] >= committed:
+            if event["event"] == "checkpoint_failed":
+                raise ControlError(f"the checkpoint of step {event['step']} could not be written: {event['error']}")
+            return int(event["step"])
+    return None
 
 
 def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> set[int]:

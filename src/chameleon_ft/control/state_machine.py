@@ -226,6 +226,10 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             injection.inject(draft, connection, message)
         case messages.Drain():
             drains.drain(draft, connection, message)
+        case messages.SaveCheckpoint():
+            checkpoints.save(draft, connection, message)
+        case messages.Finish():
+            endings.finish(draft, connection, message)
         case messages.WorkerExited() | messages.ProcessState() | messages.HangEvidence() if (
             connection in state.members.agents
         ):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Final, cast
 
 from rich import box
 from rich.console import Console, Group
@@ -18,31 +18,28 @@ from rich.text import Text
 from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.recorder import View
 from chameleon_ft.observe.records import (
-    DETECTED_BY,
     FailureCostRecord,
     FailureRecord,
     JoinRecord,
+    OtherRecord,
     OutcomeRecord,
     RunInfo,
+    RunRecord,
     StepRecord,
     Summary,
 )
-from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
+from chameleon_ft.observe.story import PHASES, tell
+from chameleon_ft.quantities import duration
 
-__all__ = ["TerminalView", "facts_table", "output"]
+__all__ = ["TONES", "TerminalView", "facts_table", "output"]
 
 _PLAIN_WIDTH = 120  # characters, of output that is no terminal and has no width of its own
 _TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
 _MOST_PIPELINES_SHOWN = 16
 _OUTPUT = Path("standard output")
 _MOST_WAITING = 10_000  # lines; then those of steps are left out
-_PHASES = {
-    "detect_s": "detect",
-    "stop_s": "stop",
-    "decide_s": "decide",
-    "regroup_s": "regroup",
-    "transfer_s": "transfer",
-}
+TONES: Final = {"bad": "red", "good": "green", "note": "cyan", "warning": "bold yellow"}
+"""Styles of what is told, by its tone."""
 
 
 def output(console: Console | None = None) -> tuple[Console, box.Box]:
@@ -122,49 +119,23 @@ class TerminalView(View):
 
     def failure(self, record: FailureRecord) -> None:
         """Print the banner of a failure: the worker, the detection path, the action, and the stall by phase."""
-        facts = facts_table()
-        facts.add_row("cause", record.cause)
-        facts.add_row("detected by", DETECTED_BY[record.noticed_by])
-        if record.lost_layers:
-            facts.add_row("lost", f"the last holder of layers {in_ranges(record.lost_layers)}")
-        facts.add_row("action", f"{record.policy}: {record.action}")
-        if record.repeated_s:
-            facts.add_row("repeated", f"{duration(record.repeated_s)} of work of step {record.step}")
-        self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
+        self._tell(record)
 
     def failure_cost(self, record: FailureCostRecord) -> None:
         """Print the cost of an incident in steps."""
-        predicted = "" if record.predicted_steps is None else f" (predicted {record.predicted_steps:.2f})"
-        self._print(
-            Text(f"step {record.step} took {record.failure_cost_steps:.2f} steps longer{predicted}", style="cyan")
-        )
+        self._tell(record)
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Print predicted and measured results of a decision, and a warning if they differ much."""
-        self._print(
-            Text(f"after {counted(record.steps, 'step')} of {record.policy}: ", style="cyan").append(record.describe())
-        )
-        if record.warning is not None:
-            self._print(Text(record.warning, style="bold yellow"))
+        self._tell(record)
 
     def join(self, record: JoinRecord) -> None:
         """Print the banner of a join: the workers, the action, and the stall by phase."""
-        facts = facts_table()
-        facts.add_row("action", f"{record.policy}: {record.action}")
-        if record.spares:
-            facts.add_row("spare", listed("worker", record.spares))
-        if record.workers or record.spares:
-            title = f"{listed('worker', record.workers)} joined before step {record.resume_step}"
-        elif record.drained:
-            title = f"without {listed('worker', record.drained)} from step {record.resume_step}"
-        else:
-            title = f"a better plan from step {record.resume_step}"
-        self._banner(title, facts, record, colour="green")
+        self._tell(record)
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Print the `message` of an event that has one."""
-        if message := fields.get("message"):
-            self._print(Text(f"{name}: {message}", style="cyan"))
+        self._tell(OtherRecord(name, fields))
 
     def finished(self, summary: Summary) -> None:
         """Print the closing tables."""
@@ -189,15 +160,19 @@ class TerminalView(View):
         title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
 
-    def _banner(self, title: str, facts: Table, record: FailureRecord | JoinRecord, *, colour: str) -> None:
-        """Add the transfer, the stall and the point of resumption to the facts, and print them in a frame."""
-        if record.moved_bytes:
-            facts.add_row("moved", _describe_transfer(record))
-        facts.add_row("stall", _describe_stall(record))
-        facts.add_row("resumed", f"at step {record.resume_step} in generation {record.generation}")
-        head = Text(title, style=f"bold {colour}")
-        self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
-        self._print_column_heads()
+    def _tell(self, record: RunRecord) -> None:
+        """Print a record as lines, and what has facts in a frame."""
+        for told in tell(record):
+            if not told.facts:
+                self._print(Text(told.title, style=TONES[told.tone]))
+                continue
+            facts = facts_table()
+            for name, value in told.facts:
+                facts.add_row(name, value)
+            colour = TONES[told.tone]
+            head = Text(told.title, style=f"bold {colour}")
+            self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
+            self._print_column_heads()
 
     def _print_column_heads(self) -> None:
         self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")
@@ -220,10 +195,10 @@ class TerminalView(View):
 
 def _failures_table(failures: Sequence[FailureRecord]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("worker", "step", "cause", "detected by", *_PHASES.values(), "stall s"):
+    for name in ("worker", "step", "cause", "detected by", *PHASES.values(), "stall s"):
         table.add_column(name, justify="left" if name in ("cause", "detected by") else "right")
     for record in failures:
-        times = (getattr(record, field) for field in (*_PHASES, "stall_s"))
+        times = (getattr(record, field) for field in (*PHASES, "stall_s"))
         seconds = ("-" if value is None else f"{value:.3f}" for value in times)
         table.add_row(str(record.worker), str(record.step), record.cause, record.noticed_by, *seconds)
     return table
@@ -238,23 +213,6 @@ def _layout(info: RunInfo) -> Table:
     if (more := len(info.pipelines) - _MOST_PIPELINES_SHOWN) > 0:
         table.add_row(f"and {more} more")
     return table
-
-
-def _describe_stall(record: FailureRecord | JoinRecord) -> str:
-    phases = {name: getattr(record, field, None) for field, name in _PHASES.items()}
-    if record.transfer_s < 0.0005:
-        del phases["transfer"]
-    parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds is not None)
-    return f"{record.stall_s:.3f} s = {parts}"
-
-
-def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
-    if isinstance(record, JoinRecord) and record.migrate_s:
-        waves = f" and {record.waves} waves" if record.waves > 1 else ""
-        return f"{data_size(record.moved_bytes)} beside training in {duration(record.migrate_s)}{waves}"
-    rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
-    rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
-    return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"
 
 
 def _loss_of(record: StepRecord) -> str:

@@ -336,9 +336,9 @@ class StepLoop:
         every, step = self.config.checkpoint.every, self.committer.committed + 1
         if step >= self.config.steps:
             return False
-        if every == "auto":
-            return request > self.writer.answered and not self.writer.is_busy
-        return every > 0 and step % every == 0
+        if request > self.writer.answered and not self.writer.is_busy:
+            return True
+        return every != "auto" and every > 0 and step % every == 0
 
     def _begin_checkpoint(self) -> None:
         step = self.committer.committed

@@ -6,13 +6,14 @@ import math
 from dataclasses import replace
 
 from chameleon_ft.control import commands
+from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
 
-__all__ = ["committed", "saved", "slow_io", "switched"]
+__all__ = ["committed", "save", "saved", "slow_io", "switched"]
 
 
 def committed(draft: Draft, message: messages.Committed) -> None:
@@ -24,9 +25,14 @@ def committed(draft: Draft, message: messages.Committed) -> None:
         state = draft.state
     if config.every == 0:
         _warn_once(draft, message)
-    if config.every != "auto" or message.vote.finish:
+    if message.vote.finish:
         return
     step = message.step + 1 if message.vote.checkpoint else None
+    if config.every != "auto":  # ranks begin those of the interval by themselves
+        if step is not None:
+            draft.set(schedule=state.schedule.begun())
+        _request_wanted(draft)
+        return
     schedule = state.schedule.committed(message.step_s, usual_s=state.detectors.watchdog.step_s, begun=step)
     if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
         schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
@@ -43,6 +49,25 @@ def committed(draft: Draft, message: messages.Committed) -> None:
         )
     draft.set(schedule=schedule.requested())
     _request(draft)
+
+
+def save(draft: Draft, connection: int, message: messages.SaveCheckpoint) -> None:
+    """Have a checkpoint written as soon as possible, and answer the command that asked for it."""
+    state = draft.state
+    if state.phase is Phase.GATHERING:
+        draft.do(Send(connection, messages.Refused(reason="the run has not begun; wait until it trains")))
+        return
+    draft.do(Send(connection, message.model_copy(update={"committed": state.committed})))
+    draft.set(schedule=replace(state.schedule, is_wanted=True))
+    _request_wanted(draft)
+
+
+def _request_wanted(draft: Draft) -> None:
+    """Request the checkpoint that a user has asked for, if the ranks train and have not been told."""
+    schedule = draft.state.schedule
+    if schedule.is_wanted and not schedule.is_requested and draft.state.phase is Phase.TRAINING:
+        draft.set(schedule=schedule.requested())
+        _request(draft)
 
 
 def switched(draft: Draft) -> None:

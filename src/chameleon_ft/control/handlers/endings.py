@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers import incidents
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["finished", "request"]
+__all__ = ["finish", "finished", "request"]
 
 _SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
 _UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
@@ -28,6 +29,15 @@ def request(draft: Draft, status: RunStatus) -> None:
     name = "interrupt" if status == "interrupted" else "termination"
     draft.record(name, message="ending after this step with a checkpoint; again to end at once")
     draft.tell_live(Finish())
+
+
+def finish(draft: Draft, connection: int, message: Finish) -> None:
+    """Answer a command that asks for the end of the run, and end it; asking again changes nothing."""
+    draft.do(Send(connection, message))
+    if message.at_once:
+        incidents.end(draft, "interrupted", _BY["interrupted"])
+    elif draft.state.ending is None:
+        request(draft, "interrupted")
 
 
 def finished(draft: Draft, worker: int) -> None:

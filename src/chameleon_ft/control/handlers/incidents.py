@@ -119,6 +119,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         incident=replace(state.incident, losses=(*state.incident.losses, loss)),
         history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
     )
+    draft.record("lost", worker=number, host=loss.host, step=loss.step, noticed_by=noticed_by, cause=cause)
     _continue_without(draft, number)
 
 

@@ -19,7 +19,7 @@ from chameleon_ft.control.state.incident import Incident
 from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
-from chameleon_ft.quantities import duration
+from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.recovery import without_shadow_holders
 
 __all__ = [
@@ -84,6 +84,9 @@ def _migrating(draft: Draft) -> None:
     assert active is not None
     assert active.migration is not None
     draft.set(migrating_at=draft.at.unix_s)
+    arriving: dict[str, list[int]] = {}
+    for message in active.migration.messages:
+        arriving.setdefault(str(message.destination), []).extend(message.layers)
     draft.record(
         "migration",
         generation=draft.state.generation,
@@ -91,6 +94,7 @@ def _migrating(draft: Draft) -> None:
         layers=sum(len(message.layers) for message in active.migration.messages),
         bytes=active.migration.total_bytes,
         slices=len(active.migrating_slices),
+        arriving={worker: in_ranges(layers) for worker, layers in arriving.items()},
     )
 
 

@@ -17,6 +17,7 @@ class CheckpointSchedule:
     Attributes:
         request: number of the newest request.
         is_requested: whether ranks have not begun the checkpoint of that request.
+        is_wanted: whether a user has asked for a checkpoint that ranks have not begun.
         writing: resume step of the checkpoint that is being written; None if there is none.
         since_s: seconds of steps since the newest checkpoint, that one included.
         unsaved_s: seconds of steps since the newest complete checkpoint.
@@ -28,6 +29,7 @@ class CheckpointSchedule:
 
     request: int = 0
     is_requested: bool = False
+    is_wanted: bool = False
     writing: int | None = None
     since_s: float = 0.0
     unsaved_s: float = 0.0
@@ -39,8 +41,8 @@ class CheckpointSchedule:
     @property
     def is_due(self) -> bool:
         """Whether a checkpoint is to be requested now."""
-        if self.is_requested:
-            return False
+        if self.is_requested or self.is_wanted:
+            return not self.is_requested
         if self.interval_s is None:
             return self.cost_s is None and self.writing is None
         return self.since_s >= self.interval_s
@@ -59,8 +61,12 @@ class CheckpointSchedule:
         """
         after = replace(self, since_s=self.since_s + step_s, unsaved_s=self.unsaved_s + step_s)
         if begun is not None:
-            return replace(after, is_requested=False, writing=begun, since_s=0.0, slowed_s=0.0)
+            return replace(after.begun(), writing=begun, since_s=0.0, slowed_s=0.0)
         return after if self.writing is None else replace(after, slowed_s=self.slowed_s + step_s - usual_s)
+
+    def begun(self) -> Self:
+        """Note that ranks have begun a checkpoint, which every request before it asked for."""
+        return replace(self, is_requested=False, is_wanted=False)
 
     def ended(self, step: int, *, copy_s: float, is_complete: bool) -> Self:
         """Note that the checkpoint of a step is complete, or could not be written.

@@ -41,6 +41,7 @@ __all__ = [
     "Probe",
     "Published",
     "Refused",
+    "SaveCheckpoint",
     "SnapshotResolved",
     "Spawn",
     "StartGeneration",
@@ -151,9 +152,23 @@ class Stop(Message):
 
 
 class Finish(Message):
-    """End the run after the current step, with a checkpoint."""
+    """End the run after the current step, with a checkpoint.
+
+    A command sends it to the coordinator, and gets it back as the answer; the coordinator sends it to ranks.
+    """
 
     type: Literal["finish"] = "finish"
+    at_once: bool = False  # from a command: without a checkpoint
+
+
+class SaveCheckpoint(Message):
+    """Write a checkpoint as soon as possible, whatever the configured interval.
+
+    A command asks for it. The answer is this message with `committed`, or `Refused`.
+    """
+
+    type: Literal["save_checkpoint"] = "save_checkpoint"
+    committed: int | None = None  # steps that are committed: the checkpoint resumes after them
 
 
 class BeginCheckpoint(Message):

@@ -1,0 +1,43 @@
+"""`chameleon checkpoint`: have a live run write a checkpoint now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class CheckpointArguments:
+    """Have a live run write a checkpoint as soon as possible, whatever its interval.
+
+    Workers begin it after the first step at which all of them know of the request, and write it beside training.
+    """
+
+    run: RunPath
+    """Run directory."""
+    wait: Switch = False
+    """Return only once the checkpoint is complete, and fail if it cannot be written."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
+    run = RunDirectory.open(given.run)
+    run.read_control()  # raises if the run is not live
+    from chameleon_ft.control.requests import checkpoint, wait_until_saved
+
+    before = len(run.events())
+    committed = checkpoint(run)
+    print(f"a checkpoint is written after step {committed} or the next one", flush=True)
+    if given.wait:
+        step = wait_until_saved(run, committed, after=before)
+        if step is None:
+            print("the run is over without it")
+            return 1
+        print(f"the checkpoint is complete; training would resume with step {step}")
+    return 0

@@ -1,0 +1,48 @@
+"""`chameleon status`: the state of a run in a few lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.cli.output import Output
+from chameleon_ft.observe import RunDirectory, damage_of
+from chameleon_ft.observe.live.facts import facts_of
+from chameleon_ft.observe.live.watcher import RunWatcher
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class StatusArguments:
+    """Show the state of a run, live or over: progress, pace, workers, failures, checkpoints and the expected end.
+
+    Only the files of the run are read, so this works wherever its directory can be read, and costs the run nothing.
+    """
+
+    run: RunPath
+    """Run directory."""
+    json: Switch = False
+    """Print the state as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(StatusArguments, arguments, command="status")
+    run = RunDirectory.open(given.run)
+    watcher = RunWatcher(run)
+    watcher.update()
+    report = watcher.report()
+    damage = None if report.checkpoint is None else damage_of(run.checkpoints, report.checkpoint.step)
+    if given.json:
+        print(json.dumps({**report.to_json(), "checkpoint_damage": damage}))
+        return 0
+    out = Output()
+    out.text(report.run, "bold")
+    facts = facts_of(report)
+    if damage is not None:
+        facts = (*facts, ("damaged", f"the newest checkpoint: {damage}"))
+    out.facts(facts)
+    return 0

@@ -1,0 +1,42 @@
+"""`chameleon stop`: end a live run, with a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class StopArguments:
+    """End a live run after its current step with a checkpoint, like Ctrl-C in its terminal.
+
+    `--resume RUN` of the command that started it continues it later.
+    """
+
+    run: RunPath
+    """Run directory."""
+    now: Switch = False
+    """End it at once, without a checkpoint: the steps since the last one are lost."""
+    wait: Switch = False
+    """Return only once the run is over."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(StopArguments, arguments, command="stop")
+    run = RunDirectory.open(given.run)
+    run.read_control()  # raises if the run is not live
+    from chameleon_ft.control.requests import stop, wait_until_over
+
+    stop(run, at_once=given.now)
+    how = "at once" if given.now else "after this step with a checkpoint"
+    print(f"the run ends {how}; `chameleon status {given.run}` says when it has", flush=True)
+    if given.wait:
+        wait_until_over(run)
+        print("the run is over")
+    return 0

@@ -1,0 +1,102 @@
+"""`chameleon watch`: the state of a run in the terminal, kept up to date."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from chameleon_ft.cli.arguments import RunPath, parse_arguments
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.live.facts import facts_of
+from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.story import Told, record_of, tell
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+__all__ = ["main"]
+
+_EVERY_S: Final = 0.5
+_NEWS: Final = 12
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_OVER: Final = ("finished", "interrupted", "terminated", "failed")
+
+
+@dataclass(frozen=True)
+class WatchArguments:
+    """Show the state of a run and its newest events until it is over; Ctrl-C ends only the watching.
+
+    Only the files of the run are read, so any number of terminals can watch, and the run does not notice.
+    """
+
+    run: RunPath
+    """Run directory."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(WatchArguments, arguments, command="watch")
+    run = RunDirectory.open(given.run)
+    if not sys.stdout.isatty():
+        raise ConfigError(
+            f"standard output is no terminal; `chameleon status {given.run}` prints the state once, and `tail -f` "
+            "follows events.jsonl"
+        )
+    from rich.console import Console
+    from rich.live import Live
+
+    watcher = RunWatcher(run)
+    screen = _Screen(watcher)
+    with Live(screen.drawn(), console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(screen.drawn(), refresh=True)
+            if watcher.report().condition in _OVER:
+                return 0
+            time.sleep(_EVERY_S)
+
+
+class _Screen:
+    """The screen of a run: facts, a curve of the loss, and the newest events."""
+
+    def __init__(self, watcher: RunWatcher) -> None:
+        self._watcher = watcher
+        self._news: deque[tuple[float, Told]] = deque(maxlen=_NEWS)
+
+    def drawn(self) -> Group:
+        """Take in what is new, and return the screen as rich draws it."""
+        from rich.console import Group
+        from rich.text import Text
+
+        from chameleon_ft.observe.terminal import TONES, facts_table
+
+        for name, line in self._watcher.update():
+            if name == "events":
+                self._news.extend((line["time"], told) for told in tell(record_of(line)))
+        report = self._watcher.report()
+        facts = facts_table()
+        for name, value in facts_of(report):
+            facts.add_row(name, Text(value))
+        losses = self._watcher.state.steps.series(60).columns["loss"]
+        facts.add_row("loss", Text(sparkline([loss for loss in losses if loss is not None]), style="green"))
+        parts: list[RenderableType] = [Text(report.run, style="bold"), facts]
+        for at, told in self._news:
+            clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
+            detail = "; ".join(f"{name} {value}" for name, value in told.facts if name in ("cause", "action", "stall"))
+            text = Text(f"{clock}  {told.title}{': ' if detail else ''}{detail}", style=TONES[told.tone])
+            parts.append(text)
+        return Group(*parts)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve of one line, from the least of the values to the largest."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)

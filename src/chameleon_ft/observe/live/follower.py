@@ -1,0 +1,66 @@
+"""Reads the lines that a run adds to its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.recorder import RecordLine
+
+__all__ = ["RunFollower"]
+
+
+class RunFollower:
+    """Reads the metrics and events of a run from its beginning, and then what is added.
+
+    The coordinator does not know of it, so that it can hold up nothing. It works for a live run, also when another
+    coordinator takes over, and for one that is over.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._files = {"metrics": _NewLines(run.metrics_file), "events": _NewLines(run.events_file)}
+
+    def new_lines(self) -> list[RecordLine]:
+        """Return the lines since the last call, in the order of their times.
+
+        Raises ConfigError at a line that is not JSON; the next call goes on behind it.
+        """
+        for file in self._files.values():
+            file.read()
+        lines: list[RecordLine] = [(name, line) for name, file in self._files.items() for line in file.take()]
+        # Steps of older runs have no time; the sort is stable, so that they stay in their order.
+        return sorted(lines, key=lambda each: each[1].get("time") or 0.0)
+
+
+class _NewLines:
+    """The complete lines that are appended to a file, which may be replaced by a copy of itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._number = 0
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Read what is new. Raises ConfigError at a damaged line; what precedes it is kept."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._read_bytes += len(line)
+            self._number += 1
+            try:
+                self._lines.append(json.loads(line))
+            except ValueError:
+                raise ConfigError(f"{self._path}, line {self._number}: is not JSON; the file is damaged") from None
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the lines that were read since the last call."""
+        lines, self._lines = self._lines, []
+        return lines

@@ -1,0 +1,47 @@
+"""A run that is watched from its directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.live.follower import RunFollower
+from chameleon_ft.observe.live.report import RunReport
+from chameleon_ft.observe.live.run_state import RunState
+from chameleon_ft.observe.recorder import RecordLine
+
+__all__ = ["RunWatcher"]
+
+
+class RunWatcher:
+    """Follows the files of a run, and reports its state.
+
+    Attributes:
+        run: the directory.
+        state: as of the last call of `update`.
+    """
+
+    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.time) -> None:
+        self.run = run
+        self.state = RunState(run)
+        self._follower = RunFollower(run)
+        self._clock = clock
+
+    def update(self) -> list[RecordLine]:
+        """Take in the lines that the run has added, and return them. Raises ConfigError if one is damaged."""
+        lines = self._follower.new_lines()
+        for line in lines:
+            self.state.add(line)
+        return lines
+
+    def report(self) -> RunReport:
+        """Return the state of the run now."""
+        return self.state.report(self._clock(), has_coordinator=self._has_coordinator())
+
+    def _has_coordinator(self) -> bool | None:
+        try:
+            return self.run.read_control().has_process_here()
+        except ConfigError:
+            return False
