@@ -12,6 +12,7 @@ import pytest
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.launch.agent import _run_agent, _told
+from chameleon_ft.launch.processes import unattended
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
 
@@ -45,4 +46,5 @@ def test_only_one_that_is_drained_ends_with_the_exit_code_for_that(order: Exit, 
             return order
 
     agent = cast(Agent, Ended())
-    assert asyncio.run(_run_agent(agent, None, None, drained_exit_code=7)) == code
+    with unattended():
+        assert asyncio.run(_run_agent(agent, None, None, drained_exit_code=7)) == code

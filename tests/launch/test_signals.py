@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from chameleon_ft.launch import local
-from chameleon_ft.launch.processes import signals_not_lost
+from chameleon_ft.launch.processes import signals_not_lost, unattended
 from chameleon_ft.observe import RunDirectory
 
 
@@ -45,7 +45,7 @@ def test_ctrl_c_while_a_coordinator_is_replaced_ends_the_new_one(
     monkeypatch.setattr(local, "Child", start_child)
     start = SimpleNamespace(run=RunDirectory(tmp_path), config=SimpleNamespace(control=SimpleNamespace(lease_s=3.0)))
     launcher = local._Launcher(start, MagicMock(), MagicMock(), MagicMock(), MagicMock())  # type: ignore[arg-type]
-    with local._signals_passed_to(launcher._pass_on):
+    with unattended(), local._signals_passed_to(launcher._pass_on):
         launcher._start_coordinator()
         launcher._start_coordinator(stands_by=True)
     replaced, standing_by = started

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Final
 
 import chameleon_ft
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
+from chameleon_ft.runtime.process import terminations
 
 __all__ = ["COMMANDS", "main", "take_log_level"]
 
@@ -55,9 +55,36 @@ _logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 unusable input, 75 resume it, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 unusable input, 75 resume it, 130 interrupted.
+
+    Without `argv`, the command is this process: once its exit code is known, no SIGTERM and no SIGHUP changes that.
+    """
+    if argv is not None:
+        return _main(argv)
+    with _exit_code_kept():
+        return _main(sys.argv[1:])
+
+
+@contextmanager
+def _exit_code_kept() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process with EX_TEMPFAIL, and ignore them after the block.
+
+    Python's handlers are gone before the process ends, but a signal that is ignored stays so. A run that trains handles
+    these signals itself.
+    """
+    numbers = terminations()
+    for number in numbers:
+        signal.signal(number, lambda *_: sys.exit(os.EX_TEMPFAIL))
     try:
-        arguments, level = take_log_level(sys.argv[1:] if argv is None else argv, os.environ)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _main(argv: Sequence[str]) -> int:
+    try:
+        arguments, level = take_log_level(argv, os.environ)
     except ConfigError as error:
         print(f"chameleon: {error}", file=sys.stderr)
         return _USER_ERROR
@@ -85,9 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        with _sigterm_asks_to_resume():
-            module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
-            code: int = module.main(arguments)
+        module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
+        code: int = module.main(arguments)
     except ChameleonError as error:
         print(f"chameleon {name}: {error}", file=sys.stderr)
         if isinstance(error, LiveRunError):
@@ -108,19 +134,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(f"chameleon {name}: {text}", file=sys.stderr)
         return _FAILURE
     return code
-
-
-@contextmanager
-def _sigterm_asks_to_resume() -> Iterator[None]:
-    """Have SIGTERM end the process with EX_TEMPFAIL inside the block; a run that trains handles it itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.EX_TEMPFAIL))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _help() -> str:

@@ -50,7 +50,8 @@ def run_agent(
         standby = _HostedStandby(run, host) if run is not None and stands_by else None
         return await _run_agent(agent, run, standby, drained_exit_code=drained_exit_code)
 
-    return asyncio.run(whole())
+    with processes.unattended():
+        return asyncio.run(whole())
 
 
 def create_agent(
@@ -96,7 +97,7 @@ async def _run_agent(
         terminated_s = min(terminated_s, loop.time())
 
     order: Exit | None = None
-    with processes.signals_handled(SIGINT=interrupt, SIGTERM=terminate):
+    with processes.signals_handled(interrupt=interrupt, terminate=terminate):
         try:
             order = await serving
             code = _told(order, run, is_terminated=terminated_s < math.inf)

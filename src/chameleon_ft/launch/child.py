@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from chameleon_ft.errors import ChameleonError, ControlError
-from chameleon_ft.launch.processes import SIGNALS
+from chameleon_ft.launch.processes import SIGNALS, signals_deferred
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately
 
-__all__ = ["FORK", "Child", "describe_end", "received", "signals_deferred"]
+__all__ = ["FORK", "Child", "describe_end", "received"]
 
 FORK: Final = get_context("fork")
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Handle signals that arrive within the block at its end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:

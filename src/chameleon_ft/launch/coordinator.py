@@ -26,7 +26,14 @@ from chameleon_ft.control.lease import Claim, lease_of
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE, address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
-from chameleon_ft.launch.processes import background, inspect, load_solvers, signals_handled, start_fork_server
+from chameleon_ft.launch.processes import (
+    background,
+    inspect,
+    load_solvers,
+    signals_handled,
+    start_fork_server,
+    unattended,
+)
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
 from chameleon_ft.observe.terminal import TerminalView
@@ -111,11 +118,12 @@ def coordinate(
 
 def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:
     """Run a coordinator, and return its exit code."""
-    try:
-        return EXIT_CODES[asyncio.run(coordinated)]
-    except DeposedError as error:
-        print(error, file=sys.stderr, flush=True)
-        return DEPOSED
+    with unattended():
+        try:
+            return EXIT_CODES[asyncio.run(coordinated)]
+        except DeposedError as error:
+            print(error, file=sys.stderr, flush=True)
+            return DEPOSED
 
 
 async def serve_run(
@@ -180,7 +188,7 @@ async def serve_run(
                 interrupts = InterruptCount(coordinator.interrupt)
                 interrupt = partial(interrupts.request, "signal")
                 async with beside(control, coordinator, interrupts):
-                    with signals_handled(SIGINT=interrupt, SIGTERM=coordinator.terminate):
+                    with signals_handled(interrupt=interrupt, terminate=coordinator.terminate):
                         return await coordinator.wait()
             finally:
                 recorder.files.submit(run.control_file, run.remove_control)

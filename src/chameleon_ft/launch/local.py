@@ -25,16 +25,23 @@ from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.child import FORK, Child, describe_end, received, signals_deferred
+from chameleon_ft.launch.child import FORK, Child, describe_end, received
 from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
-from chameleon_ft.launch.processes import SIGNALS, inspect, load_solvers, signals_not_lost, start_fork_server
+from chameleon_ft.launch.processes import (
+    inspect,
+    load_solvers,
+    signals_deferred,
+    signals_not_lost,
+    start_fork_server,
+    unattended,
+)
 from chameleon_ft.launch.standby import until_lost
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.fork_server import receive
-from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
+from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline, terminations
 
 __all__ = ["train"]
 
@@ -54,7 +61,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
         ChameleonError: the run cannot be started.
     """
     host = address_of_host(config.control.host)
-    with listening_socket(host, config.control.port) as listener:
+    with unattended(), listening_socket(host, config.control.port) as listener:
         address = join_address(host, listener.getsockname()[1])
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
         control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
@@ -268,14 +275,20 @@ class _Deaths:
 
 @contextmanager
 def _signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda received, _: handler(signal.Signals(received))) for number in SIGNALS
-    }
+    """Call `handler` with SIGINT, or with SIGTERM at any signal that asks to end, inside the block.
+
+    After it, the latter are ignored until `unattended` restores them: it is decided how this process ends.
+    """
+    endings = terminations()
+    before = signal.signal(signal.SIGINT, lambda *_: handler(signal.SIGINT))
+    for number in endings:
+        signal.signal(number, lambda *_: handler(signal.SIGTERM))
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        signal.signal(signal.SIGINT, before)
+        for number in endings:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _load_solvers() -> None:

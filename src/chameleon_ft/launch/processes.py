@@ -7,21 +7,22 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from multiprocessing import Pipe, active_children, resource_tracker
 from multiprocessing.context import BaseContext
 from types import FrameType
-from typing import Final
+from typing import Any, Final, TextIO, cast
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.runtime.fork_server import ForkServer, receive
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.runtime.process import end_with, terminations
 
 __all__ = [
     "RANK",
@@ -29,13 +30,15 @@ __all__ = [
     "background",
     "inspect",
     "load_solvers",
+    "signals_deferred",
     "signals_handled",
     "signals_not_lost",
     "start_fork_server",
+    "unattended",
 ]
 
 RANK: Final = "chameleon_ft.runtime.rank:spawned_rank_main"
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _INSPECTION: Final = "chameleon_ft.runtime.inspection:inspection_main"
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
@@ -53,12 +56,10 @@ def background(context: BaseContext) -> Iterator[Executor]:
     others = set(active_children())
     executor = ProcessPoolExecutor(1, mp_context=context, initializer=_init_background, initargs=(os.getpid(),))
     if context.get_start_method() == "spawn":
-        resource_tracker.ensure_running()  # its own start, which that of the process includes, would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
+        with signals_deferred():
+            resource_tracker.ensure_running()  # lifts the block, which the start of the process must not
+    with signals_deferred():
         executor.submit(os.getpid)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield executor
     finally:
@@ -85,22 +86,85 @@ def load_solvers() -> None:
 
 
 @contextmanager
-def signals_handled(**handlers: Callable[[], object]) -> Iterator[None]:
-    """Call these handlers, by the names of their signals, inside the block."""
-    loop = asyncio.get_running_loop()
-    for name, handler in handlers.items():
-        loop.add_signal_handler(signal.Signals[name], handler)
+def unattended() -> Iterator[None]:
+    """Depend on no terminal and no disk for output inside the block; restore the actions of signals at its end."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    outputs = sys.stdout, sys.stderr
+    try:
+        with redirect_stdout(_Output(sys.stdout).as_text()), redirect_stderr(_Output(sys.stderr).as_text()):
+            yield
+    finally:
+        for output in outputs:
+            _drop_unwritten(output)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class _Output:
+    """An output whose terminal is closed or whose disk is full, which must not be an error of the code that prints."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def as_text(self) -> TextIO:
+        return cast("TextIO", self)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _drop_unwritten(output: TextIO) -> None:
+    """Drop what cannot be written, or the interpreter would fail to write it at its end."""
+    try:
+        output.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Handle signals that arrive within the block at its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        for name in handlers:
-            loop.remove_signal_handler(signal.Signals[name])
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], object]) -> Iterator[None]:
+    """Call these functions at signals inside the block.
+
+    After it, SIGTERM and SIGHUP are ignored until `unattended` restores them: it is decided how this process ends.
+    """
+    loop, endings = asyncio.get_running_loop(), terminations()
+    for number in (signal.SIGINT, *endings):
+        loop.add_signal_handler(number, interrupt if number == signal.SIGINT else terminate)
+    try:
+        yield
+    finally:
+        with signals_deferred():  # for a moment, the default action is in force
+            for number in (signal.SIGINT, *endings):
+                loop.remove_signal_handler(number)
+            for number in endings:
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def signals_not_lost() -> Iterator[None]:
     """Have a signal end the block as it does now, or at its end: compilers swallow exceptions in their callbacks."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *terminations())}
     came: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -108,7 +172,7 @@ def signals_not_lost() -> Iterator[None]:
         if callable(handler := before[signal.Signals(number)]):
             handler(number, frame)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, handle)
     try:
         yield

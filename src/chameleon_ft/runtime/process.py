@@ -19,11 +19,12 @@ __all__ = [
     "exit_immediately",
     "ignore_interrupts",
     "outlive_parent",
+    "terminations",
     "wake_on_time",
 ]
 
 SAME_SIGNAL_S = 1.0
-"""Seconds in which SIGTERM counts once: a batch system sends it to all processes, and some of them pass it on."""
+"""Seconds in which `terminations` count once: a batch system sends SIGTERM to all processes, and some pass it on."""
 
 _LIBC = ctypes.CDLL(None)
 _F_SETSIG = 10
@@ -37,9 +38,16 @@ def exit_immediately(code: int) -> NoReturn:
     The shutdown would wait for threads of libraries, or end in SIGABRT if one of them returns to the interpreter
     meanwhile.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            output.flush()
     os._exit(code)
+
+
+def terminations() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to end: SIGTERM, and SIGHUP unless that is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def end_with(parent: int) -> None:

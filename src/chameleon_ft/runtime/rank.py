@@ -42,6 +42,7 @@ from chameleon_ft.runtime.process import (
     exit_immediately,
     ignore_interrupts,
     outlive_parent,
+    terminations,
 )
 from chameleon_ft.runtime.trainer import Trainer
 
@@ -104,7 +105,7 @@ def rank_main(
         process=RankProcess(pid=own, started=start_time(own) or 0, local_index=local_index),
         memory_bytes=available_bytes(),
     )
-    _drain_on_sigterm(client)
+    _drain_on_termination(client)
     client.start()
     try:
         welcome = client.orders.get()
@@ -133,8 +134,8 @@ def _described(error: BaseException) -> str:
     return text if place is None else f"{text}, at {place}"
 
 
-def _drain_on_sigterm(client: ControlClient) -> None:
-    """Have SIGTERM drain this rank, and a later one end it; those of less than a second count as one.
+def _drain_on_termination(client: ControlClient) -> None:
+    """Have SIGTERM or SIGHUP drain this rank, and a later one end it; those of less than a second count as one.
 
     A batch system may send it to this process and to its agent, which has the rank drained, too.
     """
@@ -150,7 +151,8 @@ def _drain_on_sigterm(client: ControlClient) -> None:
             first_s = now
             client.drain()
 
-    signal.signal(signal.SIGTERM, drain)
+    for number in terminations():
+        signal.signal(number, drain)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server has blocked it until now
 
 
