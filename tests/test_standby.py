@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, Recovery, config_to_toml
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -94,6 +97,75 @@ def test_an_agent_hosts_a_standby(tmp_path: Path) -> None:
             assert agent.wait() == 0, agent.printed
     assert_complete(Ended(0, run), steps=steps)
     assert len(Ended(0, run).events("took_over")) == 1
+
+
+def test_sigterm_to_an_agent_whose_coordinator_leads_drains_it_and_leaves_the_run_to_others(tmp_path: Path) -> None:
+    run, layout = RunDirectory(tmp_path / "run"), {"workers": 4, "parallel": Parallel(dp=4, pp=1)}
+    with ExitStack() as stack:
+        config = written(tmp_path, steps=100_000, **layout)
+        first = stack.enter_context(Command("coordinator", config, "--output-dir", run.path))
+        first.read_until("waiting for 4 workers")
+        agents = []
+        for _ in range(2):
+            agents.append(stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", "--standby")))
+            agents[-1].read_until("standing by at 127.0.0.1:")
+        first.read_until(r"^\s+5\s")
+        first.signal(signal.SIGKILL)
+        first.wait()
+        leader, other = agents if leads(run, agents[0]) else agents[::-1]
+        with every_process_ends(leader.session()):
+            leader.signal(signal.SIGTERM)
+            other.read_until(r"this one leads in term \d")
+            assert leader.wait() == 0, leader.printed
+        other.read_until("took_over")
+        other.read_until(r"^\s+\d+\s")
+        with every_process_ends(other.session()):
+            other.signal(signal.SIGTERM)
+            assert other.wait() == os.EX_TEMPFAIL, other.printed
+    ended = Ended(os.EX_TEMPFAIL, run)
+    assert (ended.summary["status"], ended.failures) == ("terminated", [])
+    assert len(ended.events("drained")) == 2
+    assert ended.steps == list(range(len(ended.steps)))
+    assert complete_checkpoints(run.checkpoints)[-1] == len(ended.steps)
+    assert_as_the_plain_loop(ended, steps=60)
+
+
+def leads(run: RunDirectory, agent: Command) -> bool:
+    """Wait until a coordinator of an agent leads the run, and return whether that is the one of this agent."""
+    while True:
+        with suppress(ConfigError, psutil.Error):  # the address is being written, or still that of the lost one
+            return bool(psutil.Process(run.read_control().pid).ppid() == agent.pid)
+        time.sleep(0.01)
+
+
+def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as stack:
+        recovery = Recovery(policy="chameleon")
+        config = written(tmp_path, steps=100_000, batch=SLOW, recovery=recovery)
+        training = stack.enter_context(Command("train", config, "--output-dir", run.path))
+        training.read_until(r"^\s+3\s")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path))
+        standby.read_until("standing by at 127.0.0.1:")
+        stopped = [training.pid, run.read_control().pid]
+        for process in stopped:
+            os.kill(process, signal.SIGSTOP)
+        standby.read_until(r"this one leads in term \d")
+        for process in reversed(stopped):
+            os.kill(process, signal.SIGCONT)
+        training.read_until(r"leads the run; this one, of term \d, ends")
+        with Command("agent", "--run", run.path, "--workers", "1") as agent:
+            standby.read_until(r"worker 2 (has )?joined")
+            with every_process_ends(training.session()):
+                training.signal(signal.SIGTERM)
+                assert training.wait() == os.EX_TEMPFAIL, training.printed
+            assert "another coordinator leads the run; this machine and its workers leave it" in training.printed
+            standby.read_until(r"^\s+\d+\s.*\s1$")
+            standby.signal(signal.SIGTERM)
+            assert standby.wait() == agent.wait() == os.EX_TEMPFAIL, standby.printed + agent.printed
+    ended = Ended(os.EX_TEMPFAIL, run)
+    assert (ended.summary["status"], ended.failures) == ("terminated", [])
+    assert {event["worker"] for event in ended.events("drained")} == {0, 1}
 
 
 def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:

@@ -119,6 +119,27 @@ async def test_a_coordinator_that_is_deposed_does_nothing_any_more(stage: Stage)
 
 
 @scene()
+async def test_a_coordinator_hands_over_to_one_that_stands_by(stage: Stage) -> None:
+    stage.train()
+    Term(stage.coordinator, term=1)
+    waiting = asyncio.create_task(stage.coordinator.wait())
+    stage.coordinator.message(cast(Peer, Puppet("standby")), StandbyHello(address="10.0.0.9:7"))
+    stage.coordinator.hand_over()
+    with pytest.raises(DeposedError, match=r"the coordinator at 10\.0\.0\.9:7 leads the run"):
+        await waiting
+    assert stage.coordinator.state.ending is None
+    assert not stage.events("termination")
+
+
+@scene()
+async def test_without_one_it_ends_the_run(stage: Stage) -> None:
+    stage.train()
+    Term(stage.coordinator, term=1)
+    stage.coordinator.hand_over()
+    assert stage.coordinator.state.ending == "terminated"
+
+
+@scene()
 async def test_peers_are_let_go_only_if_another_coordinator_may_lead(stage: Stage) -> None:
     stage.train()
     term = Term(stage.coordinator)

@@ -1,9 +1,10 @@
-"""Signals while a launcher starts."""
+"""Signals to a launcher, and its output."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -11,8 +12,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from chameleon_ft.launch import local
+from chameleon_ft.launch.children import DRAIN
 from chameleon_ft.launch.processes import signals_not_lost, unattended
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
 
 @pytest.mark.parametrize("is_swallowed", [True, False])
@@ -31,6 +34,11 @@ def test_ctrl_c_counts_although_a_compiler_swallows_it(*, is_swallowed: bool) ->
     assert (len(reached), signal.getsignal(signal.SIGINT)) == (is_swallowed, before)
 
 
+def launcher_of(run: Path, agent: MagicMock) -> local._Launcher:
+    start = SimpleNamespace(run=RunDirectory(run), config=SimpleNamespace(control=SimpleNamespace(lease_s=3.0)))
+    return local._Launcher(start, MagicMock(), MagicMock(), MagicMock(), agent)  # type: ignore[arg-type]
+
+
 def test_ctrl_c_while_a_coordinator_is_replaced_ends_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,11 +51,51 @@ def test_ctrl_c_while_a_coordinator_is_replaced_ends_the_new_one(
         return started[-1]
 
     monkeypatch.setattr(local, "Child", start_child)
-    start = SimpleNamespace(run=RunDirectory(tmp_path), config=SimpleNamespace(control=SimpleNamespace(lease_s=3.0)))
-    launcher = local._Launcher(start, MagicMock(), MagicMock(), MagicMock(), MagicMock())  # type: ignore[arg-type]
+    launcher = launcher_of(tmp_path, MagicMock())
     with unattended(), local._signals_passed_to(launcher._pass_on):
         launcher._start_coordinator()
         launcher._start_coordinator(stands_by=True)
     replaced, standing_by = started
     replaced.process.kill.assert_not_called()
     standing_by.process.kill.assert_called_once()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("ends", ["its workers have left", "another signal"])
+def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: str
+) -> None:
+    agent, coordinator = MagicMock(), MagicMock()
+    monkeypatch.setattr(local, "Child", lambda _: coordinator)
+    launcher = launcher_of(tmp_path, agent)
+    with unattended(), local._signals_passed_to(launcher._pass_on):
+        launcher._start_coordinator(stands_by=True)
+        for _ in range(2):  # within a second, they are one
+            signal.raise_signal(number)
+        agent.pipe.send.assert_called_once_with(DRAIN)
+        coordinator.pipe.send.assert_called_with(signal.SIGTERM)
+        coordinator.process.kill.assert_not_called()
+        if ends == "another signal":
+            launcher._signalled_s = [at_s - 2 * SAME_SIGNAL_S for at_s in launcher._signalled_s]
+            signal.raise_signal(number)
+        else:
+            agent.process.is_alive.return_value = False
+            launcher._give_up_if_unheard()
+        coordinator.process.kill.assert_called_once()
+
+
+def test_signals_after_the_end_are_ignored_until_all_is_closed() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with unattended():
+        with local._signals_passed_to(lambda _: None):
+            pass
+        signal.raise_signal(signal.SIGTERM)  # which would end this process
+    assert signal.signal(signal.SIGTERM, before) == signal.SIG_DFL
+
+
+def test_output_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with unattended():
+            print("a line", flush=True)
+        assert sys.stdout is full

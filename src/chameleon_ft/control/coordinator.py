@@ -140,6 +140,16 @@ class Coordinator:
         if self._may_act(self.terminate):
             self._handle(events.Interrupted(at=self._now(), is_termination=True))
 
+    def hand_over(self) -> None:
+        """Leave the run to a coordinator that stands by, which leads after the lease; without one, `terminate`."""
+        if not self._may_act(self.hand_over):
+            return
+        standbys, is_ending = self.state.standbys, self.state.ending is not None or self.state.phase is Phase.OVER
+        if standbys and not is_ending:
+            self._depose(DeposedError(self._term, " or ".join(standbys.values())))
+        else:
+            self.terminate()
+
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
         if self._may_act(partial(self.end, status, reason)):

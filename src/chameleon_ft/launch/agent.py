@@ -88,8 +88,8 @@ async def _run_agent(
 
     def terminate() -> None:
         nonlocal terminated_s
-        if standby is not None and (serving.done() or standby.leads()):
-            standby.send(signal.SIGTERM)  # which ends the run with a checkpoint if it leads
+        if standby is not None and serving.done():
+            standby.send(signal.SIGTERM)
         if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain()):
             serving.cancel()
         elif terminated_s == math.inf and not serving.done():
@@ -106,7 +106,7 @@ async def _run_agent(
             return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
         finally:
             if standby is not None and standing_by is not None:
-                standby.leave(order)
+                standby.leave(order, is_terminated=terminated_s < math.inf)
                 await standing_by
 
 
@@ -138,15 +138,16 @@ class _HostedStandby:
         self._run = run
         self._host = [] if host is None else ["--host", host]
         self._process: asyncio.subprocess.Process | None = None
+        self._is_left = False  # whether the agent has left the run
 
     async def run(self) -> None:
         """Stand by until the run is over; once more if it has led and another coordinator leads now."""
         command = [sys.executable, "-m", "chameleon_ft", "coordinator", "--standby", str(self._run.path), *self._host]
         code = DEPOSED
-        while code == DEPOSED:
+        while code == DEPOSED and not self._is_left:
             self._process = await asyncio.create_subprocess_exec(*command)
             code = await self._process.wait()
-        if code < 0:
+        if code < 0 and not self._is_left:
             name = signal.Signals(-code).name
             print(f"the coordinator that stood by here was ended by {name}; none does now", file=sys.stderr, flush=True)
 
@@ -160,13 +161,20 @@ class _HostedStandby:
             return False
         return control.pid == self._process.pid and control.has_process_here() is True
 
-    def leave(self, order: Exit | None) -> None:
-        """End it if the agent leaves a run that goes on elsewhere; if it leads, the run needs it."""
+    def leave(self, order: Exit | None, *, is_terminated: bool) -> None:
+        """End it if the agent leaves a run that goes on elsewhere.
+
+        If it leads, the run needs it, unless the agent was asked to end: then it leaves the run to a coordinator that
+        stands by on another machine, or ends it with a checkpoint.
+        """
+        self._is_left = True
         is_over = order is not None and order.status is not None
-        if is_over:
-            return  # it has been told
-        if self.leads():
-            print("the coordinator of the run is on this machine; SIGTERM ends the run with a checkpoint", flush=True)
+        if is_terminated:
+            self.send(signal.SIGTERM)
+        elif is_over:
+            pass  # it has been told
+        elif self.leads():
+            print("the coordinator of the run is on this machine, and leaves it at SIGTERM", flush=True)
         else:
             self.send(signal.SIGTERM)
 

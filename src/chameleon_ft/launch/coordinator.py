@@ -135,6 +135,7 @@ async def serve_run(
     beside: Beside,
     processes: BaseContext,
     leadership: Leadership | None = None,
+    terminate: Callable[[Coordinator], None] = Coordinator.terminate,
 ) -> RunStatus:
     """Coordinate a run until it ends.
 
@@ -143,9 +144,10 @@ async def serve_run(
         beside: entered once the coordinator listens.
         processes: starts the process of background work.
         leadership: a term that this process has claimed to continue the run of another coordinator; None: begin it.
+        terminate: called when this process is asked to end.
 
     Raises:
-        DeposedError: another coordinator leads.
+        DeposedError: another coordinator leads, or is to lead.
     """
     config, run = start.config, start.run
     last = None if leadership is None else LastEntry.newest(run)
@@ -188,7 +190,7 @@ async def serve_run(
                 interrupts = InterruptCount(coordinator.interrupt)
                 interrupt = partial(interrupts.request, "signal")
                 async with beside(control, coordinator, interrupts):
-                    with signals_handled(interrupt=interrupt, terminate=coordinator.terminate):
+                    with signals_handled(interrupt=interrupt, terminate=partial(terminate, coordinator)):
                         return await coordinator.wait()
             finally:
                 recorder.files.submit(run.control_file, run.remove_control)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -11,43 +10,37 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Final
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError
-from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.child import FORK, Child, describe_end, received
-from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, serve_run
+from chameleon_ft.launch.child import Child, describe_end, received
+from chameleon_ft.launch.children import ALIVE, DRAIN, run_agent, run_coordinator, run_next_agent
+from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import (
-    inspect,
     load_solvers,
     signals_deferred,
     signals_not_lost,
-    start_fork_server,
     unattended,
 )
-from chameleon_ft.launch.standby import until_lost
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.fork_server import receive
 from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline, terminations
 
 __all__ = ["train"]
 
 _MOST_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
-_ALIVE: Final = b"alive"
 _MOST_SIGNALS: Final = 2
 """Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
 _ASKS: Final = 5  # within the lease
@@ -66,7 +59,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
         control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
         with closing(Lifeline()) as lifeline:
-            agent = Child(partial(_run_agent, config, control, listener, lifeline))
+            agent = Child(partial(run_agent, config, control, listener, lifeline))
             try:
                 # Before any process is forked that needs them, and while the agent loads the job.
                 with signals_not_lost():
@@ -103,6 +96,7 @@ class _Launcher:
         self._stands_by = False  # whether another coordinator led the run when the present one was started
         self._has_ended = False  # whether a coordinator has said how the run ended
         self._given_up: RunStatus | None = None  # how this process ends if no coordinator says so
+        self._is_draining = False  # whether the agent has been told to
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
         self._ask_every_s = start.config.control.lease_s / _ASKS
         self._silent_s: float | None = None  # for which the coordinator has not answered, once it has begun
@@ -136,7 +130,7 @@ class _Launcher:
             ready = connection.wait([coordinator.pipe, *agent], self._ask_every_s)
             if coordinator.pipe in ready:
                 outcome = received(coordinator.pipe)
-                if outcome == _ALIVE:
+                if outcome == ALIVE:
                     self._silent_s, self._stands_by = 0.0, False
                 elif outcome is None and self._given_up is not None:
                     why = "another coordinator leads the run" if self._stands_by else "the coordinator does not answer"
@@ -159,6 +153,7 @@ class _Launcher:
                 agent.clear()
                 self._agent.process.join()
                 if error is None and self._agent.process.exitcode == 0:
+                    self._give_up_if_unheard()
                     continue  # its workers have been drained, and others train on
                 if error is None and self._replace_agent():
                     agent.append(self._agent.pipe)
@@ -179,7 +174,7 @@ class _Launcher:
             return
         if self._silent_s == 0.0:
             with contextlib.suppress(OSError):
-                coordinator.pipe.send(_ALIVE)
+                coordinator.pipe.send(ALIVE)
         self._silent_s += min(waited_s, self._ask_every_s)
         if self._silent_s > self._start.config.control.lease_s:
             self._end_reason = f"SIGKILL, because it did not answer for {self._silent_s:.1f} s"
@@ -190,7 +185,7 @@ class _Launcher:
             self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
             self._coordinator = Child(
                 partial(
-                    _run_coordinator,
+                    run_coordinator,
                     self._start,
                     self._control,
                     self._listener,
@@ -220,7 +215,8 @@ class _Launcher:
         if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MOST_DEATHS:
             return False
         why, config = describe_end(self._agent.process), self._start.config
-        self._agent = Child(partial(_run_next_agent, config, self._control, self._listener, self._lifeline))
+        self._agent = Child(partial(run_next_agent, config, self._control, self._listener, self._lifeline))
+        self._is_draining = False
         print(f"the agent of this machine was ended by {why}; another one adopts its workers", flush=True)
         return True
 
@@ -238,17 +234,29 @@ class _Launcher:
     def _give_up_if_unheard(self) -> None:
         """End the coordinator if it has been told to end the run and does not, so that this process ends.
 
-        Before it has begun, that is at once if another one leads the run, and else at the second signal or after the
-        lease, by which it may have found out that another one does. Later, that is at the third signal.
+        Before it has begun, that is at the second signal or after the lease, by which it may have found out that
+        another one leads the run. If that is known, it is at once; but at SIGTERM, the agent drains its workers first.
+        Later, that is at the third signal.
         """
         if not self._signals or self._coordinator is None or self._given_up is not None:
             return
         waited_s = time.monotonic() - self._signalled_s[0]
         number = 1 + sum(after > before + SAME_SIGNAL_S for before, after in itertools.pairwise(self._signalled_s))
         has_begun, lease_s = self._silent_s is not None, self._start.config.control.lease_s
-        if number > _MOST_SIGNALS or (not has_begun and (self._stands_by or number > 1 or waited_s > lease_s)):
-            self._given_up = "interrupted" if self._signals[-1] == signal.SIGINT else "terminated"
+        is_termination = self._signals[-1] == signal.SIGTERM
+        if number <= _MOST_SIGNALS and has_begun:
+            return
+        if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():
+            self._drain_agent()
+        elif self._stands_by or number > 1 or waited_s > lease_s:
+            self._given_up = "terminated" if is_termination else "interrupted"
             self._coordinator.process.kill()
+
+    def _drain_agent(self) -> None:
+        if not self._is_draining:
+            self._is_draining = True
+            with contextlib.suppress(OSError):  # it ends by itself
+                self._agent.pipe.send(DRAIN)
 
 
 @dataclass(slots=True)
@@ -300,100 +308,3 @@ def _load_solvers() -> None:
     finally:
         notice.cancel()
         notice.join()
-
-
-# --- the children ----------------------------------------------------------------------------------------------------
-
-
-def _run_coordinator(
-    start: RunStart,
-    control: ControlAddress,
-    listener: socket.socket,
-    signals: Sequence[signal.Signals],
-    pipe: Connection,
-    *,
-    takes_over: bool,
-) -> None:
-    """Coordinate the run, in place of one that is lost if it takes over, and send how it ended."""
-
-    @asynccontextmanager
-    async def obey(_: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount) -> AsyncIterator[None]:
-        def obey_order(order: object) -> None:
-            match order:
-                case signal.SIGINT:
-                    interrupts.request("launcher")
-                case signal.SIGTERM:
-                    coordinator.terminate()
-                case str():
-                    coordinator.end("failed", order)
-                case bytes():
-                    pipe.send(order)
-
-        # The first one may have reached the coordinator before.
-        for number in signals[1:] if coordinator.state.ending else signals:
-            obey_order(number)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pipe.fileno(), lambda: obey_order(received(pipe)))
-        pipe.send(_ALIVE)
-        yield
-        loop.remove_reader(pipe.fileno())
-
-    async def coordinated() -> RunStatus:
-        leadership = await until_lost(start, control, listener) if takes_over else None
-        if isinstance(leadership, str):
-            return leadership
-        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
-        return await serve_run(
-            start, control, listener=listener, view=view, beside=obey, processes=FORK, leadership=leadership
-        )
-
-    control = replace(control, pid=os.getpid())
-    outcome: RunStatus | ChameleonError
-    try:
-        outcome = asyncio.run(coordinated())
-    except ChameleonError as error:
-        outcome = error
-    pipe.send(outcome)
-
-
-def _run_agent(
-    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
-) -> None:
-    """Send the job in numbers; once told to, serve the run. Send the error if that fails."""
-
-    async def answer() -> None:
-        start_fork_server()
-        pipe.send(await inspect(config, workers=config.workers))
-        await receive(pipe)
-
-    try:
-        asyncio.run(answer())
-    except ChameleonError as error:
-        pipe.send(error)
-    else:
-        _run_next_agent(config, control, listener, lifeline, pipe)
-
-
-def _run_next_agent(
-    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
-) -> None:
-    """Serve the run. Send the error if that fails."""
-    listener.close()
-
-    async def serve() -> None:
-        agent = create_agent(
-            coordinator=control.address,
-            token=control.token,
-            tls=control.tls,
-            workers=config.workers,
-            lifeline=lifeline.descriptor,
-        )
-        try:
-            await agent.serve()
-        finally:
-            agent.kill_all()
-
-    try:
-        asyncio.run(serve())
-    except ChameleonError as error:
-        pipe.send(error)
