@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from chameleon_ft.config import TrainConfig
+from chameleon_ft.control.events import Moment
+from chameleon_ft.control.journal import Journal
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory, RunStatus
+from chameleon_ft.observe.run_lock import RunLock
 from tests.cli.conftest import CommandLine, nothing_listens
+from tests.control.histories import new_state
 
 AGENT = {
     "coordinator": "10.0.0.1:4000",
@@ -131,6 +136,65 @@ def test_a_run_is_waited_for_and_its_address_read_again(
     chameleon.knocks = [the_token_is_wrong]
     assert chameleon("agent", "--run", late.path, "--workers", "4") == 0
     assert [joined["coordinator"] for joined in chameleon.joined] == ["10.0.0.2:5000"]
+
+
+def end(run: RunDirectory, status: RunStatus) -> None:
+    """Leave what a coordinator leaves that has ended the run."""
+    with FileQueue() as files:
+        state = replace(new_state(), ended=(status, "because"))
+        Journal(run.journal_file(1), files).write(state, Moment(unix_s=1.0, monotonic_s=1.0))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of a clock that only sleeping moves."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("command", ["agent", "worker", "coordinator"])
+def test_a_run_that_is_finished_is_not_waited_for(
+    chameleon: CommandLine,
+    run: RunDirectory,
+    command: str,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name, value)
+    end(run, "finished")
+    flag = "--standby" if command == "coordinator" else "--run"
+    assert chameleon(command, flag, str(run.path), *["--workers", "4"] * (command == "agent")) == 0
+    assert chameleon.capture.readouterr().out.endswith(f"{run.path}: the run is over: all of its steps are done\n")
+    assert clock[0] < 10.0
+    assert not chameleon.joined
+
+
+def test_a_finished_run_that_is_being_resumed_is_waited_for(
+    chameleon: CommandLine, run: RunDirectory, clock: list[float]
+) -> None:
+    end(run, "finished")
+    lock = RunLock()
+    lock.take(run.path)
+    assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4")
+    assert clock[0] > 290.0
+    lock.release()
+
+
+def test_a_run_that_was_terminated_may_be_resumed(
+    chameleon: CommandLine, run: RunDirectory, clock: list[float]
+) -> None:
+    end(run, "terminated")
+    assert chameleon("agent", "--run", str(run.path), "--workers", "4") == 2
+    captured = chameleon.capture.readouterr()
+    assert captured.out == f"waiting up to 300 s for the coordinator of {run.path}, which is terminated\n"
+    assert clock[0] > 290.0
 
 
 def test_a_wrong_token_is_not_waited_for(chameleon: CommandLine) -> None:

@@ -200,6 +200,16 @@ def test_it_ends_with_the_run_that_is_over_before_it_has_reconnected(
     assert (order and order.exit_code) == code
 
 
+def test_it_ends_with_its_coordinator_if_it_never_had_a_worker(starter: Starter) -> None:
+    async def coordinator(connection: ServerConnection) -> None:
+        connection.transport.abort()
+
+    order = play(starter, coordinator)
+    assert order == Exit(reason="the coordinator is gone, and no worker of this host was in the run")
+    assert order is not None
+    assert order.exit_code == 0
+
+
 # --- drained ---------------------------------------------------------------------------------------------------------
 
 

@@ -305,6 +305,19 @@ def test_an_agent_that_waits_gets_other_workers_if_the_one_before_comes_back() -
     assert history.sent(Spawn, to=NEXT) == [Spawn(workers=(4, 5), incarnations=(1, 1))]
 
 
+def test_an_agent_that_waits_ends_at_once_if_it_is_to() -> None:
+    history = training()
+    history.take_over()
+    for worker in history.live():
+        history.return_worker(worker)
+    history.say(NEXT, HostHello(host="a host", slots=4))
+    history.say(NEXT, Drain())
+    assert history.sent(Message, to=NEXT) == [Exit(reason="drained", is_drained=True)]
+    history.depart(NEXT)
+    history.wait(6.0)
+    assert history.sent(Adopt) == []
+
+
 def test_an_agent_that_waits_is_found_by_the_next_coordinator_or_forgotten() -> None:
     for comes_back in (True, False):
         history = training()

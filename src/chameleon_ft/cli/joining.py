@@ -5,6 +5,7 @@ The client is imported lazily, because `--help` must not wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from typing import Annotated, Final
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE, split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, RunStatus
+from chameleon_ft.observe.run_lock import RunLock
 
 __all__ = ["JoinArguments"]
 
 _RETRY_S: Final = 0.1  # twice as long before each attempt that follows
 _RETRY_MAX_S: Final = 2.0
+_OVER_S: Final = 5.0  # for which a run that is finished is not resumed, with more steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,10 @@ class JoinArguments:
     wait_s: float = 300.0
     """Seconds to wait for the coordinator, if it does not answer yet."""
 
-    def find_coordinator(self) -> tuple[str, str, Path | None]:
+    def find_coordinator(self) -> tuple[str, str, Path | None] | None:
         """Wait for the coordinator; return its address, host:port, the token and the TLS directory.
+
+        Returns None, and says so, if all steps of the run are trained and no process resumes it.
 
         Raises:
             ConfigError: the arguments and the environment name no coordinator or two, the address is malformed or the
@@ -61,7 +66,7 @@ class JoinArguments:
         """
         from chameleon_ft.control.requests import knock
 
-        until_s, pause_s, has_said = time.monotonic() + self.wait_s, _RETRY_S, False
+        began_s, pause_s, has_said = time.monotonic(), _RETRY_S, False
         while True:
             try:
                 found = self._coordinator()
@@ -70,7 +75,11 @@ class JoinArguments:
             except (ConfigError, ControlError, OSError) as error:
                 # The files of a run are written by another machine, and may be those of a coordinator that is gone.
                 is_final = self.run is None and isinstance(error, ChameleonError)
-                if is_final or self._is_wrong() or time.monotonic() + pause_s > until_s:
+                waited_s, status = time.monotonic() - began_s, self._status_of_last_start()
+                if status == "finished" and waited_s > min(_OVER_S, self.wait_s - pause_s):
+                    print(f"{self.run}: the run is over: all of its steps are done", flush=True)
+                    return None
+                if is_final or self._is_wrong() or waited_s + pause_s > self.wait_s:
                     if isinstance(error, ChameleonError):
                         raise
                     raise ControlError(
@@ -80,9 +89,21 @@ class JoinArguments:
             if not has_said:
                 has_said = True
                 where = f"of {self.run}" if self.run is not None else f"at {self.coordinator}"
-                print(f"waiting up to {self.wait_s:g} s for the coordinator {where}", flush=True)
+                ended = "" if status is None else f", which is {status}"
+                print(f"waiting up to {self.wait_s:g} s for the coordinator {where}{ended}", flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_MAX_S)
+
+    def _status_of_last_start(self) -> RunStatus | None:
+        """Return how the run has ended; None if it is live, is being resumed or its coordinator is lost."""
+        if self.run is None or RunDirectory(self.run).control_file.exists() or RunLock.is_in(self.run):
+            return None
+        from chameleon_ft.control.journal import LastEntry
+
+        with contextlib.suppress(ChameleonError):  # a damaged journal
+            last = LastEntry.newest(RunDirectory(self.run))
+            return None if last is None else last.status
+        return None
 
     def _is_wrong(self) -> bool:
         """Return whether these arguments cannot become right by waiting."""

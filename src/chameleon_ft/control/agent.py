@@ -43,6 +43,7 @@ __all__ = ["Agent"]
 
 _EXIT_GRACE_S = 5.0  # for ranks that are told to exit
 _TOLD = "its workers were told to exit"
+_NO_WORKER = "the coordinator is gone, and no worker of this host was in the run"
 
 _logger = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ class Agent:
         """Carry out the coordinator's orders.
 
         Returns:
-            The coordinator's order to exit, because the run is over or all workers have left; None if the coordinator
-            is lost, and no other has taken its place in time.
+            The coordinator's order to exit, because the run is over or all workers have left, or there never was any;
+            None if the coordinator is lost, and no other has taken its place in time.
 
         Raises:
             ControlError: the coordinator does not answer, or refuses this host.
@@ -182,6 +183,8 @@ class Agent:
         if self._were_told_to_exit():  # while this agent was not connected
             is_terminated = self._last_exit_code == os.EX_TEMPFAIL
             self._exit = Exit(reason=_TOLD, status="terminated" if is_terminated else None)
+        elif not self._local_indexes:
+            self._exit = Exit(reason=_NO_WORKER)
 
     async def _start(self, ranks: Sequence[tuple[int, int]]) -> None:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""

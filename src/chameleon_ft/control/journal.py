@@ -15,7 +15,7 @@ from chameleon_ft.control.events import Moment
 from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, read_lines
+from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, RunStatus, read_lines
 
 __all__ = ["Journal", "LastEntry"]
 
@@ -45,6 +45,11 @@ class LastEntry:
         """Read the newest journal of a run; None if there is none. Raises ControlError if it is damaged."""
         journals = run.journals()
         return cls.read(journals[-1]) if journals else None
+
+    @property
+    def status(self) -> RunStatus | None:
+        """How the run has ended; None if it has not."""
+        return None if self.state.ended is None else self.state.ended[0]
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -222,7 +222,7 @@ def _has_ended(run: RunDirectory, term: int) -> bool:
         last = LastEntry.newest(run)
     except ChameleonError:  # damaged; it is not read by a run that begins or resumes
         return False
-    return last is not None and last.state.term == term and last.state.ended is not None
+    return last is not None and last.state.term == term and last.status is not None
 
 
 @asynccontextmanager

@@ -160,7 +160,7 @@ async def _claim(
         lost = await wait_for_silence(lease, lease_s=lease_s)
         if not run.control_file.exists():
             last = LastEntry.newest(run)
-            return last.state.ended[0] if last is not None and last.state.ended is not None else "failed"
+            return last.status or "failed" if last is not None else "failed"
         if lost is not None and lost.address != address and not is_known.is_set():
             if not has_told:
                 has_told = True

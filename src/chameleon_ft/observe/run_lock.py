@@ -39,6 +39,11 @@ class RunLock:
         return directory.is_dir() and [each.name for each in directory.iterdir()] == [_NAME]
 
     @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Return whether a process starts or runs the run of a directory, or was killed while it did."""
+        return (directory / _NAME).exists()
+
+    @staticmethod
     def names_in(directory: Path) -> frozenset[str]:
         """Return the names of the other files in a directory."""
         return frozenset(each.name for each in directory.iterdir()) - {_NAME}

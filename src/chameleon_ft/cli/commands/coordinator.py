@@ -80,7 +80,8 @@ def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
 
 
 def _stand_by(path: Path, *, host: str | None) -> int:
-    JoinArguments(run=path).find_coordinator()
+    if JoinArguments(run=path).find_coordinator() is None:
+        return 0
     directory = RunDirectory.open(path)
     from chameleon_ft.launch import stand_by
 

@@ -27,6 +27,11 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
 
     Workers that are still loading leave at once.
     """
+    waiting = draft.state.waiting_hosts
+    if connection in waiting:
+        draft.set(waiting_hosts={each: hello for each, hello in waiting.items() if each != connection})
+        draft.do(Send(connection, Exit(reason="drained", is_drained=True)))
+        return
     own = _own_workers(draft.state, connection)
     if own is not None and draft.state.ending is not None:
         draft.do(Send(connection, message))  # it is told to exit with all others
