@@ -125,7 +125,8 @@ class History:
         self.speeds: dict[int, float] = {}
         """Of slow workers, relative to the others."""
         self.link_speeds: dict[tuple[int, int], float] = {}
-        """Likewise of slow links. If there are any, all links are measured."""
+        self.link_kind = 1
+        """Likewise of slow links, which are of `link_kind`. If there are any, all links are measured."""
         self.began: list[int] = []
         """Generations that were begun, by an order or by a switch."""
         self.moved: dict[int, int] = {}
@@ -158,7 +159,7 @@ class History:
                     links = {}
                     if self.link_speeds:
                         pairs = ((other, worker) for other in self.members() if other < worker)
-                        links = {pair: (1 / self.link_speeds.get(pair, 1.0), 0) for pair in pairs}
+                        links = {pair: (1 / self.link_speeds.get(pair, 1.0), self.link_kind) for pair in pairs}
                     self.happen(
                         OperationsMeasured(
                             at=self.at,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -243,8 +244,9 @@ def test_the_number_of_a_link_is_no_other_ones(one: int, other: int) -> None:
 # --- what the coordinator does about them ----------------------------------------------------------------------------
 
 
-def trained(speeds: Mapping[Ends, float], **settings: Health) -> History:
+def trained(speeds: Mapping[Ends, float], *, kind: int = 1, **settings: Health) -> History:
     history = History(new_state(steps=1000, **settings))
+    history.link_kind = kind
     history.link_speeds = {(0, 1): 1.0}
     history.train(steps=10)
     go_on(history, speeds)
@@ -278,6 +280,15 @@ def test_slowness_is_not_looked_for_if_that_is_turned_off() -> None:
     history = trained({(1, 2): 0.5}, health=Health(detect_slow=False))
     assert not history.events("slow_link")
     assert not history.considerations
+
+
+def test_links_inside_a_host_are_judged_only_on_request_or_if_they_are_emulated() -> None:
+    history = trained({(1, 2): 0.5}, kind=0)
+    assert not history.events("slow_link")
+    assert not history.considerations
+    assert trained({(1, 2): 0.5}, kind=0, health=Health(slow_links="all")).events("slow_link")
+    emulated = replace(new_state().settings, workers_per_host=4)
+    assert emulated.judges_link(is_between_hosts=False)
 
 
 def test_a_link_that_recovers_is_reported_and_decided_on() -> None:

@@ -263,6 +263,11 @@ class Health(Section):
         description="Whether workers and links that stay slower than the others are reported, and a better plan is "
         "looked for. Turn it off where workers share processors with other work, which looks like slowness.",
     )
+    slow_links: Literal["between-hosts", "all"] = Field(
+        default="between-hosts",
+        description="Links that are judged. all: also those inside a host, where a worker that waits for a processor "
+        "looks like a slow link. Emulated links always are.",
+    )
 
 
 class Timelines(Section):

@@ -101,8 +101,10 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
                 incidents.detect(
                     draft, signals.OperationsMeasured(worker, generation, event.step, event.ratio, event.group)
                 )
-                if event.links:
-                    incidents.detect(draft, signals.LinksMeasured(generation, event.step, event.links))
+                judges = state.settings.judges_link
+                judged = {ends: each for ends, each in event.links.items() if judges(is_between_hosts=bool(each[1]))}
+                if judged:
+                    incidents.detect(draft, signals.LinksMeasured(generation, event.step, judged))
         case events.PrepareFailed():
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):

@@ -82,6 +82,10 @@ class Settings:
             checkpoints=str(run.checkpoints),
         )
 
+    def judges_link(self, *, is_between_hosts: bool) -> bool:
+        """Return whether a link of this kind may be found slow."""
+        return is_between_hosts or self.health.slow_links == "all" or self.workers_per_host is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
