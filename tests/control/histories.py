@@ -382,13 +382,8 @@ class History:
 
     def sent(self, kind: type[Kind], to: int | None = None) -> list[Kind]:
         """Messages of a kind that were sent, in all or on one connection."""
-        return [
-            command.message
-            for command in self.commands
-            if isinstance(command, Send)
-            and isinstance(command.message, kind)
-            and (to is None or command.connection == to)
-        ]
+        sent = (command for command in self.commands if isinstance(command, Send))
+        return [each.message for each in sent if isinstance(each.message, kind) and to in (None, each.connection)]
 
     def records(self, kind: type[Kind]) -> list[Kind]:
         found = [command.record for command in self.commands if isinstance(command, Record)]

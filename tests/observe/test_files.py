@@ -11,7 +11,8 @@ import pytest
 
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.observe import ControlAddress, RunDirectory, detach
+from tests.mounts import fill, small_disk
 
 CONTROL = ControlAddress(address="127.0.0.1:4000", token="secret", pid=1)
 
@@ -109,3 +110,24 @@ def test_the_files_that_a_configuration_names_are_copied_and_replaced(tmp_path: 
     assert run.profile_file.read_text() == "2"
     run.write_config(run.config())
     assert run.profile_file.read_text() == "2"
+
+
+def test_a_file_is_detached_from_processes_that_have_it_open(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("a line\n")
+    with path.open("a") as late:
+        detach(path)
+        late.write("a late line\n")
+    assert path.read_text() == "a line\n"
+    detach(tmp_path / "none")
+    assert [each.name for each in tmp_path.iterdir()] == ["lines"]
+
+
+def test_on_a_full_disk_it_stays(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        path = disk / "lines"
+        path.write_text("a line\n" * 1000)
+        fill(disk)
+        detach(path)
+        assert path.read_text() == "a line\n" * 1000
+        assert sorted(each.name for each in disk.iterdir()) == ["ballast", "lines"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Checkpoint
-from chameleon_ft.observe import StepRecord, View, complete_checkpoints, file_queue
+from chameleon_ft.observe import ControlAddress, RunDirectory, StepRecord, View, complete_checkpoints, file_queue
 from tests.harness import assert_trained_as_if_nothing_failed, small_config, train_here
 from tests.mounts import fill, freezable_disk, freeze, small_disk, thaw
 
@@ -58,6 +60,34 @@ def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path) -> None:
         ended = train_here(small_config(tmp_path, steps=40), disk / "run", view=view)
         assert ended.code == 1, "the last checkpoint does not fit"
         assert "metrics.jsonl" in view.seen["records_lost"]["message"]
+
+
+def test_an_address_that_does_not_fit_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, steps = RunDirectory.write_control, list[int]()
+
+    def write_if_there_is_room(run: RunDirectory, control: ControlAddress) -> None:
+        if len(steps) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(run, control)
+
+    @dataclass
+    class CountingView(View):
+        seen: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+        def step(self, record: StepRecord) -> None:
+            steps.append(record.step)
+
+        def event(self, name: str, fields: Mapping[str, Any]) -> None:
+            self.seen.setdefault(name, fields)
+
+    monkeypatch.setattr(RunDirectory, "write_control", write_if_there_is_room)
+    view = CountingView()
+    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=view)
+    assert_trained_as_if_nothing_failed(ended)
+    assert view.seen["records_late"]["message"].startswith(
+        f"[Errno 28] No space left on device, at {ended.run.control_file}; training goes on"
+    )
+    assert "records_written" in view.seen
 
 
 def test_checkpoints_that_do_not_fit_are_removed_and_tried_again(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ async def serve_run(
             first_number=coordinator.first_connection,
             leads=coordinator.leads,
         ):
-            run.write_control(control)
+            recorder.files.submit(run.control_file, partial(run.write_control, control))
             try:
                 interrupts = InterruptCount(coordinator.interrupt)
                 interrupt = partial(interrupts.request, "signal")

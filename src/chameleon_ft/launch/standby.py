@@ -155,7 +155,7 @@ async def _claim(
     Peers that do not know this coordinator would not find it. So before `is_known`, only one at the address of the
     leader takes its place: a leader that was only slow may go on.
     """
-    has_told = False
+    has_told = has_failed = False
     while True:
         lost = await wait_for_silence(lease, lease_s=lease_s)
         if not run.control_file.exists():
@@ -167,11 +167,15 @@ async def _claim(
                 print(_UNKNOWN.format(run.path), flush=True)
             await asyncio.sleep(lease_s / POLLS)
             continue
-        with contextlib.suppress(LeaseError):
+        try:
             term = 1 if lost is None else lost.term + 1
             leadership = await Leadership.claimed(lease, term, address=address, lease_s=lease_s)
             if leadership is not None:
                 return leadership
+        except LeaseError as error:
+            if not has_failed:
+                has_failed = True
+                print(f"the run cannot be continued yet: {error}", flush=True)
         await asyncio.sleep(lease_s / POLLS)
 
 

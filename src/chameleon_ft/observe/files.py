@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
 import shutil
@@ -305,15 +305,23 @@ def remove_unfinished_line(descriptor: int) -> None:
 def detach(path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
     """Replace a file by a copy of it, if there is one, so that processes that have it open do not change it any more.
 
-    `path` names the file all the time. `may_write` is asked right before the copy gets that name.
+    `path` names the file all the time. `may_write` is asked right before the copy gets that name. If there is no room
+    for the copy, the file stays: a process that still appended a line would do less harm than a run that ends.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
+    try:
         shutil.copyfile(path, draft)
-        if may_write():
-            draft.replace(path)
-        else:
-            draft.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return
+    if may_write():
+        draft.replace(path)
+    else:
+        draft.unlink()
 
 
 class FaultLog:
