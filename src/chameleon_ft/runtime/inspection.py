@@ -16,6 +16,7 @@ from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import claim_device, device_name, missing_device, require_devices
@@ -44,19 +45,39 @@ def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
 
 @contextmanager
 def users_errors(config: RunConfig) -> Iterator[None]:
-    """Turn any error that the user's code raises inside the block into a ConfigError that names the job."""
+    """Turn any error that the user's code raises inside the block into a ConfigError that names the job and the line.
+
+    A ConfigError that such an error has led to gets the line, too.
+    """
     try:
         yield
+    except ConfigError as error:
+        place = None if error.__cause__ is None else _own_place_of(error.__cause__)
+        if place is None or place in str(error):
+            raise
+        raise ConfigError(f"{error}; the error is raised at {place}") from error.__cause__
     except ChameleonError:
         raise
-    except Exception as error:
-        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # it may call sys.exit
+        place = _own_place_of(error)
+        where = "" if place is None else f", at {place}"
+        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}{where}") from error
+
+
+def _own_place_of(error: BaseException) -> str | None:
+    """Return the place in the user's code at which an error was raised, if it was in that."""
+    place = place_of(error)
+    return None if place is None or "/chameleon_ft/" in place else place
 
 
 def inspect_job(config: RunConfig) -> JobInfo:
     """Load the job and measure its layers. Raises ConfigError where it cannot be trained with `config`."""
     with users_errors(config):
-        job = load_job(config.job, config)
+        return _inspect_job(config)
+
+
+def _inspect_job(config: RunConfig) -> JobInfo:
+    job = load_job(config.job, config)
     if job.num_layers < config.parallel.pp:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
