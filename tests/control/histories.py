@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any, TypeVar
-
-from pydantic_core import to_json
 
 from chameleon_ft.config import Checkpoint, Recovery, Timeouts
 from chameleon_ft.control.commands import Command, Launch, MeasureOperations, Record, Send, Task
@@ -27,7 +24,6 @@ from chameleon_ft.control.events import (
     Ticked,
     TookOver,
 )
-from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.state import Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire.messages import (
@@ -46,6 +42,7 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.control.wire.parts import OperationTimes, RankProcess, Vote
 from chameleon_ft.observe import FailureRecord, OtherRecord
 from tests.control.invariants import check
+from tests.control.journaled import JournaledState
 from tests.control.plans import LAYERS, a_plan, in_waves
 
 AGENT = 1000  # connection of the first agent
@@ -73,29 +70,6 @@ def new_state(**changes: Any) -> State:
 def vote(step: int, **fields: bool) -> Vote:
     sums = {"grad_square_sum": 4.0, "loss_sum": 12.0 * (step + 1), "terms": 12, "samples": 12}
     return Vote.model_validate({**sums, "finish": False, **fields})
-
-
-class JournaledState:
-    """A state as a journal has it, from the differences between all states so far."""
-
-    def __init__(self) -> None:
-        self._writer = PatchWriter()
-        self._last: State | None = None
-        self._parts: dict[int, Any] = {}
-        self._value: Any = None
-        self.sizes: list[int] = []
-        """Bytes of each difference."""
-
-    def become(self, state: State) -> None:
-        """Write and read the difference to the last state, and check that it leads to this one."""
-        patch = self._writer.patch(state, self._last) or {}
-        line = to_json({"state": patch, "parts": self._writer.new_parts()}, fallback=dict, inf_nan_mode="constants")
-        written = json.loads(line)
-        read_parts(written["parts"], self._parts)
-        self._value = patched(self._value, written["state"], self._parts)
-        assert State.from_json(json.dumps(self._value)) == state
-        self._last = state
-        self.sizes.append(len(line))
 
 
 def process_of(worker: int, incarnation: int = 1) -> RankProcess:
@@ -357,6 +331,18 @@ class History:
         staying = asked.members.staying()
         question = asked.scale_up.question
         self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))
+
+    def replace_lost(self, *, waves: int = 0) -> None:
+        """Lose worker 3, and prepare to switch to a plan with one of another host."""
+        self.reap(3)
+        self.quiesce()
+        self.start()
+        self.commit()
+        self.say(AGENT + 1, HostHello(host="late", slots=1))
+        self.come_back(4)
+        self.wait(0.7)
+        self.consider(*self.state.members.staying(), waves=waves)
+        self.prepare()
 
     def orders_fail(self) -> None:
         """Have the orders of the next generation fail."""

@@ -15,7 +15,6 @@ from chameleon_ft.control.wire.messages import (
     Exit,
     Finish,
     Hello,
-    HostHello,
     Kill,
     Refused,
     Spawn,
@@ -37,15 +36,7 @@ def training(steps: int = 3, **changes: object) -> History:
 def prepared_to_move(*, waves: int) -> History:
     """A run that has lost a worker, and is prepared to move layers to one on another host."""
     history = training()
-    history.reap(3)
-    history.quiesce()
-    history.start()
-    history.commit()
-    history.say(AGENT + 1, HostHello(host="late", slots=1))
-    history.come_back(4)
-    history.wait(0.7)
-    history.consider(*history.state.members.staying(), waves=waves)
-    history.prepare()
+    history.replace_lost(waves=waves)
     return history
 
 

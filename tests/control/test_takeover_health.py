@@ -12,8 +12,8 @@ from chameleon_ft.config import Health as HealthConfig
 from chameleon_ft.control.commands import DistrustCheckpoints
 from chameleon_ft.control.events import Decided, Interrupted
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import BadStep, HostHello, StateDiffers, Stop
-from tests.control.histories import AGENT, History, new_state
+from chameleon_ft.control.wire.messages import BadStep, StateDiffers, Stop
+from tests.control.histories import History, new_state
 from tests.control.plans import a_plan
 
 
@@ -161,15 +161,7 @@ def test_an_end_by_a_bad_step_that_was_interrupted_is_not_the_reason_of_a_later_
 def test_a_bad_step_after_which_workers_switch_is_recorded_with_all_reports() -> None:
     history = training(steps=30)
     history.holds = False
-    history.reap(3)
-    history.quiesce()
-    history.start()
-    history.commit()
-    history.say(AGENT + 1, HostHello(host="late", slots=1))
-    history.come_back(4)
-    history.wait(0.7)
-    history.consider(0, 1, 2, 4)
-    history.prepare()
+    history.replace_lost()
     generation, number = history.state.generation, history.state.committed
     for worker in (0, 1, 2):
         report = BadStep(
