@@ -19,6 +19,7 @@ class Crashes:
         self.detector, (found,) = self.detector.observe(ErrorReported(worker, error, step, since_step, "a.log"))
         if isinstance(found, Fatal):
             assert found.reason == f"worker {worker} failed in step {step}: {error}; see a.log"
+            assert step == 0 or found.explained != worker
             return True
         assert found == Lost(worker, "self", error)
         return False

@@ -589,6 +589,7 @@ async def test_the_same_error_in_the_same_step_of_another_worker_is_the_jobs(sta
     assert stage.ended is not None
     assert stage.ended[1].startswith("worker 2 failed in step 3: ValueError: a bug; see ")
     assert stage.ended[1].endswith("worker-2.log")
+    assert stage.failures == [], "worker 1 has not failed either"
 
 
 @scene(**THREE_PIPELINES)

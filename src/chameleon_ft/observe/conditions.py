@@ -32,7 +32,7 @@ ROUTINE: Final = frozenset(
             "interrupt",
             "termination",
         ),
-        *("failure", "hang", "failure_cost"),  # of incidents, see `diagnosis`
+        *("lost", "failure", "hang", "failure_cost"),  # of incidents, see `diagnosis`
         *("recovered", "recovered_link", "stay", "records_written"),  # ends of conditions, and answers to them
     }
 )

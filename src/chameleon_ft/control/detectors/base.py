@@ -213,9 +213,10 @@ class Lost(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Fatal(Finding):
-    """The run cannot continue."""
+    """The run cannot continue, and `explained` is a worker whose loss had the same cause and counts as none."""
 
     reason: str
+    explained: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,5 +38,5 @@ class CrashDetector:
         after = replace(self, errors={**self.errors, signal.step: (signal.worker, kind)})
         if signal.step == 0 or (error == kind and other != signal.worker):
             reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
-            return after, (Fatal(reason),)
+            return after, (Fatal(reason, explained=other),)
         return after, (lost,)

@@ -40,7 +40,8 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
         match finding:
             case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
                 lose(draft, worker, noticed_by, cause)
-            case signals.Fatal(reason=reason):
+            case signals.Fatal(reason=reason, explained=worker):
+                draft.set(incident=draft.state.incident.without(worker))
                 end(draft, "failed", reason)
             case signals.Slow():
                 slowness.slow(draft, finding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -85,6 +85,10 @@ class Incident:
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
     is_hasty: bool = False  # whether the plan was chosen without a search
     switched: Switched | None = None  # the report of the first worker that saw the transition complete
+
+    def without(self, worker: int | None) -> Self:
+        """Forget the loss of a worker."""
+        return replace(self, losses=tuple(loss for loss in self.losses if loss.worker != worker))
 
     def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
         """Return the phases of the stall, past ones as measured, and the seconds of wasted work before it.
