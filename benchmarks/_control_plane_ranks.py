@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from websockets.asyncio.client import ClientConnection
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.control.wire.codec import decode, encode
@@ -61,6 +61,8 @@ from chameleon_ft.control.wire.parts import OperationTimes, Vote
 _ORDER: Final = re.compile(r'\{"type":"start_generation","generation":(\d+),')
 _PUBLISHED: Final = '{"type":"published",'
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
+_RETRY_S: Final = 0.5
+_PATIENCE_S: Final = 60.0
 _ADDRESS: Final = "MTAuMC4wLjE6MjkwMDA="  # what the first member of a group publishes
 
 
@@ -126,6 +128,7 @@ class Hosts:
     per_host: int
     expected: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
+    _patient_until_s: float = 0.0
     _known: _Generation | None = None
     _committed: int = 0
     _vote: Vote | None = None
@@ -136,6 +139,7 @@ class Hosts:
     async def serve(self, hosts: Sequence[int]) -> None:
         """Start agents, which start their ranks, and follow commands until there are none."""
         self.expected = len(hosts) * self.per_host
+        self._patient_until_s = asyncio.get_running_loop().time() + _PATIENCE_S
         _tell("begun", 0)
         for host in hosts:
             self._run(self._agent(host))
@@ -160,7 +164,7 @@ class Hosts:
             os._exit(1)
 
     async def _agent(self, host: int) -> None:
-        peer = _Peer(await control_connection(self.address, self.token))
+        peer = _Peer(await self._connected())
         own: dict[int, int] = {}
         await peer.send(HostHello(host=f"host-{host}", slots=self.per_host, id=f"agent-{host}"))
         async for text in peer.connection:
@@ -180,8 +184,19 @@ class Hosts:
                     print(f"agent {host}: {message.reason}", file=sys.stderr, flush=True)
                     return
 
+    async def _connected(self) -> ClientConnection:
+        """Connect, again and again as ranks do while a coordinator is too busy to renew its lease."""
+        while True:
+            try:
+                return await control_connection(self.address, self.token)
+            except (OSError, InvalidHandshake) as error:
+                if asyncio.get_running_loop().time() > self._patient_until_s:
+                    raise
+                print(f"trying again: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                await asyncio.sleep(_RETRY_S)
+
     async def _rank(self, worker: int, incarnation: int, agent: _Peer) -> None:
-        connection = await control_connection(self.address, self.token)
+        connection = await self._connected()
         rank = self.ranks[worker] = _Rank(connection, worker=worker, incarnation=incarnation, agent=agent)
         await rank.send(Hello(worker=worker, host="127.0.0.1", incarnation=incarnation))
         try:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -62,7 +63,7 @@ _STAGES: Final = 8
 _PER_HOST: Final = 8
 _PROCESSES: Final = 2
 _TOKEN: Final = "control-plane"
-_LONGEST_S: Final = 300.0
+_LONGEST_S: Final = 180.0
 _STEPS: Final = 2
 _APART: Final = 11  # pipelines between two losses
 _BARS: Final = {"joined_s": {4096: 60.0}, "loss_s": {1024: 1.0, 4096: 4.0}, "heartbeats": {4096: 0.2}}
@@ -101,6 +102,7 @@ class _Ranks:
     def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
         self._processes = processes
         self._told: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
+        self._seen: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for process in processes:
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
@@ -112,24 +114,23 @@ class _Ranks:
 
     def last(self, name: str, about: int) -> float:
         """Return when the last process has told this."""
-        return max(self._times(name, about))
+        return max(self._times(name, about, processes=len(self._processes)))
 
     def first(self, name: str, about: int) -> float:
         """Return when the first process has told this, once all have."""
-        return min(self._times(name, about))
+        return min(self._times(name, about, processes=len(self._processes)))
 
-    def _times(self, name: str, about: int) -> list[float]:
-        found: list[float] = []
-        until_s = time.monotonic() + _LONGEST_S
-        while len(found) < len(self._processes):
+    def _times(self, name: str, about: int, *, processes: int) -> list[float]:
+        """Return when so many processes have told this; one may be ahead, and have told what comes later."""
+        found, until_s = self._seen[name, about], time.monotonic() + _LONGEST_S
+        while len(found) < processes:
             try:
                 told = self._told.get(timeout=max(0.0, until_s - time.monotonic()))
             except queue.Empty:
                 raise SystemExit(f"{name} {about}: not all ranks have come so far within {_LONGEST_S:g} s") from None
             if told is None:
                 raise SystemExit(f"{name} {about}: a process of ranks has ended; see ranks-*.txt")
-            if (told.name, told.about) == (name, about):
-                found.append(told.at_s)
+            self._seen[told.name, told.about].append(told.at_s)
         return found
 
     def step(self, number: int) -> None:
@@ -141,10 +142,7 @@ class _Ranks:
         """End a rank; return when its agent noticed."""
         for process in self._processes:  # one of them has it; agents get the numbers of ranks in the order they join
             self._say(process, "lose", worker)
-        while (told := self._told.get(timeout=_LONGEST_S)) is None or told.name != "lost":
-            if told is None:
-                raise SystemExit(f"worker {worker} cannot be ended: its process has ended; see ranks-*.txt")
-        return told.at_s
+        return self._times("lost", worker, processes=1)[0]
 
     def _say(self, process: subprocess.Popen[str], *words: object) -> None:
         assert process.stdin is not None
