@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,44 @@ def test_a_run_is_ended_at_once(endless: Path, run: RunDirectory) -> None:
         told("stop", run.path, "--now", "--wait")
         assert training.wait() == 130
     assert complete_checkpoints(run.checkpoints) == []
+
+
+def asked(port: int, path: str, values: dict[str, Any] | None = None, *, token: str = "") -> str:
+    """Get a path of the page, or post values to it; return the answer to what is done."""
+    with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        headers = {"Authorization": f"Bearer {token}"}
+        body = None if values is None else json.dumps(values)
+        connection.request("GET" if values is None else "POST", path, body=body, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        assert answer.status == 200, text
+        return text
+
+
+def test_a_run_is_watched_and_controlled_from_its_page(endless: Path, run: RunDirectory) -> None:
+    with Command("train", endless, "--output-dir", run.path, "--page", "127.0.0.1:0") as training:
+        port = int(training.read_until(r"page: http://127\.0\.0\.1:(\d+)/")[1])
+        training.read_until(STEP.format(3))
+        control = json.loads((run.path / "page.json").read_text())
+        assert (run.path / "page.json").stat().st_mode & 0o077 == 0
+        token = control["token"]
+        assert token not in training.printed, "standard output is no terminal"
+        state = json.loads(asked(port, "/api/state"))
+        assert state["report"]["condition"] == "training"
+        assert [row["state"] for row in state["grid"]["workers"]] == ["live"] * 4
+        assert "a checkpoint is written" in asked(port, "/api/actions/checkpoint", {}, token=token)
+        assert "draining 1" in asked(port, "/api/actions/drain", {"workers": [1]}, token=token)
+        training.read_until("worker 1 has left")
+        asked(port, "/api/actions/inject", {"worker": 2, "kind": "kill"}, token=token)
+        training.read_until("worker 2 lost in step")
+        training.read_until("resumed +at step")
+        (incident,) = [each for each in json.loads(asked(port, "/api/incidents")) if each["diagnosis"]]
+        assert [culprit["worker"] for culprit in incident["diagnosis"]["culprits"]] == [2]
+        assert incident["told"][0]["title"].startswith("worker 2 lost in step")
+        assert "chameleon_incidents_total 1.0" in asked(port, "/metrics")
+        assert complete_checkpoints(run.checkpoints) != []
+        asked(port, "/api/actions/finish", {}, token=token)
+        assert training.wait() == 130, training.printed
+    assert not (run.path / "page.json").exists()
+    with pytest.raises(ConnectionRefusedError):
+        asked(port, "/metrics")

@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "diagnose": "Say for each incident of a run which worker failed, where and why, and what was done.",
     "status": "Show the state of a run: progress, pace, workers, failures, checkpoints, expected end.",
     "watch": "Show the state of a run and its newest events until it is over.",
+    "page": "Serve the page of a run, live or over, and its metrics.",
     "stop": "End a live run, with a checkpoint.",
     "checkpoint": "Have a live run write a checkpoint now.",
     "drain": "Take workers out of a live run before their machine leaves.",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar
 from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.cli.live_runs import lost_run, refuse_live_run
+from chameleon_ft.cli.page_flag import Page, shown_on_page, with_page_address
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError, LiveRunError
 from chameleon_ft.observe import RunDirectory
@@ -31,6 +32,7 @@ class CoordinatorArguments:
     config: ConfigFile = None
     resume: Resume = None
     fork: Forks = False
+    page: Page = None
     take_over: Annotated[
         OptionalPath,
         metavar("RUN", "Directory of a live run whose coordinator is lost: continue it in place of that one."),
@@ -53,7 +55,9 @@ class CoordinatorArguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given, flags = parse_start(CoordinatorArguments, arguments, command="coordinator")
+    given, flags = parse_start(CoordinatorArguments, with_page_address(arguments), command="coordinator")
+    if given.page is not None and (given.take_over is not None or given.standby is not None):
+        raise ConfigError("--page: is for a run that starts; serve the page of this one by `chameleon page RUN`")
     if given.take_over is not None:
         if flags or given.config is not None or given.resume is not None:
             raise ConfigError(f"--take-over {given.take_over}: the run goes on as it is; leave out all other arguments")
@@ -73,10 +77,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
-    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-    from chameleon_ft.launch import coordinate
+    with shown_on_page(given.page) as start:
+        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+        from chameleon_ft.launch import coordinate
 
-    return prepared.start(coordinate)
+        return start(prepared, coordinate)
 
 
 def _stand_by(path: Path, *, host: str | None) -> int:

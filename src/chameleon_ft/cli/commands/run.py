@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
+from chameleon_ft.cli.page_flag import Page, shown_on_page, with_page_address
 from chameleon_ft.cli.run_config import absolute_job
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
@@ -32,11 +33,12 @@ class RunArguments:
     config: ConfigFile = None
     resume: Resume = None
     fork: Forks = False
+    page: Page = None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given, flags = parse_start(RunArguments, arguments, command="run", without=("job",))
+    given, flags = parse_start(RunArguments, with_page_address(arguments), command="run", without=("job",))
     if given.script is None and given.resume in (None, AUTO):
         raise ConfigError("JOB is missing: give the Python file or module with the function job()")
     job = None if given.script is None else absolute_job(given.script)
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     file = given.config
     if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
         file = beside
-    prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
-    from chameleon_ft.launch import train
+    with shown_on_page(given.page) as start:
+        prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
+        from chameleon_ft.launch import train
 
-    return prepared.start(train)
+        return start(prepared, train)

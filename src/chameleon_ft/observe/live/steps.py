@@ -63,12 +63,12 @@ class StepHistory:
     def add(self, record: StepRecord) -> None:
         """Add a committed step."""
         index, is_plain = len(self._step), not (record.is_rest or record.is_skipped)
-        self._step.append(record.step)
         self._time.append(math.nan if record.time is None else record.time)
         self._loss.append(record.loss)
         self._step_s.append(record.step_s)
         self._tokens_per_s.append(record.tokens_per_s)
         self._workers.append(record.workers)
+        self._step.append(record.step)  # the last column: another thread may read as many rows as this one has
         if is_plain:
             self._plain.append(index)
         if record.step > self._highest:

@@ -1,0 +1,36 @@
+"""`chameleon page`: the page of a run in a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from chameleon_ft.cli.arguments import RunPath, metavar, parse_arguments
+from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class PageArguments:
+    """Serve the page of a run, live or over, until Ctrl-C, and its metrics for Prometheus at /metrics.
+
+    Only the files of the run are read. Its buttons ask the coordinator of a live run, and need the token that is
+    printed here. All who reach the address can look, so by default it is for this machine alone.
+    """
+
+    run: RunPath
+    """Run directory."""
+    listen: Annotated[str, metavar("HOST:PORT")] = DEFAULT_ADDRESS
+    """Where to listen; port 0: any that is free."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(PageArguments, arguments, command="page")
+    run = RunDirectory.open(given.run)
+    from chameleon_ft.launch.page import PageServer
+
+    return PageServer(given.listen).serve(run)

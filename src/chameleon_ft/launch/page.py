@@ -1,0 +1,191 @@
+"""The page of a run, in a process of its own: no browser and no scrape can delay a run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast, get_args
+
+from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
+from chameleon_ft.control.fault_injection import inject
+from chameleon_ft.control.requests import checkpoint, drain, stop
+from chameleon_ft.control.wire.address import join_address, split_address
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory, replace_file
+
+__all__ = ["PageServer", "serve_page"]
+
+_NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
+_NICENESS: Final = 10  # ranks that compute on all cores come first
+_LAST_NEWS_S: Final = 2  # for which browsers may still be sent how the run ended
+_END_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _RunActions:
+    """Requests of the page to the coordinator of the run."""
+
+    run: RunDirectory
+
+    def inject(self, *, worker: int, kind: str, factor: float | None) -> str:
+        """Make a worker fail. Raises ConfigError if it cannot."""
+        if kind not in get_args(FailureKind):
+            raise ConfigError(f"there is no kind of failure {kind!r}; there are {', '.join(get_args(FailureKind))}")
+        if (kind in SLOWNESS) != (factor is not None):
+            raise ConfigError("give a factor for slow and slow-link, such as 0.5, and for no other kind")
+        if factor is not None and not 0 < factor <= 1:
+            raise ConfigError(f"a factor of {factor} is not above 0 and up to 1")
+        phases: dict[str, FailurePhase] = {"corrupt": "forward", "nan": "backward"}
+        name = cast("FailureKind", kind)
+        inject(self.run, worker=worker, kind=name, phase=phases.get(kind), step=None, factor=factor)
+        return f"worker {worker}: {kind}"
+
+    def drain(self, *, workers: tuple[int, ...], host: str | None) -> str:
+        """Take workers out of the run. Raises ChameleonError if the coordinator refuses."""
+        leaving = drain(self.run, workers=workers, host=host)
+        return f"draining {', '.join(map(str, leaving))}: they train until a plan without them is in force"
+
+    def checkpoint(self) -> str:
+        """Write a checkpoint now. Raises ChameleonError if the coordinator refuses."""
+        return f"a checkpoint is written after step {checkpoint(self.run)} or the next one"
+
+    def finish(self) -> str:
+        """End the run with a checkpoint. Raises ChameleonError if the coordinator refuses."""
+        stop(self.run)
+        return "the run ends after this step with a checkpoint"
+
+
+class PageServer:
+    """The address of a page, which is taken before anything else is begun.
+
+    Args:
+        address: HOST:PORT, or PORT on this machine alone; port 0: any that is free.
+
+    Raises:
+        ConfigError: it is taken, or libraries are missing.
+    """
+
+    def __init__(self, address: str) -> None:
+        if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+            raise ConfigError(
+                f"--page: {', '.join(missing)} is not installed; run `pip install 'chameleon-ft[page]'`, or leave out "
+                "the page"
+            )
+        host, port = split_address(address if ":" in address else f"127.0.0.1:{address}")
+        try:
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(place[:2], family=family)
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            raise ConfigError(
+                f"--page {address}: cannot listen there: {reason}; give another HOST:PORT, or port 0 "
+                "for any that is free"
+            ) from None
+        self.host = host
+        self.address = join_address(host, self._listener.getsockname()[1])
+        self.token = secrets.token_urlsafe(16)
+
+    def announce(self, run: RunDirectory) -> None:
+        """Print the address, and write it with the token to a file that only the owner can read."""
+        file = run.path / "page.json"
+        values = {"address": self.address, "token": self.token, "pid": os.getpid()}
+        with contextlib.suppress(OSError):  # a run of another user is shown all the same
+            replace_file(file, json.dumps(values) + "\n", mode=0o600)
+        url = f"http://{self.address}/"
+        if sys.stdout.isatty():
+            print(f"page: {url}#token={self.token}", flush=True)
+        else:  # the token goes to no log
+            print(f"page: {url} (the token for its buttons is in {file})", flush=True)
+
+    @contextmanager
+    def beside(self, run: RunDirectory) -> Iterator[None]:
+        """Serve the page of a run in another process inside the block."""
+        self.announce(run)
+        descriptor = self._listener.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(run.path), self.host, str(descriptor)],
+            pass_fds=[descriptor],
+            stdin=subprocess.PIPE,  # which also carries the token: command lines can be read by all users
+            start_new_session=True,  # Ctrl-C ends the run, and then its page
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(f"{self.token}\n".encode())
+            process.stdin.flush()
+        self._listener.close()
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdin.close()
+            (run.path / "page.json").unlink(missing_ok=True)
+
+    def serve(self, run: RunDirectory) -> int:
+        """Serve the page of a run in this process until it is interrupted. Returns the exit code."""
+        self.announce(run)
+        try:
+            serve_page(run, self._listener, host=self.host, token=self.token)
+        finally:
+            with contextlib.suppress(OSError):
+                (run.path / "page.json").unlink(missing_ok=True)
+        return 0
+
+
+def serve_page(run: RunDirectory, listener: socket.socket, *, host: str, token: str) -> None:
+    """Serve the page of a run until a signal ends it.
+
+    Args:
+        listener: listens on the address of the page.
+        host: of that address.
+        token: needed for actions.
+    """
+    import uvicorn
+
+    from chameleon_ft.observe.live.watcher import RunWatcher
+    from chameleon_ft.observe.page.app import page_app
+
+    app = page_app(RunWatcher(run), token=token, actions=_RunActions(run), host=host)
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        timeout_graceful_shutdown=_LAST_NEWS_S,
+        backlog=128,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _main(path: str, host: str, descriptor: str) -> None:
+    from chameleon_ft.runtime.process import end_with_parent
+
+    end_with_parent()
+    os.nice(_NICENESS)
+    token = sys.stdin.readline().strip()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        serve_page(RunDirectory.open(Path(path)), listener, host=host, token=token)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

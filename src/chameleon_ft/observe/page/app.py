@@ -1,0 +1,233 @@
+"""The page of a run as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chameleon_ft.errors import ChameleonError, ConfigError
+from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.page.feed import Feed, as_json
+from chameleon_ft.observe.page.gate import TokenGate
+from chameleon_ft.observe.page.metrics import CONTENT_TYPE, exposition
+
+__all__ = ["STATIC", "Actions", "page_app"]
+
+STATIC: Final = Path(__file__).parent / "static"
+_MOST_FOLLOWERS: Final = 100
+_MOST_BODY_BYTES: Final = 10_000
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_HEADERS: Final = {
+    # Nothing of another origin is loaded, and no other page may show this one in a frame.
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Actions(Protocol):
+    """Carries out requests of the page; each returns what has been agreed, and raises ChameleonError if it is not."""
+
+    def inject(self, *, worker: int, kind: str, factor: float | None) -> str:
+        """Make a worker fail."""
+
+    def drain(self, *, workers: tuple[int, ...], host: str | None) -> str:
+        """Take workers out of the run."""
+
+    def checkpoint(self) -> str:
+        """Write a checkpoint now."""
+
+    def finish(self) -> str:
+        """End the run with a checkpoint."""
+
+
+def page_app(watcher: RunWatcher, *, token: str, actions: Actions, host: str) -> Starlette:
+    """Return the application for the page of a run.
+
+    Args:
+        watcher: follows the run.
+        token: needed for actions; all may look.
+        actions: what they do.
+        host: on which it listens.
+    """
+    endpoints = _Endpoints(watcher, TokenGate(token), actions)
+    middleware = [Middleware(_SafeHeaders)]
+    if host in _LOOPBACK:
+        middleware.append(Middleware(_LocalNames))
+    return Starlette(
+        routes=[
+            Route("/", endpoints.index),
+            Route("/metrics", endpoints.metrics),
+            Route("/api/state", endpoints.state),
+            Route("/api/events", endpoints.events),
+            Route("/api/incidents", endpoints.incidents),
+            Route("/api/schedule", endpoints.schedule),
+            Route("/api/actions/{name}", endpoints.act, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=middleware,
+        exception_handlers={ConfigError: _unreadable},
+    )
+
+
+async def _unreadable(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=500)
+
+
+class _RefusedError(Exception):
+    """A request that is not carried out."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _Endpoints:
+    def __init__(self, watcher: RunWatcher, gate: TokenGate, actions: Actions) -> None:
+        self._watcher = watcher
+        self._gate = gate
+        self._actions = actions
+        self._feed_or_none: Feed | None = None
+        self._followers = 0
+
+    @property
+    def _feed(self) -> Feed:
+        if self._feed_or_none is None:  # made in the event loop
+            self._feed_or_none = Feed(self._watcher)
+        return self._feed_or_none
+
+    async def index(self, _: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def metrics(self, _: Request) -> Response:
+        report = await self._feed.report(newest_s=0.1)
+        return Response(exposition(self._watcher.state, report), headers={"Content-Type": CONTENT_TYPE})
+
+    async def state(self, _: Request) -> Response:
+        return _json(await self._feed.whole())
+
+    async def incidents(self, _: Request) -> Response:
+        return _json(await self._feed.incidents())
+
+    async def schedule(self, _: Request) -> Response:
+        return _json(await self._feed.schedule())
+
+    async def events(self, request: Request) -> Response:
+        if self._followers >= _MOST_FOLLOWERS:
+            return JSONResponse({"error": f"{_MOST_FOLLOWERS} browsers follow already"}, status_code=503)
+        await self._feed.report(newest_s=1.0)
+        begin = {**self._feed.cursor}
+        for name in begin:
+            if (text := request.query_params.get(name, "")).isdecimal():
+                begin[name] = min(int(text), begin[name])
+
+        async def lines() -> AsyncIterator[str]:
+            self._followers += 1
+            try:
+                async for text in self._feed.news(**begin):
+                    yield text
+            finally:
+                self._followers -= 1
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    async def act(self, request: Request) -> Response:
+        try:
+            self._authorize(request)
+            order = _order(request.path_params["name"], await _body(request), self._actions)
+            return JSONResponse({"done": await asyncio.to_thread(order)})
+        except _RefusedError as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status)
+        except ChameleonError as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+
+    def _authorize(self, request: Request) -> None:
+        address = "an unknown address" if request.client is None else request.client.host
+        match self._gate.check(address, request.headers.get("Authorization", "")):
+            case "wrong":
+                raise _RefusedError(401, "wrong token; the page's address with the token is printed when it starts")
+            case "locked":
+                raise _RefusedError(429, "too many wrong tokens from your address; wait half a minute")
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MOST_BODY_BYTES:
+            raise _RefusedError(413, "the request is too long")
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        raise _RefusedError(400, "the request is not JSON") from None
+    if not isinstance(values, dict):
+        raise _RefusedError(400, "the request should be a JSON object")
+    return values
+
+
+def _order(name: str, values: Mapping[str, Any], actions: Actions) -> Callable[[], str]:
+    """Return what a request asks for. Raises _RefusedError if it is malformed."""
+    match name, values:
+        case "checkpoint", {}:
+            return actions.checkpoint
+        case "finish", {}:
+            return actions.finish
+        case "drain", {"host": str(host)}:
+            return lambda: actions.drain(workers=(), host=host)
+        case "drain", {"workers": [int(), *_] as workers} if all(isinstance(worker, int) for worker in workers):
+            return lambda: actions.drain(workers=tuple(workers), host=None)
+        case "inject", {"worker": int(worker), "kind": str(kind)}:
+            factor = values.get("factor")
+            if factor is None or isinstance(factor, int | float):
+                return lambda: actions.inject(worker=worker, kind=kind, factor=factor)
+    raise _RefusedError(400, f"{name}: is no action with such arguments")
+
+
+def _json(value: object) -> Response:
+    return Response(as_json(value), media_type="application/json")
+
+
+class _SafeHeaders:
+    """Adds headers to every response. Not a `BaseHTTPMiddleware`, which would hold up a stream."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+
+class _LocalNames:
+    """Refuses requests for another host name: a foreign page may have its own name point to this address."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name.strip("[]") not in _LOOPBACK:
+                response = JSONResponse({"error": "this page is for this machine; call it localhost"}, status_code=421)
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,315 @@
+"""The page over real connections: what it tells, and who may act."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+import uvicorn
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.page.app import STATIC, page_app
+from chameleon_ft.observe.page.gate import TokenGate
+from chameleon_ft.observe.records import OutcomeRecord
+from tests.observe.live.lines import add, event, failed, new_run, started, stepped
+from tests.observe.records import outcome_record
+
+TOKEN = "a token"
+MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
+
+
+@dataclass
+class FakeActions:
+    """Notes what it is asked for."""
+
+    asked: list[Any] = field(default_factory=list)
+
+    def inject(self, *, worker: int, kind: str, factor: float | None) -> str:
+        self.asked.append(("inject", worker, kind, factor))
+        return "done"
+
+    def drain(self, *, workers: tuple[int, ...], host: str | None) -> str:
+        self.asked.append(("drain", workers, host))
+        return "done"
+
+    def checkpoint(self) -> str:
+        self.asked.append("checkpoint")
+        return "done"
+
+    def finish(self) -> str:
+        raise ControlError("it has not begun")
+
+
+@dataclass
+class Served:
+    """A page that listens on this machine."""
+
+    port: int
+    actions: FakeActions
+
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
+        return self._ask("GET", path, None, headers)
+
+    def json(self, path: str) -> Any:
+        status, text = self.get(path)
+        assert status == 200, text
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    def act(self, name: str, values: object = None, *, token: str = TOKEN) -> tuple[int, str]:
+        body = values if isinstance(values, bytes) else json.dumps({} if values is None else values).encode()
+        return self._ask("POST", f"/api/actions/{name}", body, {"Authorization": f"Bearer {token}"})
+
+    def _ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request(method, path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    @contextmanager
+    def following(self, query: str = "") -> Iterator[Iterator[tuple[str, Any]]]:
+        """Yield the server-sent events of a browser that follows, as names and values."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request("GET", f"/api/events{query}")
+            answer = connection.getresponse()
+            assert answer.getheader("Content-Type", "").startswith("text/event-stream")
+
+            def events() -> Iterator[tuple[str, Any]]:
+                name = ""
+                while line := answer.readline().decode().rstrip("\n"):
+                    if line.startswith("event: "):
+                        name = line.removeprefix("event: ")
+                    elif line.startswith("data: "):
+                        yield name, json.loads(line.removeprefix("data: "))
+                        answer.readline()
+
+            yield events()
+
+
+@contextmanager
+def served(run: RunDirectory) -> Iterator[Served]:
+    actions = FakeActions()
+    app = page_app(RunWatcher(run), token=TOKEN, actions=actions, host="127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(
+            uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        )
+        thread = Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield Served(listener.getsockname()[1], actions)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = new_run(tmp_path)
+    add(run, started(), stepped(0, 1.0), stepped(1, 2.0), event("checkpoint", 2.1, step=1))
+    return run
+
+
+@pytest.fixture
+def page(run: RunDirectory) -> Iterator[Served]:
+    with served(run) as page:
+        yield page
+
+
+def test_the_page_and_all_that_it_loads_are_here(page: Served) -> None:
+    status, text = page.get("/")
+    assert status == 200
+    assert "://" not in text, "no other origin"
+    for path in STATIC.rglob("*"):
+        if path.is_file():
+            assert page.get(f"/static/{path.relative_to(STATIC)}")[0] == 200
+    assert (STATIC / "uplot" / "LICENSE").read_text().startswith("The MIT License")
+
+
+def test_the_state_is_all_that_is_needed_to_draw(page: Served, run: RunDirectory) -> None:
+    add(run, failed(3, 2.5), stepped(2, 3.0, loss=float("nan"), is_skipped=True, samples=0, tokens=0))
+    state = page.json("/api/state")
+    assert state["report"]["last"]["loss"] is None
+    assert state["series"]["step"] == [0, 1, 2]
+    assert state["series"]["loss"] == [2.0, 2.0, None]
+    assert [row["state"] for row in state["grid"]["workers"]] == ["live", "live", "live", "lost"]
+    assert state["news"][0]["title"] == "worker 3 lost in step 3"
+    assert ["action", "reroute: micro-batches 2, 3 of worker 3 go to worker 1"] in state["news"][0]["facts"]
+    assert state["next"] == {"steps": 3, "events": 3}
+
+
+def test_what_is_new_is_sent_once(page: Served, run: RunDirectory) -> None:
+    with page.following() as events:
+        assert next(events)[0] == "report"
+        add(run, stepped(2, 3.0), failed(3, 3.5), stepped(3, 4.0))
+        found: dict[str, Any] = {}
+        for name, value in events:
+            assert name not in found or name == "report", "nothing else is sent again"
+            found[name] = value
+            if found.keys() >= {"steps", "news", "grid"} and found["report"]["last"]["step"] == 3:
+                break
+    assert found["steps"]["step"] == [2, 3]
+    assert [told["title"] for told in found["news"]["told"]] == ["worker 3 lost in step 3"]
+
+
+def test_a_browser_that_was_away_gets_what_it_lacks(page: Served) -> None:
+    with page.following("?steps=1&events=x") as events:
+        found = dict([next(events), next(events)])
+    assert found["steps"]["step"] == [1]
+
+
+def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    with served(new_run(tmp_path)) as page:
+        assert page.json("/api/state")["report"]["condition"] == "waiting"
+        assert page.json("/api/incidents") == []
+        assert page.json("/api/schedule") is None
+        assert samples(page)["chameleon_steps", ""] == 20
+
+
+def test_a_damaged_line_is_told_and_left_out(page: Served, run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    run.metrics_file.write_text(run.metrics_file.read_text() + "{\n")
+    add(run, stepped(2, 3.0))
+    assert page.json("/api/state")["report"]["last"]["step"] == 2
+    assert "metrics.jsonl, line 3: is not JSON" in caplog.text
+
+
+def test_decisions_that_cannot_be_read_are_an_error_of_their_own(page: Served, run: RunDirectory) -> None:
+    add(run, event("decision", 3.0, generation=2))
+    status, text = page.get("/api/incidents")
+    assert (status, "cannot be read" in text) == (500, True)
+    assert page.json("/api/state")["report"]["last"]["step"] == 1
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def samples(page: Served) -> dict[tuple[str, str], float]:
+    """The metrics by name and labels, as the client's own strict parser reads them."""
+    status, text = page.get("/metrics")
+    assert status == 200
+    return {
+        (sample.name, ",".join(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+    }
+
+
+def test_metrics_are_those_of_the_report(page: Served, run: RunDirectory) -> None:
+    record: OutcomeRecord = outcome_record()
+    add(run, event("slow", 2.2, worker=1, speed=0.5), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
+    found = samples(page)
+    assert found["chameleon_step", ""] == 1
+    assert found["chameleon_tokens_total", ""] == 800
+    assert found["chameleon_workers", "live"] == 2
+    assert found["chameleon_workers", "slow"] == found["chameleon_workers", "lost"] == 1
+    assert found["chameleon_failures_total", ""] == found["chameleon_incidents_total", ""] == 1
+    assert found["chameleon_failure_cost_seconds_total", "regroup"] == pytest.approx(0.1)
+    assert found["chameleon_predicted_over_actual", "step"] == pytest.approx(0.4 / 0.41)
+    assert found["chameleon_worker_speed_ratio", ",1"] == 0.5
+    assert found["chameleon_checkpoint_step", ""] == 1
+    assert found["chameleon_condition", "lost"] == 1, "nothing coordinates it"
+
+
+def test_dashboard_and_alerts_use_metrics_that_there_are(page: Served, run: RunDirectory) -> None:
+    record = outcome_record()
+    add(run, event("slow", 2.2, worker=1, speed=0.5), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
+    add(run, event("snapshot", 2.7, step=1), event("finished", 99.0, status="failed", reason="an error"))
+    add(run, *(stepped(step, step + 1.0) for step in range(2, 20)), *(stepped(step, 30.0 + step) for step in range(5)))
+    known = {name for name, _ in samples(page)}
+    known |= {"chameleon_remaining_seconds"}  # of a run that has not ended
+    for name in ("grafana-dashboard.json", "alerts.yml"):
+        text = (MONITORING / name).read_text()
+        used = set(re.findall(r"\bchameleon_[a-z_]+(?=[{ )/<\[])", text))
+        assert used, name
+        assert used <= known, name
+    assert json.loads((MONITORING / "grafana-dashboard.json").read_text())["panels"]
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+def test_actions_are_carried_out_with_the_token(page: Served) -> None:
+    assert page.act("checkpoint") == (200, '{"done":"done"}')
+    assert page.act("drain", {"workers": [1, 2]})[0] == 200
+    assert page.act("drain", {"host": "10.0.0.1"})[0] == 200
+    assert page.act("inject", {"worker": 1, "kind": "slow", "factor": 0.5})[0] == 200
+    assert page.act("finish") == (409, '{"error":"it has not begun"}')
+    assert page.actions.asked == [
+        "checkpoint",
+        ("drain", (1, 2), None),
+        ("drain", (), "10.0.0.1"),
+        ("inject", 1, "slow", 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "status"),
+    [
+        ("checkpoint", b"{", 400),
+        ("checkpoint", [], 400),
+        ("checkpoint", b"\xff", 400),
+        ("drain", {}, 400),
+        ("drain", {"workers": ["1"]}, 400),
+        ("drain", {"workers": []}, 400),
+        ("inject", {"worker": 1, "kind": "slow", "factor": "half"}, 400),
+        ("inject", {"worker": "1", "kind": "kill"}, 400),
+        ("reboot", {}, 400),
+        ("checkpoint", b"x" * 20_000, 413),
+    ],
+)
+def test_garbage_is_refused(page: Served, name: str, values: object, status: int) -> None:
+    assert page.act(name, values)[0] == status
+    assert page.actions.asked == []
+
+
+def test_a_wrong_token_is_refused_logged_and_soon_locked_out(page: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert [page.act("checkpoint", token="wrong")[0] for _ in range(5)] == [401] * 5
+    assert caplog.text.count("wrong token from 127.0.0.1") == 5
+    assert page.act("checkpoint")[0] == 429, "guessing does not go on"
+    assert page.actions.asked == []
+    assert page.json("/api/state"), "looking does"
+
+
+def test_the_lock_opens_again() -> None:
+    now = [0.0]
+    gate = TokenGate("t", clock=lambda: now[0])
+    assert gate.check("a", "Bearer t") == "open"
+    assert [gate.check("a", "") for _ in range(6)] == ["wrong"] * 5 + ["locked"]
+    assert gate.check("b", "Bearer t") == "open"
+    now[0] = 29.0
+    assert gate.check("a", "Bearer t") == "locked"
+    now[0] = 31.0
+    assert gate.check("a", "Bearer t") == "open"
+    assert [gate.check("a", "\udc80Bearer") for _ in range(4)] == ["wrong"] * 4
+
+
+def test_another_host_name_is_refused_on_loopback(page: Served) -> None:
+    assert page.get("/api/state", Host="evil.example:80")[0] == 421
+    assert page.get("/api/state", Host="localhost:80")[0] == 200
+    assert page.get("/api/state", Host="[::1]:80")[0] == 200
+
+
+def test_browsers_that_vanish_are_forgotten(page: Served, run: RunDirectory) -> None:
+    for _ in range(5):
+        with page.following() as events:
+            assert next(events)[0] == "report"
+    add(run, stepped(2, 3.0))
+    assert page.json("/api/state")["report"]["last"]["step"] == 2
