@@ -13,7 +13,7 @@ import pytest
 
 from chameleon_ft.launch import local
 from chameleon_ft.launch.children import DRAIN
-from chameleon_ft.launch.processes import signals_not_lost, unattended
+from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
@@ -52,7 +52,7 @@ def test_ctrl_c_while_a_coordinator_is_replaced_ends_the_new_one(
 
     monkeypatch.setattr(local, "Child", start_child)
     launcher = launcher_of(tmp_path, MagicMock())
-    with unattended(), local._signals_passed_to(launcher._pass_on):
+    with unattended(), signals_passed_to(launcher._pass_on):
         launcher._start_coordinator()
         launcher._start_coordinator(stands_by=True)
     replaced, standing_by = started
@@ -68,7 +68,7 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
     agent, coordinator = MagicMock(), MagicMock()
     monkeypatch.setattr(local, "Child", lambda _: coordinator)
     launcher = launcher_of(tmp_path, agent)
-    with unattended(), local._signals_passed_to(launcher._pass_on):
+    with unattended(), signals_passed_to(launcher._pass_on):
         launcher._start_coordinator(stands_by=True)
         for _ in range(2):  # within a second, they are one
             signal.raise_signal(number)
@@ -87,7 +87,7 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
 def test_signals_after_the_end_are_ignored_until_all_is_closed() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with unattended():
-        with local._signals_passed_to(lambda _: None):
+        with signals_passed_to(lambda _: None):
             pass
         signal.raise_signal(signal.SIGTERM)  # which would end this process
     assert signal.signal(signal.SIGTERM, before) == signal.SIG_DFL

@@ -93,6 +93,11 @@ class Agent:
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that this agent has started or adopted, those that have ended included."""
+        return tuple(self._local_indexes)
+
     async def serve(self) -> Exit | None:
         """Carry out the coordinator's orders.
 

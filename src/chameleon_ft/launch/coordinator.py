@@ -44,6 +44,7 @@ __all__ = [
     "EXIT_CODES",
     "Beside",
     "InterruptCount",
+    "begin_run",
     "coordinate",
     "invite",
     "run_coordinator",
@@ -95,25 +96,29 @@ def coordinate(
         beside: entered once it listens; by default it prints how to join.
     """
 
-    async def coordinated() -> RunStatus:
-        start = await started_job(config, run=run, resume=resume)
-        host = address_of_host(config.control.host)
-        with listening_socket(host, config.control.port) as listener:
-            address = join_address(host, listener.getsockname()[1])
-            # A token that the machines of the run have in common beforehand, such as a secret of Kubernetes.
-            token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
-            tls = tls_directory(config, run)
-            control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
-            return await serve_run(
-                start,
-                control,
-                listener=listener,
-                view=view or TerminalView(),
-                beside=beside or partial(invite, run),
-                processes=get_context("spawn"),
-            )
+    return run_coordinator(begin_run(config, run=run, resume=resume, view=view, beside=beside or partial(invite, run)))
 
-    return run_coordinator(coordinated())
+
+async def begin_run(
+    config: RunConfig, *, run: RunDirectory, resume: bool, view: View | None, beside: Beside
+) -> RunStatus:
+    """Coordinate a run from its beginning, and return how it ended; see `coordinate`."""
+    start = await started_job(config, run=run, resume=resume)
+    host = address_of_host(config.control.host)
+    with listening_socket(host, config.control.port) as listener:
+        address = join_address(host, listener.getsockname()[1])
+        # A token that the machines of the run have in common beforehand, such as a secret of Kubernetes.
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+        tls = tls_directory(config, run)
+        control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
+        return await serve_run(
+            start,
+            control,
+            listener=listener,
+            view=view or TerminalView(),
+            beside=beside,
+            processes=get_context("spawn"),
+        )
 
 
 def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:

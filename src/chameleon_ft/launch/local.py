@@ -10,8 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -29,13 +28,14 @@ from chameleon_ft.launch.processes import (
     load_solvers,
     signals_deferred,
     signals_not_lost,
+    signals_passed_to,
     unattended,
 )
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline, terminations
+from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
 
 __all__ = ["train"]
 
@@ -104,7 +104,7 @@ class _Launcher:
 
     def wait(self) -> RunStatus:
         """Run coordinators until one says how the run ended, and return that. Raises the ChameleonError of one."""
-        with _signals_passed_to(self._pass_on):
+        with signals_passed_to(self._pass_on):
             self._start_coordinator()
             try:
                 self._agent.begin()
@@ -279,24 +279,6 @@ class _Deaths:
     def _metrics_bytes_now(self) -> int:
         file = self.run.metrics_file
         return file.stat().st_size if file.exists() else 0
-
-
-@contextmanager
-def _signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `handler` with SIGINT, or with SIGTERM at any signal that asks to end, inside the block.
-
-    After it, the latter are ignored until `unattended` restores them: it is decided how this process ends.
-    """
-    endings = terminations()
-    before = signal.signal(signal.SIGINT, lambda *_: handler(signal.SIGINT))
-    for number in endings:
-        signal.signal(number, lambda *_: handler(signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for number in endings:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _load_solvers() -> None:

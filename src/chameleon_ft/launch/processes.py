@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -33,6 +34,7 @@ __all__ = [
     "signals_deferred",
     "signals_handled",
     "signals_not_lost",
+    "signals_passed_to",
     "start_fork_server",
     "unattended",
 ]
@@ -146,8 +148,12 @@ def signals_deferred() -> Iterator[None]:
 def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], object]) -> Iterator[None]:
     """Call these functions at signals inside the block.
 
-    After it, SIGTERM and SIGHUP are ignored until `unattended` restores them: it is decided how this process ends.
+    After it, SIGTERM and SIGHUP are ignored until `unattended` restores them: it is decided how this process ends. In
+    another thread than the main one, in which Python handles signals, nothing is called.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     loop, endings = asyncio.get_running_loop(), terminations()
     for number in (signal.SIGINT, *endings):
         loop.add_signal_handler(number, interrupt if number == signal.SIGINT else terminate)
@@ -159,6 +165,24 @@ def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], 
                 loop.remove_signal_handler(number)
             for number in endings:
                 signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `handler` with SIGINT, or with SIGTERM at any signal that asks to end, inside the block.
+
+    After it, the latter are ignored until `unattended` restores them: it is decided how this process ends.
+    """
+    endings = terminations()
+    before = signal.signal(signal.SIGINT, lambda *_: handler(signal.SIGINT))
+    for number in endings:
+        signal.signal(number, lambda *_: handler(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number in endings:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -29,12 +29,12 @@ from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
 from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError, LeaseError
-from chameleon_ft.launch.coordinator import invite, run_coordinator, serve_run, started_job
+from chameleon_ft.launch.coordinator import Beside, invite, run_coordinator, serve_run, started_job
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 
-__all__ = ["stand_by", "take_over", "until_lost"]
+__all__ = ["continue_run", "stand_by", "take_over", "until_lost"]
 
 _RETRY_S: Final = 0.5
 _UNKNOWN: Final = (
@@ -91,25 +91,27 @@ def take_over(config: RunConfig, *, run: RunDirectory) -> int:
         ControlError: the run has a damaged journal, or its lease cannot be used.
     """
 
-    async def coordinated() -> RunStatus:
-        start = await started_job(config, run=run, resume=True)
-        lost = run.read_control()
-        with listening_socket(*split_address(lost.address)) as listener:
-            control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
-            leadership = await until_lost(start, control, listener)
-            if not isinstance(leadership, Leadership):
-                return leadership
-            return await serve_run(
-                start,
-                control,
-                listener=listener,
-                view=TerminalView(steps=config.steps, files=str(run.path)),
-                beside=partial(invite, run),
-                processes=get_context("spawn"),
-                leadership=leadership,
-            )
+    return run_coordinator(continue_run(config, run=run, beside=partial(invite, run)))
 
-    return run_coordinator(coordinated())
+
+async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside) -> RunStatus:
+    """Continue a run whose coordinator is lost, and return how it ended; see `take_over`."""
+    start = await started_job(config, run=run, resume=True)
+    lost = run.read_control()
+    with listening_socket(*split_address(lost.address)) as listener:
+        control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
+        leadership = await until_lost(start, control, listener)
+        if not isinstance(leadership, Leadership):
+            return leadership
+        return await serve_run(
+            start,
+            control,
+            listener=listener,
+            view=TerminalView(steps=config.steps, files=str(run.path)),
+            beside=beside,
+            processes=get_context("spawn"),
+            leadership=leadership,
+        )
 
 
 async def until_lost(
