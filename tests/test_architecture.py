@@ -188,6 +188,7 @@ SURFACE = {
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "deploy": ["KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
     "launch": ["coordinate", "run_agent", "stand_by", "take_over", "train", "work"],
+    "launch.ray": ["ClusterOptions", "train"],
     "verify": ["TOLERANCES", "StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],
     "simulate": [

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "run": "Train a model of your own, all on this machine.",
     "coordinator": "Run the coordinator of a run that spans several machines.",
     "agent": "Start and watch this machine's workers of such a run.",
+    "ray": "Train on the nodes of a Ray cluster.",
     "worker": "Run one worker of such a run, started by a cluster's own launcher.",
     "kubernetes": "Write the manifests of a run on Kubernetes.",
     "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
