@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "agent": "Start and watch this machine's workers of such a run.",
     "ray": "Train on the nodes of a Ray cluster.",
     "worker": "Run one worker of such a run, started by a cluster's own launcher.",
+    "slurm": "Submit a run to Slurm.",
     "kubernetes": "Write the manifests of a run on Kubernetes.",
     "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
     "plan": "Predict the time and memory of a step before anything runs.",

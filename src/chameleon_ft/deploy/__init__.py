@@ -1,8 +1,9 @@
-"""Files with which a cluster's scheduler starts a run: manifests of Kubernetes."""
+"""Files with which a cluster's scheduler starts a run: a batch script of Slurm, manifests of Kubernetes."""
 
 from __future__ import annotations
 
 from chameleon_ft.deploy.kubernetes import KubernetesRun, to_yaml
 from chameleon_ft.deploy.machines import Machines, with_reachable_host
+from chameleon_ft.deploy.slurm import BatchScript
 
-__all__ = ["KubernetesRun", "Machines", "to_yaml", "with_reachable_host"]
+__all__ = ["BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"]

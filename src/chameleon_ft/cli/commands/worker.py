@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: should be set to a number in the environment, as torchrun does; "
-            "docs/cluster.md shows how to have srun and Kubernetes set it"
+            "docs/slurm.md shows how to have srun set it"
         )
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if rank >= world_size:

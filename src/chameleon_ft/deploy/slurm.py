@@ -1,0 +1,158 @@
+"""The batch script of a Slurm job."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from chameleon_ft.config import DEVICES, RunConfig
+from chameleon_ft.deploy.machines import Machines
+
+__all__ = ["BatchScript"]
+
+_TEMPLATE: Final = """\
+#!/bin/bash
+# Written by `chameleon slurm`. `sbatch {script}` submits it again: the run then resumes.
+{options}
+
+export run={run}
+export python={python}
+export batch_host=$SLURMD_NODENAME
+
+lead() {{  # runs a coordinator until it has ended; returns its exit code
+    "$python" -m chameleon_ft coordinator "$@" &
+    coordinator=$!
+    while kill -0 "$coordinator" 2>/dev/null; do wait "$coordinator"; done  # a signal ends a wait early
+    wait "$coordinator"
+}}
+
+is_running() {{  # whether Slurm neither ends nor requeues this job
+    [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]
+}}
+
+nodes() {{
+    scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)"
+}}
+
+serve() {{  # runs the agent of a node
+    trap : TERM  # it ends when its agent has, which gets the signal, too
+    "$python" -m chameleon_ft agent --run "$run" --workers {workers}
+    local code=$?
+    # A job with --no-kill outlives its batch step, and is not requeued if the batch host is lost.
+    while [ $code -eq 1 ] && is_running; do
+        nodes | grep -qxF "$batch_host" || scontrol requeue "$SLURM_JOB_ID"
+        sleep {poll_s}
+    done
+    return $code
+}}
+
+release_drained_nodes() {{  # has the workers of a node that is being drained leave, and then gives the node back
+    local asked=" " node current
+    while sleep {poll_s}; do
+        current=$(nodes | paste -sd,)
+        [ -n "$current" ] || continue
+        for node in $(sinfo --noheader --Node --nodes="$current" --states=drain --format=%N | sort -u); do
+            [[ $asked == *" $node "* ]] && continue
+            "$python" -m chameleon_ft drain "$run" --host "$node" --wait || continue
+            asked+="$node "
+            [ "$node" = "$batch_host" ] && continue  # the coordinator stays there
+            sleep {poll_s}  # for its agent
+            scontrol update JobId="$SLURM_JOB_ID" NodeList="$(nodes | grep -vxF "$node" | paste -sd,)" > /dev/null
+            rm -f "slurm_job_${{SLURM_JOB_ID}}_resize."{{sh,csh}}  # which scontrol has written
+        done
+    done
+}}
+
+trap 'kill -TERM "$coordinator" "$watcher" 2>/dev/null' TERM  # the run ends with a checkpoint
+release_drained_nodes &
+watcher=$!
+export -f is_running nodes serve
+srun --no-kill --kill-on-bad-exit=0 --wait=0 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
+    bash -c serve &
+agents=$!
+
+lead {config} --output-dir "$run" --resume auto
+code=$?
+while [ $code -eq 137 ]; do  # killed, such as by the kernel because memory is short; the workers train on
+    lead --take-over "$run"
+    code=$?
+done
+
+kill "$watcher" 2>/dev/null
+for _ in {{1..60}}; do kill -0 "$agents" 2>/dev/null && sleep 0.5; done  # the agents end their workers
+[ $code -eq 75 ] && is_running && scontrol requeue "$SLURM_JOB_ID"
+exit $code
+"""
+_POLL_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchScript:
+    """A job with the coordinator in its batch step, and a step with one agent on each node.
+
+    Attributes:
+        config: of the run; `output_dir` is its directory.
+        python: the interpreter that has Chameleon, on every node.
+        time_limit: as `sbatch --time` takes it; None: that of the partition.
+        checkpoint_s: seconds before the time limit at which the run ends with a checkpoint and the job is requeued.
+        extra_options: further options of sbatch.
+        poll_s: seconds between two looks at the states of the nodes.
+    """
+
+    config: RunConfig
+    run: Path
+    machines: Machines
+    python: str
+    time_limit: str | None = None
+    checkpoint_s: int = 120
+    extra_options: tuple[str, ...] = ()
+    poll_s: float = _POLL_S
+
+    @property
+    def file(self) -> Path:
+        """Where the script is, beside the run directory."""
+        return self.run.with_name(f"{self.run.name}.sbatch")
+
+    @property
+    def config_file(self) -> Path:
+        """Where the configuration is that the script names."""
+        return self.run.with_name(f"{self.run.name}.toml")
+
+    @property
+    def log(self) -> str:
+        """Where Slurm writes the output of the job; %j is its number."""
+        return str(self.run.with_name(f"{self.run.name}-%j.log"))
+
+    def text(self) -> str:
+        """Return the script."""
+        return _TEMPLATE.format(
+            script=shlex.quote(str(self.file)),
+            options="\n".join(f"#SBATCH {option}" for option in self._options()),
+            run=shlex.quote(str(self.run)),
+            python=shlex.quote(self.python),
+            poll_s=f"{self.poll_s:g}",
+            workers=self.machines.workers_per_node,
+            config=shlex.quote(str(self.config_file)),
+        )
+
+    def _options(self) -> list[str]:
+        workers = self.machines.workers_per_node
+        options = [
+            f"--job-name={self.run.name}",
+            f"--nodes={self.machines.nodes}",
+            "--ntasks-per-node=1",
+            "--no-kill",
+            "--requeue",
+            "--open-mode=append",
+            f"--output={self.log}",
+            f"--signal=B:TERM@{self.checkpoint_s}",
+        ]
+        if self.config.device == "cuda":
+            options.append(f"--gpus-per-node={workers}")
+        elif not DEVICES[self.config.device].is_accelerator:
+            options.append(f"--cpus-per-task={workers * self.config.threads}")
+        if self.time_limit is not None:
+            options.append(f"--time={self.time_limit}")
+        return [shlex.quote(option) for option in (*options, *self.extra_options)]

@@ -1,0 +1,154 @@
+"""Runs in a real Slurm: nodes are drained and lost, and jobs are requeued and resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import Batch, Checkpoint, Parallel, config_to_toml
+from chameleon_ft.observe import RunDirectory
+from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, small_config
+from tests.slurm_cluster import SlurmCluster, skip_without_slurm
+
+# Jobs start twice in a test, and it takes a while until Slurm gives up a node.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(390)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    skip_without_slurm()
+    with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3) as started:
+        yield started
+
+
+class Submitted:
+    """A run with a worker on each node, in a job that takes an hour at most."""
+
+    def __init__(self, cluster: SlurmCluster, directory: Path, *, nodes: int) -> None:
+        self._cluster = cluster
+        config = small_config(
+            directory,
+            workers=nodes,
+            steps=1_000_000,
+            parallel=Parallel(dp=nodes, pp=1),
+            batch=Batch(micro_batches=6, micro_batch_size=2),
+            checkpoint=Checkpoint(every=20),
+            timeouts=PATIENT.model_copy(update={"reconnect_s": 10.0}),
+        )
+        (directory / "config.toml").write_text(config_to_toml(config))
+        self.run = RunDirectory(directory / "run")
+        options = ("--workers-per-node", 1, "--time", 60, "--checkpoint-s", 60)
+        printed = cluster.command(
+            "chameleon", "slurm", directory / "config.toml", "--output-dir", self.run.path, *options
+        )
+        self.job = printed.split()[1]
+
+    @property
+    def state(self) -> str:
+        return self._cluster.show(self.job, "JobState")
+
+    @property
+    def batch_host(self) -> str:
+        return self._cluster.show(self.job, "BatchHost")
+
+    @property
+    def nodes(self) -> list[str]:
+        return self._cluster.command("scontrol", "show", "hostnames", self._cluster.show(self.job, "NodeList")).split()
+
+    @property
+    def log(self) -> str:
+        file = self.run.path.with_name(f"{self.run.path.name}-{self.job}.log")
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def restarts(self) -> int:
+        return int(self._cluster.show(self.job, "Restarts"))
+
+    def last_step(self) -> int:
+        return max((record.step for record in self.run.steps()), default=-1) if self.run.metrics_file.exists() else -1
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait while the job is there."""
+
+        def holds() -> object:
+            assert self.state in {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "CONFIGURING", "NODE_FAIL"}, self.log
+            return condition()
+
+        self._cluster.wait_until(holds)
+
+    def trains(self, *, steps: int = 5) -> None:
+        """Wait for some more steps."""
+        before = self.last_step()
+        self.wait_until(lambda: self.last_step() >= before + steps)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.run.events() if event["event"] == name]
+
+    def cancel(self) -> Ended:
+        """Cancel the job, which ends the run with a checkpoint."""
+        self._cluster.command("scancel", self.job)
+        self._cluster.wait_until(lambda: self.state == "CANCELLED")
+        self._cluster.wait_until(self.run.summary_file.exists)
+        return Ended(75, self.run)
+
+
+def test_nodes_that_are_drained_or_lost_leave_the_run(cluster: SlurmCluster, tmp_path: Path) -> None:
+    submitted = Submitted(cluster, tmp_path, nodes=3)
+    submitted.trains()
+    first, second, third = submitted.nodes
+    assert submitted.batch_host == first
+    cluster.command("scontrol", "update", f"NodeName={third}", "State=DRAIN", "Reason=service")
+    submitted.wait_until(lambda: cluster.state_of(third) == "drained")
+    assert submitted.nodes == [first, second]
+    assert [third in event["host"] for event in submitted.events("host_drained")] == [True]
+    assert submitted.run.failures() == [], "no worker was lost"
+    submitted.trains()
+    cluster.kill_node(second)
+    submitted.wait_until(submitted.run.failures)
+    submitted.trains()
+    submitted.wait_until(lambda: cluster.state_of(second) == "down")
+    submitted.trains()
+    ended = submitted.cancel()
+    assert ended.summary["status"] == "terminated"
+    assert ended.summary["samples_lost"] == 0
+    assert ended.steps == list(range(len(ended.steps)))
+    assert len(ended.lost) == 1
+    assert_as_the_plain_loop(ended, steps=30)
+    assert submitted.state == "CANCELLED", "it is not requeued"
+    cluster.command("scontrol", "update", f"NodeName={third}", "State=RESUME")
+    cluster.start_node(second)
+    cluster.wait_until(lambda: all(cluster.state_of(node) == "idle" for node in cluster.nodes))
+
+
+def test_the_time_limit_requeues_the_job_which_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    submitted = Submitted(cluster, tmp_path, nodes=2)
+    submitted.trains()
+    cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=2")
+    submitted.wait_until(lambda: submitted.restarts == 1)
+    cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=60")
+    assert json.loads(submitted.run.summary_file.read_text())["status"] == "terminated"
+    stopped_after = submitted.last_step()
+    submitted.wait_until(lambda: submitted.last_step() >= stopped_after + 5)
+    ended = submitted.cancel()
+    assert len(ended.events("started")) == 2
+    assert ended.steps == list(range(len(ended.steps))), "no step is repeated"
+    assert_as_the_plain_loop(ended, steps=30)
+
+
+def test_the_loss_of_the_coordinators_node_requeues_the_job_which_resumes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    submitted = Submitted(cluster, tmp_path, nodes=2)
+    submitted.wait_until(lambda: submitted.last_step() > 25)  # there is a checkpoint
+    lost = submitted.batch_host
+    cluster.kill_node(lost)
+    submitted.wait_until(lambda: submitted.restarts == 1)
+    submitted.wait_until(lambda: len(submitted.events("started")) == 2)
+    submitted.trains()
+    assert submitted.batch_host != lost
+    assert_as_the_plain_loop(submitted.cancel(), steps=30)
+    cluster.start_node(lost)
