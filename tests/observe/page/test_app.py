@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,15 +23,18 @@ pytest.importorskip("prometheus_client")
 
 import uvicorn
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from rich.console import Console
 
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.live.delivery import show
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page.app import STATIC, page_app
 from chameleon_ft.observe.page.gate import TokenGate
 from chameleon_ft.observe.records import OutcomeRecord
+from chameleon_ft.observe.terminal import TerminalView
 from tests.observe.live.lines import add, event, failed, new_run, started, stepped
-from tests.observe.records import outcome_record
+from tests.observe.records import join_record, outcome_record
 
 TOKEN = "a token"
 MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
@@ -153,6 +157,37 @@ def test_the_state_is_all_that_is_needed_to_draw(page: Served, run: RunDirectory
     assert state["news"][0]["title"] == "worker 3 lost in step 3"
     assert ["action", "reroute: micro-batches 2, 3 of worker 3 go to worker 1"] in state["news"][0]["facts"]
     assert state["next"] == {"steps": 3, "events": 3}
+
+
+def test_all_that_the_terminal_prints_of_an_incident_is_on_the_page(page: Served, run: RunDirectory) -> None:
+    hang = event("hang", 2.4, worker=3, message="worker 3 hung in forward 2 at model.py:7 in attention")
+    cost = {"incident_generations": [2], "step": 3, "failure_cost_steps": 1.25, "predicted_steps": 1.0}
+    outcome = event("outcome", 2.7, **outcome_record().to_json())
+    join = event("join", 2.8, **join_record(5).to_json())
+    lines = [hang, failed(3, 2.5, lost_layers=[2, 3]), event("failure_cost", 2.6, **cost), outcome, join]
+    add(run, *lines)
+    printed = StringIO()
+    view = TerminalView(Console(file=printed, width=200))
+    for line in lines:
+        show(("events", line), view)
+    view.close()
+    known = {word for told in page.json("/api/state")["news"] for word in told["title"].split()}
+    for told in page.json("/api/state")["news"]:
+        known |= {word for fact in told["facts"] for text in fact for word in text.split()}
+    heads = {"step", "loss", "tokens/s", "s", "workers"}  # of the columns that follow a banner
+    words = set(printed.getvalue().replace("|", " ").split())
+    assert {word for word in words if word.strip("+-")} - heads <= known
+    assert "model.py:7" in known
+
+
+def test_a_browser_is_sent_little_however_many_workers_there_are(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    pipelines = [[2 * number, 2 * number + 1] for number in range(512)]
+    add(run, {**started(), "pipelines": pipelines}, stepped(0, 1.0), failed(700, 1.5))
+    with served(run) as page, page.following() as events:
+        name, report = next(events)
+        assert (name, report["counts"]) == ("report", {"live": 1023, "lost": 1})
+        assert len(json.dumps(report)) < 4_000, "which is sent each second"
 
 
 def test_what_is_new_is_sent_once(page: Served, run: RunDirectory) -> None:

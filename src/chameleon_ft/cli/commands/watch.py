@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Screen:
-    """The screen of a run: facts, a curve of the loss, and the newest events."""
+    """The screen of a run: facts, a curve of the loss, and the newest events, the newest first."""
 
     def __init__(self, watcher: RunWatcher) -> None:
         self._watcher = watcher
@@ -85,7 +85,7 @@ class _Screen:
         losses = self._watcher.state.steps.series(60).columns["loss"]
         facts.add_row("loss", Text(sparkline([loss for loss in losses if loss is not None]), style="green"))
         parts: list[RenderableType] = [Text(report.run, style="bold"), facts]
-        for at, told in self._news:
+        for at, told in reversed(self._news):  # a screen that is too low loses its end
             clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
             detail = "; ".join(f"{name} {value}" for name, value in told.facts if name in ("cause", "action", "stall"))
             text = Text(f"{clock}  {told.title}{': ' if detail else ''}{detail}", style=TONES[told.tone])
