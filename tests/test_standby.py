@@ -13,7 +13,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, Recovery, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
@@ -136,36 +136,6 @@ def leads(run: RunDirectory, agent: Command) -> bool:
         with suppress(ConfigError, psutil.Error):  # the address is being written, or still that of the lost one
             return bool(psutil.Process(run.read_control().pid).ppid() == agent.pid)
         time.sleep(0.01)
-
-
-def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
-    with ExitStack() as stack:
-        recovery = Recovery(policy="chameleon")
-        config = written(tmp_path, steps=100_000, batch=SLOW, recovery=recovery)
-        training = stack.enter_context(Command("train", config, "--output-dir", run.path))
-        training.read_until(r"^\s+3\s")
-        standby = stack.enter_context(Command("coordinator", "--standby", run.path))
-        standby.read_until("standing by at 127.0.0.1:")
-        stopped = [training.pid, run.read_control().pid]
-        for process in stopped:
-            os.kill(process, signal.SIGSTOP)
-        standby.read_until(r"this one leads in term \d")
-        for process in reversed(stopped):
-            os.kill(process, signal.SIGCONT)
-        training.read_until(r"leads the run; this one, of term \d, ends")
-        with Command("agent", "--run", run.path, "--workers", "1") as agent:
-            standby.read_until(r"worker 2 (has )?joined")
-            with every_process_ends(training.session()):
-                training.signal(signal.SIGTERM)
-                assert training.wait() == os.EX_TEMPFAIL, training.printed
-            assert "another coordinator leads the run; this machine and its workers leave it" in training.printed
-            standby.read_until(r"^\s+\d+\s.*\s1$")
-            standby.signal(signal.SIGTERM)
-            assert standby.wait() == agent.wait() == os.EX_TEMPFAIL, standby.printed + agent.printed
-    ended = Ended(os.EX_TEMPFAIL, run)
-    assert (ended.summary["status"], ended.failures) == ("terminated", [])
-    assert {event["worker"] for event in ended.events("drained")} == {0, 1}
 
 
 def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
+import socket
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
-from chameleon_ft.launch import local
+from chameleon_ft.launch import children, local
+from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.children import DRAIN
 from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
 from chameleon_ft.observe import RunDirectory
@@ -82,6 +86,41 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
             agent.process.is_alive.return_value = False
             launcher._give_up_if_unheard()
         coordinator.process.kill.assert_called_once()
+
+
+class ToldAgent:
+    """Serves until it is drained, which its launcher tells it at once."""
+
+    def __init__(self, launcher: Connection, *, is_connected: bool) -> None:
+        self._launcher = launcher
+        self._is_connected = is_connected
+        self.did: list[str] = []
+
+    async def serve(self) -> None:
+        self._left = asyncio.Event()
+        self._launcher.send(DRAIN)
+        await self._left.wait()
+        self.did.append("left")
+
+    def drain(self) -> bool:
+        self.did.append("drain")
+        self._left.set()
+        return self._is_connected
+
+    def kill_all(self) -> None:
+        self.did.append("ended")
+
+
+@pytest.mark.parametrize(("is_connected", "did"), [(True, ["drain", "left", "ended"]), (False, ["drain", "ended"])])
+def test_an_agent_leaves_when_its_launcher_tells_it_to(
+    monkeypatch: pytest.MonkeyPatch, did: list[str], *, is_connected: bool
+) -> None:
+    ours, theirs = FORK.Pipe()
+    agent = ToldAgent(ours, is_connected=is_connected)
+    monkeypatch.setattr(children, "create_agent", lambda **_: agent)
+    with ours, theirs, socket.socket() as listener:
+        children.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
+    assert agent.did == did
 
 
 def test_signals_after_the_end_are_ignored_until_all_is_closed() -> None:
