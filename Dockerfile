@@ -11,7 +11,7 @@ WORKDIR /opt/chameleon
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN python -m pip install --no-cache-dir --constraint constraints.txt hatchling editables \
-    && python -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt .
+    && python -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt '.[page]'
 
 # Kernels are compiled here, and not by each pod, if the nodes have the kind of processor that builds the image.
 RUN python -c "from chameleon_ft.recovery import warm_up; warm_up()"

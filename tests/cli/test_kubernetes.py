@@ -117,6 +117,25 @@ def test_no_secret_is_in_them(chameleon: CommandLine, monkeypatch: pytest.Monkey
         assert token["valueFrom"] == {"secretKeyRef": {"name": "one-token", "key": "token"}}
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_page_with_metrics_is_served(chameleon: CommandLine, version: str) -> None:
+    objects = manifests(chameleon, "--name", "one", "--monitoring")
+    deployment, service, monitor = (objects[f"{kind} one-page"] for kind in ("Deployment", "Service", "ServiceMonitor"))
+    kubernetes_validate.validate(deployment, version, strict=True)
+    kubernetes_validate.validate(service, version, strict=True)
+    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels
+    assert service["spec"]["selector"].items() <= labels
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (page,) = deployment["spec"]["template"]["spec"]["containers"]
+    (port,), (endpoint,) = service["spec"]["ports"], monitor["spec"]["endpoints"]
+    assert page["command"] == ["chameleon", "page", "/shared/runs/one", "--listen", f"$(POD_IP):{port['port']}"]
+    assert page["ports"] == [{"name": port["targetPort"], "containerPort": port["port"]}]
+    assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics")
+    for job in jobs(objects).values():
+        assert not service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+
+
 def test_what_survives_is_not_restarted(chameleon: CommandLine) -> None:
     objects = manifests(chameleon, "--name", "one", "--nodes", "4")
     assert objects["JobSet one"]["spec"]["failurePolicy"] == {"maxRestarts": 0}

@@ -21,6 +21,7 @@ _CONFIG_NAME: Final = "run.toml"
 _POD_IP: Final = "$(POD_IP)"
 _RESUME: Final = 75  # exit code of processes of a run that is to be resumed, and of agents whose pod is deleted
 _LEADS_ELSEWHERE: Final = 69
+_PAGE_PORT: Final = 8790
 _RETRIES: Final = 100
 """Failures of a pod after which it is not replaced; evictions and exit code 75 do not count."""
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -39,6 +40,7 @@ class KubernetesRun:
         token_secret: name of a secret with the key `token`.
         resource: extended resource of an accelerator, such as nvidia.com/gpu; None: workers compute on the CPU.
         grace_s: seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed.
+        has_page: whether a pod serves the page of the run and its metrics, which the Prometheus operator collects.
     """
 
     name: str
@@ -50,6 +52,7 @@ class KubernetesRun:
     token_secret: str
     resource: str | None = None
     grace_s: int = 600
+    has_page: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -95,10 +98,13 @@ class KubernetesRun:
             self._disruption_budget("coordinator", min_available=1),
             self._disruption_budget("agent", min_available=self.machines.nodes - 1),
             self._job_set(),
+            *(self._page() if self.has_page else ()),
         ]
 
-    def _object(self, api_version: str, kind: str, *, suffix: str = "") -> dict[str, Json]:
-        metadata: Json = {"name": f"{self.name}{suffix}", "labels": self._labels()}
+    def _object(
+        self, api_version: str, kind: str, *, suffix: str = "", component: str | None = None
+    ) -> dict[str, Json]:
+        metadata: Json = {"name": f"{self.name}{suffix}", "labels": self._labels(component)}
         return {"apiVersion": api_version, "kind": kind, "metadata": metadata}
 
     def _labels(self, component: str | None = None) -> dict[str, Json]:
@@ -128,6 +134,34 @@ class KubernetesRun:
                 ],
             },
         }
+
+    def _page(self) -> list[Mapping[str, Json]]:
+        """Return a Deployment that serves the page, the Service of it, and the ServiceMonitor of its metrics."""
+        command = ["chameleon", "page", self._run, "--listen", f"{_POD_IP}:{_PAGE_PORT}"]
+        container: dict[str, Json] = {
+            **self._container("page", command),
+            "ports": [{"name": "page", "containerPort": _PAGE_PORT}],
+            "readinessProbe": {"httpGet": {"path": "/metrics", "port": "page"}},
+        }
+        template = self._pod("page", container, apart=False, restart_policy="Always")
+        selector: Json = {"matchLabels": self._labels("page")}
+        return [
+            {
+                **self._object("apps/v1", "Deployment", suffix="-page", component="page"),
+                "spec": {"replicas": 1, "selector": selector, "template": template},
+            },
+            {
+                **self._object("v1", "Service", suffix="-page", component="page"),
+                "spec": {
+                    "selector": self._labels("page"),
+                    "ports": [{"name": "page", "port": _PAGE_PORT, "targetPort": "page"}],
+                },
+            },
+            {
+                **self._object("monitoring.coreos.com/v1", "ServiceMonitor", suffix="-page", component="page"),
+                "spec": {"selector": selector, "endpoints": [{"port": "page", "path": "/metrics", "interval": "15s"}]},
+            },
+        ]
 
     def _coordinator_job(self) -> Mapping[str, Json]:
         command = ["chameleon", "coordinator", f"{_CONFIG_DIRECTORY}/{_CONFIG_NAME}", "--output-dir", self._run]
@@ -199,10 +233,12 @@ class KubernetesRun:
             ],
         }
 
-    def _pod(self, component: str, container: Json, *, apart: bool) -> Mapping[str, Json]:
+    def _pod(
+        self, component: str, container: Json, *, apart: bool, restart_policy: str = "Never"
+    ) -> Mapping[str, Json]:
         """Return the template of a pod; one that stays `apart` shares its node with no other pod of the component."""
         spec: dict[str, Json] = {
-            "restartPolicy": "Never",
+            "restartPolicy": restart_policy,
             "serviceAccountName": self.name,
             "terminationGracePeriodSeconds": self.grace_s,
             "containers": [container],

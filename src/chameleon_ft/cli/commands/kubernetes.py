@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, OptionalStr, metavar
+from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, OptionalStr, Switch, metavar
 from chameleon_ft.cli.run_config import overridden
 from chameleon_ft.cli.starting import ConfigFile, parse_start
 from chameleon_ft.config import read_toml
@@ -47,6 +47,9 @@ class KubernetesArguments:
     """Extended resource of an accelerator; for device = "cuda" by default nvidia.com/gpu."""
     grace_s: int = 600
     """Seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed."""
+    monitoring: Switch = False
+    """Also have a pod serve the page of the run, with a Service, and a ServiceMonitor by which the Prometheus operator
+    collects its metrics."""
     file: Annotated[OptionalPath, metavar("FILE")] = None
     """File to write; by default the manifests are printed."""
 
@@ -91,4 +94,5 @@ def _run(given: KubernetesArguments, flags: dict[str, Any]) -> KubernetesRun:
         token_secret=given.token_secret or f"{name}-token",
         resource=given.resource or ("nvidia.com/gpu" if config.device == "cuda" else None),
         grace_s=given.grace_s,
+        has_page=given.monitoring,
     )
