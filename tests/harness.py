@@ -31,6 +31,7 @@ from chameleon_ft.config import (
     LlamaConfig,
     Optimizer,
     Parallel,
+    Preflight,
     Recovery,
     RunConfig,
     Snapshots,
@@ -72,6 +73,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "timeouts": PATIENT,
         "recovery": Recovery(policy="reroute"),
         "health": Health(detect_slow=False),  # all workers share few processors, often with other tests
+        "preflight": Preflight(least_speed=0.0),  # likewise
         "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
         "data": Data(path=str(text)),
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),

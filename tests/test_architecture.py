@@ -250,6 +250,7 @@ SURFACE = {
         "Optimizer",
         "Parallel",
         "PolicyName",
+        "Preflight",
         "Recovery",
         "RunConfig",
         "Snapshots",

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "coordinator": "Run the coordinator of a run that spans several machines.",
     "agent": "Start and watch this machine's workers of such a run.",
     "ray": "Train on the nodes of a Ray cluster.",
+    "preflight": "Examine this machine as a run would before it admits it.",
     "worker": "Run one worker of such a run, started by a cluster's own launcher.",
     "slurm": "Submit a run to Slurm.",
     "kubernetes": "Write the manifests of a run on Kubernetes.",

@@ -19,6 +19,7 @@ from chameleon_ft.config.sections import (
     Failure,
     Health,
     Parallel,
+    Preflight,
     Recovery,
     Section,
     Timelines,
@@ -89,6 +90,7 @@ class RunConfig(Section):
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
     health: Health = Health()
+    preflight: Preflight = Preflight()
     forked: Forked = Forked()
     emulation: Emulation = Emulation()
     control: Control = Control()

@@ -23,6 +23,7 @@ __all__ = [
     "Health",
     "Parallel",
     "PolicyName",
+    "Preflight",
     "Recovery",
     "Section",
     "Timelines",
@@ -267,6 +268,32 @@ class Health(Section):
         default="between-hosts",
         description="Links that are judged. all: also those inside a host, where a worker that waits for a processor "
         "looks like a slow link. Emulated links always are.",
+    )
+
+
+class Preflight(Section):
+    """Examination of a host before its agent may start workers, with `chameleon agent`; not of emulated devices."""
+
+    enabled: bool = Field(default=True, description="Whether hosts are examined.")
+    same_versions: bool = Field(
+        default=True,
+        description="Whether a host needs the versions of Python, torch, Chameleon and the device driver that the run "
+        "has.",
+    )
+    least_free_memory: float = Field(
+        default=0.8, ge=0, le=1, description="Least free share of an accelerator's memory, which other jobs may occupy."
+    )
+    least_speed: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Least speed of matrix products and of copies in memory, as a share of the median of the hosts "
+        "that were admitted before; 0 admits hosts of any speed.",
+    )
+    most_clock_error_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Largest difference between the clocks of a host and of the coordinator, in seconds.",
     )
 
 

@@ -26,8 +26,10 @@ from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Adopt,
     Drain,
+    Examine,
     Exit,
     HangEvidence,
+    HostExamined,
     HostHello,
     Kill,
     Probe,
@@ -36,7 +38,7 @@ from chameleon_ft.control.wire.messages import (
     Spawn,
     WorkerExited,
 )
-from chameleon_ft.control.wire.parts import RankProcess
+from chameleon_ft.control.wire.parts import HostReport, RankProcess
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Agent"]
@@ -59,6 +61,7 @@ class Agent:
             towards the coordinator.
         start_rank: function that starts the process of a rank; keywords: coordinator, others, patience_s, token, tls,
             worker, incarnation, host, local_index.
+        examine: returns what is found on this host, see `Examine`; None if it need not be examined.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Agent:
         slots: int,
         host: str | None,
         start_rank: Callable[..., Awaitable[HostProcess]],
+        examine: Callable[[Examine], Awaitable[HostReport]] | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._id = secrets.token_hex(8)
@@ -82,6 +86,7 @@ class Agent:
         self._slots = slots
         self._host = own_address(host, towards=coordinator)
         self._start_rank = start_rank
+        self._examine_host = examine
         self._ranks: dict[tuple[int, int], HostProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
         self._exit: Exit | None = None
@@ -125,7 +130,15 @@ class Agent:
     def _hello(self, resumes: int | None, term: int) -> HostHello:
         ranks = tuple({*self._ranks, *self._pending, *self._unknown})
         host = f"{socket.gethostname()} ({self._host})"
-        return HostHello(host=host, slots=self._slots, id=self._id, resumes=resumes, ranks=ranks, term=term)
+        return HostHello(
+            host=host,
+            slots=self._slots,
+            id=self._id,
+            resumes=resumes,
+            ranks=ranks,
+            examines=self._examine_host is not None,
+            term=term,
+        )
 
     def drain(self) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
@@ -160,6 +173,8 @@ class Agent:
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
                     self._run(self._start(ranks))
+                case Examine():
+                    self._run(self._report_host(message))
                 case Adopt(ranks=adopted, given_up=given_up):
                     for worker, incarnation, process in adopted:
                         self._adopt(worker, incarnation, process)
@@ -211,6 +226,11 @@ class Agent:
                 if (worker, incarnation) not in self._pending:
                     rank.kill()
                 self._pending.discard((worker, incarnation))
+
+    async def _report_host(self, order: Examine) -> None:
+        assert self._examine_host is not None
+        report = await self._examine_host(order)
+        self._connection.send(HostExamined(report=report))
 
     def _adopt(self, worker: int, incarnation: int, process: RankProcess) -> None:
         """Look after a rank that another agent has started. Raises ControlError if it belongs to another user."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.journal import Journal, LastEntry
@@ -70,7 +71,8 @@ class Coordinator:
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
         self._acknowledged: dict[int, int] = {}  # likewise, that the peer need not keep any more
         self._clock_ahead_s = 0.0
-        settings = Settings.of(config, run, num_layers=setup.job.num_layers)
+        versions = {**setup.job.versions, "chameleon": chameleon_ft.__version__}
+        settings = Settings.of(config, run, num_layers=setup.job.num_layers, versions=versions)
         self.state = State.before(
             settings,
             last_generation=run.last_generation(),

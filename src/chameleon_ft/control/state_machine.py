@@ -174,7 +174,8 @@ def _disconnected(draft: Draft, connection: int) -> None:
         takeover.standby_left(draft, connection)
     if connection in state.members.agents:
         hosts.lost(draft, connection)
-    elif connection in state.waiting_hosts:
+    hosts.left_unexamined(draft, connection)
+    if connection in state.waiting_hosts:
         draft.set(waiting_hosts={each: hello for each, hello in state.waiting_hosts.items() if each != connection})
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
@@ -223,7 +224,9 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
         case messages.Hello():
             _hello(draft, connection, message)
         case messages.HostHello():
-            hosts.joined(draft, connection, message)
+            hosts.arrived(draft, connection, message)
+        case messages.HostExamined(report=report):
+            hosts.examined(draft, connection, report)
         case messages.Inject():
             injection.inject(draft, connection, message)
         case messages.Drain():

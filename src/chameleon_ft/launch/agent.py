@@ -9,11 +9,13 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from chameleon_ft.control.agent import Agent
-from chameleon_ft.control.wire.messages import Exit
+from chameleon_ft.control.wire.messages import Examine, Exit
+from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch import processes
 from chameleon_ft.launch.coordinator import DEPOSED
@@ -46,7 +48,9 @@ def run_agent(
     """
 
     async def whole() -> int:
-        agent = create_agent(coordinator=coordinator, token=token, tls=tls, workers=workers, host=host)
+        agent = create_agent(
+            coordinator=coordinator, token=token, tls=tls, workers=workers, host=host, examine=processes.examine
+        )
         standby = _HostedStandby(run, host) if run is not None and stands_by else None
         return await _run_agent(agent, run, standby, drained_exit_code=drained_exit_code)
 
@@ -62,6 +66,7 @@ def create_agent(
     workers: int,
     host: str | None = None,
     lifeline: int | None = None,
+    examine: Callable[[Examine], Awaitable[HostReport]] | None = None,
 ) -> Agent:
     """Return an agent for `workers` ranks, which the fork server of this process starts; see `Agent`.
 
@@ -71,7 +76,15 @@ def create_agent(
     """
     lifelines = () if lifeline is None else (lifeline,)
     start_rank = partial(processes.start_fork_server().fork, processes.RANK, *lifelines)
-    return Agent(coordinator=coordinator, token=token, tls=tls, slots=workers, host=host, start_rank=start_rank)
+    return Agent(
+        coordinator=coordinator,
+        token=token,
+        tls=tls,
+        slots=workers,
+        host=host,
+        start_rank=start_rank,
+        examine=examine,
+    )
 
 
 async def _run_agent(

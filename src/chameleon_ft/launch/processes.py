@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -20,6 +21,8 @@ from typing import Any, Final, TextIO, cast
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.wire.messages import Examine
+from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.runtime.fork_server import ForkServer, receive
@@ -29,6 +32,7 @@ __all__ = [
     "RANK",
     "SIGNALS",
     "background",
+    "examine",
     "inspect",
     "load_solvers",
     "signals_deferred",
@@ -43,6 +47,8 @@ RANK: Final = "chameleon_ft.runtime.rank:spawned_rank_main"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _INSPECTION: Final = "chameleon_ft.runtime.inspection:inspection_main"
+_EXAMINATION: Final = "chameleon_ft.runtime.preflight:examination_main"
+_EXAMINATION_S: Final = 60.0
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 
 
@@ -212,18 +218,39 @@ async def inspect(config: RunConfig, *, workers: int) -> JobInfo:
 
     `workers`: the number that is to run on this host; it is an error if it lacks devices for them.
     """
-    ours, theirs = Pipe(duplex=False)
-    with ours:
-        with theirs:
-            process = await start_fork_server().fork(_INSPECTION, theirs.fileno(), config=config, workers=workers)
-        try:
-            found = await receive(ours)
-        except EOFError:
-            raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
-        finally:
-            process.kill()
-            await process.wait()
+    try:
+        found = await _answer_of(_INSPECTION, config=config, workers=workers)
+    except EOFError:
+        raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
     if isinstance(found, ChameleonError):
         raise found
     assert isinstance(found, JobInfo)
     return found
+
+
+async def examine(order: Examine) -> HostReport:
+    """Examine this host in a process of its own, because finding devices may initialize their driver."""
+    problem = f"the examination of its devices has not ended within {_EXAMINATION_S:g} s; look at their driver"
+    try:
+        async with asyncio.timeout(_EXAMINATION_S):
+            found = await _answer_of(_EXAMINATION, order=order)
+    except TimeoutError:
+        return HostReport(problem=problem, clock_s=time.time())
+    except (EOFError, ControlError) as error:
+        reason = str(error) or "the process that examines its devices ended without a word; look at their driver"
+        return HostReport(problem=reason, clock_s=time.time())
+    assert isinstance(found, HostReport)
+    return found
+
+
+async def _answer_of(function: str, **arguments: Any) -> Any:
+    """Return what a function sends through its pipe in a process of its own. Raises EOFError if it sends nothing."""
+    ours, theirs = Pipe(duplex=False)
+    with ours:
+        with theirs:
+            process = await start_fork_server().fork(function, theirs.fileno(), **arguments)
+        try:
+            return await receive(ours)
+        finally:
+            process.kill()
+            await process.wait()

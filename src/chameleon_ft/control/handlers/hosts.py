@@ -3,15 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.preflight import reason_against
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import Exit, HostHello, Kill, Refused
+from chameleon_ft.control.wire.messages import Examine, Exit, HostHello, Kill, Refused
+from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ControlError
+from chameleon_ft.plan.frozen_map import updated
 from chameleon_ft.quantities import duration
 
-__all__ = ["admit_waiting", "joined", "lost", "returned_late"]
+__all__ = ["admit_waiting", "arrived", "examined", "joined", "left_unexamined", "lost", "returned_late"]
+
+
+def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
+    """Have an agent examine its host, if it can and the run asks for that, and otherwise join.
+
+    Raises:
+        ControlError: like `joined`.
+    """
+    settings = draft.state.settings
+    if settings.devices is None or not (settings.preflight.enabled and hello.examines):
+        joined(draft, agent, hello)
+        return
+    trains = any(each.agent_host == hello.host and not each.lost for each in draft.state.members)
+    others = {each: other for each, other in draft.state.examining.items() if not hello.id or other.id != hello.id}
+    draft.set(examining={**others, agent: hello})
+    needed = asdict(settings.devices)
+    draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, **needed)))
+
+
+def examined(draft: Draft, agent: int, report: HostReport) -> None:
+    """Admit a host that was examined, or turn it away; the workers of the run go on in either case.
+
+    Raises:
+        ControlError: the host was not to be examined; or like `joined`.
+    """
+    state = draft.state
+    if (hello := state.examining.get(agent)) is None:
+        raise ControlError("this host was not to be examined")
+    draft.set(examining={each: other for each, other in state.examining.items() if each != agent})
+    peers = [each for host, each in state.examined.items() if host != hello.host]
+    reason = reason_against(
+        report, peers, settings=state.settings.preflight, versions=state.settings.versions, now=draft.at.unix_s
+    )
+    if reason is not None:
+        message = f"{hello.host} is not admitted: {reason}"
+        draft.record("host_refused", host=hello.host, reason=reason, report=report.model_dump(), message=message)
+        draft.do(Send(agent, Refused(reason=message)))
+        return
+    draft.set(examined=updated(state.examined, {hello.host: report}))
+    joined(draft, agent, hello)
+
+
+def left_unexamined(draft: Draft, agent: int) -> None:
+    """Forget an agent whose connection has ended before it was admitted."""
+    examining = draft.state.examining
+    if agent in examining:
+        draft.set(examining={each: hello for each, hello in examining.items() if each != agent})
 
 
 def joined(draft: Draft, agent: int, hello: HostHello) -> None:

@@ -187,6 +187,11 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
         _reconnected(draft, before, connection)
         hosts.joined(draft, connection, hello)
         return
+    if before in draft.state.examining:
+        hosts.left_unexamined(draft, before)
+        _reconnected(draft, before, connection)
+        hosts.arrived(draft, connection, hello)
+        return
     members = draft.state.members
     # If the journal lacks changes, another agent may have the number of a connection that was lost before.
     is_another = any(each == before and name != hello.id for name, each in members.agent_ids.items())

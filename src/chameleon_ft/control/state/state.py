@@ -11,7 +11,7 @@ from typing import Self
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from chameleon_ft.config import Checkpoint, Recovery, RunConfig, Timeouts
+from chameleon_ft.config import BackendName, Checkpoint, DeviceName, Preflight, Recovery, RunConfig, Timeouts
 from chameleon_ft.config import Health as HealthConfig
 from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.control.detectors import Detectors
@@ -27,7 +27,7 @@ from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.state.snapshots import Snapshots
 from chameleon_ft.control.wire.messages import HostHello, Quiesced
-from chameleon_ft.control.wire.parts import Vote
+from chameleon_ft.control.wire.parts import HostReport, Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
@@ -49,6 +49,15 @@ class Phase(Enum):
     OVER = "over"
 
 
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices that the workers of a run need."""
+
+    device: DeviceName
+    backend: BackendName
+    share_devices: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The constants of a run."""
@@ -61,13 +70,21 @@ class Settings:
     timeouts: Timeouts
     health: HealthConfig = field(default_factory=HealthConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
+    preflight: Preflight = field(default_factory=Preflight)
+    devices: Devices | None = None  # that hosts need; None if they are emulated
+    versions: Mapping[str, str] = FrozenMap({})  # package -> version, on the host of the coordinator
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
     logs: str  # folder of the logs, for messages
     checkpoints: str  # folder of the checkpoints, likewise
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", FrozenMap(self.versions))
+
     @classmethod
-    def of(cls, config: RunConfig, run: RunDirectory, *, num_layers: int) -> Self:
-        """Return the settings of a run."""
+    def of(
+        cls, config: RunConfig, run: RunDirectory, *, num_layers: int, versions: Mapping[str, str] = FrozenMap({})
+    ) -> Self:
+        """Return the settings of a run; `versions` are those of packages on this host."""
         return cls(
             workers=config.workers,
             steps=config.steps,
@@ -77,6 +94,9 @@ class Settings:
             timeouts=config.timeouts,
             health=config.health,
             snapshots=config.snapshots,
+            preflight=config.preflight,
+            devices=None if config.is_emulated else Devices(config.device, config.backend, config.share_devices),
+            versions=versions,
             workers_per_host=config.emulation.workers_per_host if config.is_emulated else None,
             logs=str(run.logs),
             checkpoints=str(run.checkpoints),
@@ -131,12 +151,16 @@ class State:
     # The generation that a lost coordinator was preparing by its journal: workers may have been told to switch to it.
     doubtful: NextGeneration | None = None
     waiting_hosts: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that joins once these are back or lost
+    examining: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that examines its host
+    examined: Mapping[str, HostReport] = FrozenMap({})  # host that was admitted -> what its agent has found there
     stalled_at_s: float | None = None  # when this coordinator had not run for long, the last time; likewise
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))
         object.__setattr__(self, "waiting_hosts", FrozenMap(self.waiting_hosts))
+        object.__setattr__(self, "examining", FrozenMap(self.examining))
+        object.__setattr__(self, "examined", FrozenMap(self.examined))
         object.__setattr__(self, "standbys", FrozenMap(self.standbys))
 
     @classmethod
@@ -196,9 +220,9 @@ class State:
 
     @property
     def connections(self) -> tuple[int, ...]:
-        """The connections of all workers, agents, hosts that wait, and standbys."""
+        """The connections of all workers, agents, hosts that are not admitted yet, and standbys."""
         workers = (worker.connection for worker in self.members if worker.connection is not None)
-        return *workers, *self.members.agents, *self.waiting_hosts, *self.standbys
+        return *workers, *self.members.agents, *self.waiting_hosts, *self.examining, *self.standbys
 
     @property
     def needed(self) -> frozenset[int]:

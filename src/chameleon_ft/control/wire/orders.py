@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.config import BackendName, DeviceName, FailureKind, FailurePhase
 from chameleon_ft.control.wire.parts import (
     BoundaryMessage,
     Message,
@@ -32,6 +32,7 @@ __all__ = [
     "BeginSnapshot",
     "Discard",
     "Drain",
+    "Examine",
     "Exit",
     "Finish",
     "Inject",
@@ -282,6 +283,17 @@ class Drain(Message):
     type: Literal["drain"] = "drain"
     workers: tuple[int, ...] = ()
     host: str | None = None
+
+
+class Examine(Message):
+    """An agent is to answer with `HostExamined` before it may start workers."""
+
+    type: Literal["examine"] = "examine"
+    device: DeviceName
+    backend: BackendName
+    workers: int  # that it may have to start
+    share_devices: bool
+    measures: bool  # whether to measure speeds; not beside workers that train on the host
 
 
 class Spawn(Message):

@@ -20,6 +20,7 @@ from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 __all__ = [
     "BoundaryMessage",
     "ChannelTimes",
+    "HostReport",
     "Message",
     "MessagePart",
     "OperationTimes",
@@ -47,6 +48,19 @@ class Message(MessagePart):
     """Base of all messages; `type` tells them apart."""
 
     type: str
+
+
+class HostReport(MessagePart):
+    """Devices, versions and speeds of a host; speeds are those of the slowest device, 0 if they were not measured."""
+
+    problem: str = ""  # why no worker can run here
+    devices: tuple[str, ...] = ()  # their names
+    free_memory: float = 1.0  # the least free share of the memory of one of them
+    matmul_flops: float = 0.0  # floating-point operations of a matrix product in a second
+    copy_bytes_per_s: float = 0.0  # bytes that are copied within the device's memory in a second
+    links: int = 0  # ports of InfiniBand that are active
+    versions: tuple[tuple[str, str], ...] = ()  # (package, version)
+    clock_s: float  # Unix seconds of its clock
 
 
 Shards = tuple[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[int, ...]], ...]], ...]

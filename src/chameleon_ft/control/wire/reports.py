@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from chameleon_ft.control.wire.parts import Message, OperationTimes, Progress, RankProcess, Vote
+from chameleon_ft.control.wire.parts import HostReport, Message, OperationTimes, Progress, RankProcess, Vote
 
 __all__ = [
     "BadStep",
@@ -15,6 +15,7 @@ __all__ = [
     "Finished",
     "HangEvidence",
     "Hello",
+    "HostExamined",
     "HostHello",
     "LookUp",
     "PeerFailed",
@@ -58,7 +59,15 @@ class HostHello(Message):
     id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
     ranks: tuple[tuple[int, int], ...] = ()  # (worker, incarnation) of the ranks that it runs
+    examines: bool = False  # whether it can examine its host; see `Examine`
     term: int = 0  # the highest term of a coordinator that it has obeyed
+
+
+class HostExamined(Message):
+    """Answer of an agent to `Examine`."""
+
+    type: Literal["host_examined"] = "host_examined"
+    report: HostReport
 
 
 class StandbyHello(Message):
