@@ -460,6 +460,7 @@ SURFACE = {
         "pipeline_times",
         "plan_bound_s",
         "program_memory",
+        "received_layers",
         "reduction_times",
         "snapshot_memory",
         "state_bytes",

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import StallModel, TransitionEstimate, state_bytes
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.estimate import StallModel, TransitionEstimate, received_layers, state_bytes
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.workload import LayerCost, Workload
 
 STALL = StallModel(detect_s=0.125, stop_s=0.25, decide_s=0.5, regroup_s=1.0)
 
@@ -44,3 +45,12 @@ def test_parameters_and_optimizer_state_move_and_gradients_do_not() -> None:
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+@pytest.mark.parametrize(("owners", "expected"), [(None, (12, 12)), (2, (4 + 8, 4 + 4)), (1, (4 + 4, 4 + 2))])
+def test_a_new_holder_receives_its_share_of_the_optimizers_state(owners: int | None, expected: tuple[int, int]) -> None:
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+    both, second = (LayerRange(0, 2),), (LayerRange(1, 2),)
+    placement = Placement(2, {0: both, 1: both, 2: second, 3: second})
+    received = received_layers(Workload((layer, layer), 4, 1, owners=owners), placement)
+    assert tuple(map(state_bytes, received)) == expected

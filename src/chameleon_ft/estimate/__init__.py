@@ -19,7 +19,7 @@ from chameleon_ft.estimate.step import (
     plan_bound_s,
     total_work_bound_s,
 )
-from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
+from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, received_layers, state_bytes
 from chameleon_ft.schedule.costs import PipelineTimes, pipeline_times
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "pipeline_times",
     "plan_bound_s",
     "program_memory",
+    "received_layers",
     "reduction_times",
     "snapshot_memory",
     "state_bytes",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.plan.placement import Placement
+from chameleon_ft.plan.shards import owned_share
+from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["StallModel", "TransitionEstimate", "state_bytes"]
+__all__ = ["StallModel", "TransitionEstimate", "received_layers", "state_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +85,17 @@ def state_bytes(layer: LayerCost) -> int:
 def _check_seconds(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{name} must be zero or a positive number of seconds; got {value}")
+
+
+def received_layers(workload: Workload, placement: Placement) -> tuple[LayerCost, ...]:
+    """Return the layers with the bytes that a new holder under `placement` receives of each.
+
+    These are what moves with the layer, and the holder's share of the optimizer's state if holders share that.
+    """
+    if workload.owners is None:
+        return workload.layers
+    found = []
+    for number, (layer, divided) in enumerate(zip(workload.moving_layers, workload.divided_bytes, strict=True)):
+        share = owned_share(divided, len(placement.holders(number)), workload.owners)
+        found.append(replace(layer, optimizer_bytes=layer.optimizer_bytes + share))
+    return tuple(found)

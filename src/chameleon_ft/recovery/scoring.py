@@ -10,8 +10,8 @@ from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
-from chameleon_ft.estimate.memory import workload_memory
+from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, workload_memory
+from chameleon_ft.estimate.transition import received_layers, state_bytes
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING, data_size
@@ -159,12 +159,13 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
-    layers, cluster = context.costs.workload.layers, context.costs.cluster
+    cluster = context.costs.cluster
     if gone := sorted(set(plan.workers).difference(context.live)):
         return Candidate(policy=proposal.name, reason=f"it needs workers that are not live: {gone}"), None
     transfer: Transfer | None = None
     if not proposal.from_checkpoint:
         try:
+            layers = received_layers(context.costs.workload, plan.placement)
             transfer = transfer_to(context.held, plan.placement, live=context.senders.hosts, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None

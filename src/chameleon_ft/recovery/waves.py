@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
-from chameleon_ft.estimate import peak_bytes_of, workload_memory
+from chameleon_ft.estimate import peak_bytes_of, received_layers, workload_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.scoring import CourseDraft, drafted, lean_draft
@@ -123,12 +123,9 @@ def _waves(
         if not any(arriving.values()):
             return ()
         holding = {worker: held.get(worker, set()) | arriving.get(worker, set()) for worker in held.keys() | arriving}
-        transfer = transfer_to(
-            draft.plan.placement,
-            _placement(holding, target.num_layers),
-            live=costs.cluster.hosts,
-            layers=costs.workload.layers,
-        )
+        placement = _placement(holding, target.num_layers)
+        layers = received_layers(costs.workload, placement)
+        transfer = transfer_to(draft.plan.placement, placement, live=costs.cluster.hosts, layers=layers)
         migrating = migration_of(draft, transfer, costs)
         if migrating.estimate.over_capacity(costs):
             return ()

@@ -14,6 +14,7 @@ from chameleon_ft.control.decisions.transition import PlannedTransition, placeme
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ControlError, NoHolderError, NoOwnerError
+from chameleon_ft.estimate import received_layers
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -187,7 +188,7 @@ def _keep(
 def _transition(
     cluster: ClusterState, plan: Plan, context: recovery.DecisionContext, *, transfer: Transfer | None = None
 ) -> PlannedTransition | None:
-    layers = context.costs.workload.layers
+    layers = received_layers(context.costs.workload, plan.placement)
     return plan_transition(cluster.plan.placement, plan.placement, held=cluster.held, layers=layers, transfer=transfer)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, describe_pipelines, describe_transfer
 from chameleon_ft.control.decisions.transition import plan_transition
+from chameleon_ft.estimate import received_layers
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import STAY, FailureModel
 from chameleon_ft.recovery.scoring import Course, missing_in_transfer
@@ -37,7 +38,7 @@ def plans_to(
     course, chosen = decision.course, decision.chosen
     if course is None or chosen is None or chosen.policy == STAY:
         return ()
-    layers = context.costs.workload.layers
+    layers = received_layers(context.costs.workload, course.plan.placement)
     # No layer is lost, so there is nothing to read from a checkpoint.
     senders = context.senders.hosts
     transfer = course.transfer or transfer_to(context.held, course.plan.placement, live=senders, layers=layers)

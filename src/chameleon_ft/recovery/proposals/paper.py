@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 
-from chameleon_ft.estimate import paper
+from chameleon_ft.estimate import paper, received_layers
 from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposals.proposal import Proposal
@@ -42,7 +42,7 @@ def propose(
     else:
         moved = remap_workers(f"{name}-repartition", [found.found], context)
         if (plan := moved[0].plan) is not None:
-            layers, senders = context.costs.workload.layers, context.senders
+            layers, senders = received_layers(context.costs.workload, plan.placement), context.senders
             transfer = transfer_to(context.held, plan.placement, live=senders.hosts, layers=layers)
             step_s, transition_s = found.estimate_s, transfer_s(transfer.rounds, senders)
     reroutes = prefers_rerouting(
