@@ -117,6 +117,10 @@ def test_all_mistakes_are_listed_at_once() -> None:
             'backend = "nccl": does not send the tensors of device = "npu"; use gloo',
         ),
         (
+            {"device": "cuda", "backend": "nccl", "parallel": {"optimizer_redundancy": 2}},
+            "parallel.optimizer_redundancy = 2: the holders of a layer share its optimizer state only over gloo so far",
+        ),
+        (
             {"device": "cuda", "backend": "nccl", "snapshots": {"every": 5}},
             "snapshots.every = 5: snapshots are sent beside training only over gloo so far; leave it out",
         ),
@@ -299,3 +303,10 @@ def test_new_names_are_keys() -> None:
         model: Any = TrainConfig.model_fields[section].annotation if section else TrainConfig
         assert name in model.model_fields
         assert old.rpartition(".")[2] not in model.model_fields
+
+
+def test_two_holders_own_a_slice_of_the_optimizer_where_it_can_be_divided() -> None:
+    auto = Parallel(optimizer_redundancy="auto")
+    assert RunConfig(parallel=auto).owners == 2
+    assert RunConfig(parallel=auto, device="cuda", backend="nccl").owners is None
+    assert RunConfig().owners is None

@@ -120,6 +120,9 @@ class Job:
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
         optimizer: parameters of this worker -> optimizer. Its state must be elementwise or per parameter, because
             workers hold different parameters.
+        elementwise: whether the optimizer updates each element of a parameter from the element's own gradient and
+            state alone, so that the holders of a layer can divide the update. None: that is known of most of torch's
+            own (SGD, Adam, AdamW and others), and not assumed of any other.
         learning_rate: step (from 0) -> rate set on all groups before the update of that step; None leaves the
             optimizer's own.
         clip_norm: largest global L2 norm of the gradient, which is scaled down above it. None: no clipping.
@@ -139,6 +142,7 @@ class Job:
     loss_terms: Callable[[torch.Tensor], int] = len
     dataset: Dataset
     optimizer: OptimizerFactory
+    elementwise: bool | None = None
     learning_rate: Callable[[int], float] | None = None
     clip_norm: float | None = None
     layer_costs: Sequence[float] | None = None

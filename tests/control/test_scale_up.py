@@ -164,7 +164,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
     assert stage.ended is None
 
 
-@scene(**RESPAWNING, parallel=Parallel(dp=2, pp=2, optimizer_redundancy=2))
+@scene(**RESPAWNING, parallel=Parallel(dp=2, pp=2, optimizer_redundancy="auto"))
 async def test_slices_of_the_optimizer_move_to_a_worker_that_comes_back_while_all_train(stage: Stage) -> None:
     async with watched(stage):
         stage.train()

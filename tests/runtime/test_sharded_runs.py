@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -26,19 +27,43 @@ from tests.harness import (
 pytestmark = pytest.mark.multiprocess
 
 
-def sharing(redundancy: int) -> Parallel:
+def sharing(redundancy: int | Literal["auto"] = "auto") -> Parallel:
     return Parallel(dp=3, pp=2, optimizer_redundancy=redundancy)
 
 
 @pytest.mark.parametrize("phase", ["backward", "optimizer", "gather"])
 def test_a_kill_leaves_one_owner_of_each_slice(tmp_path: Path, phase: FailurePhase) -> None:
-    config = small_config(tmp_path, parallel=sharing(2), failures=(fails(3, step=4, phase=phase),))
+    config = small_config(tmp_path, parallel=sharing(), failures=(fails(3, step=4, phase=phase),))
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     (failure,) = ended.failures
     assert (failure.worker, failure.policy) == (3, "reroute")
     # In the last two phases the step is applied: what has not been received of it is sent once more.
     assert failure.resume_step == (4 if phase == "backward" else 5)
+
+
+OWN_OPTIMIZER = """
+import torch
+from dataclasses import replace
+from chameleon_ft.models.llama_job import llama_job
+
+class Mine(torch.optim.SGD):
+    pass
+
+def job(config):
+    return replace(llama_job(config), optimizer=lambda parameters: Mine(parameters, lr=1e-2), learning_rate=None)
+"""
+
+
+def test_an_optimizer_that_is_not_known_is_kept_whole_and_the_run_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(OWN_OPTIMIZER)
+    ended = train_here(small_config(tmp_path, job=str(path), parallel=sharing(), steps=4), tmp_path / "run")
+    assert ended.code == 0
+    (event,) = ended.events("optimizer_undivided")
+    assert event["optimizer"] == "Mine"
+    assert "Job(elementwise=True)" in event["message"]
+    assert ended.summary["samples_repeated"] == 0
 
 
 @dataclass

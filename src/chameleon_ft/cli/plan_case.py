@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Optional
+from typing import Annotated, Any, Final, Literal, Optional, Union
 
 import tyro
 
@@ -66,8 +66,13 @@ class PlanArguments:
     """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
     split_backward: Switch = False
     """Run the two halves of the backward separately, whatever CONFIG says."""
-    optimizer_redundancy: OptionalInt = None
-    """Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all."""
+    optimizer_redundancy: Annotated[
+        Optional[Union[int, Literal["all"]]],  # noqa: UP007, UP045
+        metavar(
+            "INT|{all}",
+            "Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all.",
+        ),
+    ] = None
     snapshots: Annotated[
         Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
         metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
@@ -174,8 +179,8 @@ def plan_cases(given: PlanArguments) -> list[PlanCase]:
         ConfigError: the arguments do not fit together; the message says what to change.
         ProfileError: a profile cannot be read, or is of another job; or profiles are of different devices.
     """
-    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size"):
-        if (value := getattr(given, name)) is not None and value < 1:
+    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size", "optimizer_redundancy"):
+        if (value := getattr(given, name)) not in (None, "all") and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
     if given.workers is not None and (given.dp is not None or given.pp is not None):
         raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
@@ -206,11 +211,13 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
         own = values["parallel"]
         values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
     values.pop("failures", None)  # they are for a run
+    if given.optimizer_redundancy is not None:
+        values["parallel"] = {**values.get("parallel", {}), "optimizer_redundancy": given.optimizer_redundancy}
     if given.preset.precision is not None:
         values["precision"] = given.preset.precision
     if batch.profile is not None:
         values["profile"] = str(batch.profile)
-    config = parse_config(config_type(values), values, source=str(path))
+    config = _settled(parse_config(config_type(values), values, source=str(path)))
     per_host = config.emulation.workers_per_host if config.is_emulated else given.workers_per_host
     return _build(
         given,
@@ -218,6 +225,7 @@ def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase
         workers=given.workers or config.workers,
         micro_batches=config.batch.micro_batches,
         parallel=None if given.workers is not None else config.parallel,
+        owners=config.owners,
         per_host=per_host,
         snapshots=config.snapshots if config.receives_block else Snapshots(every=0),
     )
@@ -248,8 +256,15 @@ def _case_of_profile(given: PlanArguments, batch: _Batch) -> PlanCase:
         raise ConfigError(
             f"--workers {workers}: needs --micro-batches, how many a step has, or its --global-batch-size"
         )
-    per_host = given.workers_per_host
-    return _build(given, profile, workers=workers, micro_batches=micro_batches, parallel=parallel, per_host=per_host)
+    return _build(
+        given,
+        profile,
+        workers=workers,
+        micro_batches=micro_batches,
+        parallel=parallel,
+        owners=Parallel().owners,
+        per_host=given.workers_per_host,
+    )
 
 
 def _build(
@@ -259,6 +274,7 @@ def _build(
     workers: int,
     micro_batches: int,
     parallel: Parallel | None,
+    owners: int | None,
     per_host: int,
     snapshots: Snapshots = Snapshots(),  # noqa: B008 - frozen
 ) -> PlanCase:
@@ -266,7 +282,8 @@ def _build(
     for worker in speeds:
         if worker not in hosts:
             raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
-    owners = given.optimizer_redundancy or (None if parallel is None else parallel.owners)
+    if given.optimizer_redundancy is not None:
+        owners = None if given.optimizer_redundancy == "all" else given.optimizer_redundancy
     workload = replace(profile.workload(micro_batches), owners=owners)
     costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
     if given.snapshots == "none":
@@ -274,6 +291,16 @@ def _build(
     elif given.snapshots is not None:
         snapshots = snapshots.model_copy(update={"mode": given.snapshots, "every": snapshots.every or "auto"})
     return PlanCase(profile=profile, costs=costs, parallel=parallel, snapshots=snapshots)
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    """Return the configuration with the redundancy of the optimizer's state that its job allows."""
+    if config.owners is None or isinstance(config, TrainConfig) or config.is_emulated:
+        return config
+    # Loads torch, and is the only way to know the optimizer of the job.
+    from chameleon_ft.runtime.inspection import inspect_job
+
+    return inspect_job(config).settled(config)
 
 
 def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:

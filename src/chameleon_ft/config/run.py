@@ -111,6 +111,11 @@ class RunConfig(Section):
         return BACKENDS[self.backend].receives_block
 
     @property
+    def owners(self) -> int | None:
+        """The owners of a slice of the optimizer's state, if it can be divided; None if every holder keeps all."""
+        return self.parallel.owners if self.receives_block else None
+
+    @property
     def untried(self) -> str:
         """A warning, if no real run has been made on this device with this backend; otherwise empty."""
         kind = DEVICES[self.device]
@@ -156,7 +161,7 @@ class RunConfig(Section):
             yield "share_devices", f"needs {needed}; leave it out"
 
     def _sharding_problems(self) -> Iterator[tuple[str, str]]:
-        if self.parallel.optimizer_redundancy != "all" and not self.receives_block:
+        if isinstance(self.parallel.optimizer_redundancy, int) and not self.receives_block:
             yield (
                 "parallel.optimizer_redundancy",
                 "the holders of a layer share its optimizer state only over gloo so far",

@@ -57,6 +57,7 @@ LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
+_USUAL_OWNERS: Final = 2  # one may be lost
 _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
@@ -102,24 +103,31 @@ class Parallel(Section):
         default=False,
         description="Run the input-gradient and the weight-gradient half of a backward separately (zero bubble).",
     )
-    optimizer_redundancy: Literal["all"] | int = Field(
+    optimizer_redundancy: Literal["auto", "all"] | int = Field(
         default="all",
         description="Holders of a layer that keep the same part of its optimizer state, and update that part of its "
-        "parameters; all: every holder keeps all of it. 1 saves the most memory, but every loss returns to a "
-        "checkpoint.",
+        "parameters; all: every holder keeps all of it; auto: 2, or all if the optimizer is not known to update each "
+        "element by itself, or over another backend than gloo. 1 saves the most memory, but every loss returns to a "
+        "snapshot or a checkpoint.",
     )
 
     @field_validator("optimizer_redundancy", mode="before")
     @classmethod
     def _require_copies_or_all(cls, redundancy: object) -> object:
-        if redundancy == "all" or (type(redundancy) is int and redundancy >= 1):
+        if redundancy in ("auto", "all") or (type(redundancy) is int and redundancy >= 1):
             return redundancy
-        raise PydanticCustomError("copies_or_all", 'should be "all" or the number of holders, 1 or more')
+        raise PydanticCustomError("copies_or_all", 'should be "auto", "all" or the number of holders, 1 or more')
 
     @property
     def owners(self) -> int | None:
-        """The owners of a slice of the optimizer's state; None if every holder keeps all of it."""
-        return None if self.optimizer_redundancy == "all" else self.optimizer_redundancy
+        """The owners of a slice of the optimizer's state, if it can be divided; None if every holder keeps all."""
+        match self.optimizer_redundancy:
+            case "all":
+                return None
+            case "auto":
+                return _USUAL_OWNERS
+            case owners:
+                return owners
 
 
 class Batch(Section):

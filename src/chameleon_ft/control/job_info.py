@@ -49,6 +49,7 @@ class JobInfo:
         int, ...
     ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
+    undivided: str = ""  # name of the optimizer, if holders of a layer cannot share its state; otherwise empty
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
 
@@ -82,6 +83,13 @@ class JobInfo:
             versions=dict(self.versions),
         )
 
+    def settled(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with the redundancy of the optimizer's state that a run of this job has."""
+        if not self.undivided or config.owners is None:
+            return config
+        parallel = config.parallel.model_copy(update={"optimizer_redundancy": "all"})
+        return config.model_copy(update={"parallel": parallel})
+
     def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
         total = math.fsum(self.relative_costs)
@@ -109,7 +117,7 @@ class JobInfo:
                 config.batch.micro_batches,
                 config.batch.micro_batch_size,
                 tied=self.tied,
-                owners=config.parallel.owners,
+                owners=config.owners,
             ),
             Cluster(workers, LOOPBACK, LOOPBACK),
         )

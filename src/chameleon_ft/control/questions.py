@@ -101,6 +101,12 @@ class Questions:
                 return events.DecisionFailed(at=self._now(), question=question, reason=reason)
             checkpoint = checkpoints[-1] if checkpoints and self._resume else None
             members = state.members
+            if optimizer := self._planner.undivided:
+                message = (
+                    f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
+                    "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
+                )
+                self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
             plan = self._planner.start(
                 members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
             )

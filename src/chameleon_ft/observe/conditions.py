@@ -249,6 +249,11 @@ def _snapshots_off(event: Event, _: Sequence[Event], __: Event | None) -> Descri
     )
 
 
+def _optimizer_undivided(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    why = f"{event['optimizer']} is not known to update each element of a parameter by itself"
+    return "the optimizer", why, "every holder of a layer keeps all of its state"
+
+
 def _refused(event: Event, later: Sequence[Event], _: Event | None) -> Described:
     times = 1 + sum(_is_same(event, each, "address", "reason") for each in _of("refused", later))
     return event["address"], event["reason"], f"the connection was rejected ({counted(times, 'time')} in the records)"
@@ -296,6 +301,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
     "snapshots_off": _snapshots_off,
+    "optimizer_undivided": _optimizer_undivided,
     "refused": _refused,
     "messages_failed": _messages_failed,
 }

@@ -14,8 +14,9 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
-from chameleon_ft.job import load_job
+from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
@@ -82,6 +83,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
+    undivided = _undivided(job, config)
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
@@ -101,6 +103,21 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         gradient_bytes=gradient_bytes(job),
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
+        undivided=undivided,
         device=device,
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
+
+
+def _undivided(job: Job, config: RunConfig) -> str:
+    """Return the name of an optimizer whose state holders cannot share. Raises ConfigError if they are told to."""
+    with users_errors(config):
+        name = undivided_optimizer(job)
+    redundancy = config.parallel.optimizer_redundancy
+    if name and isinstance(redundancy, int):
+        raise ConfigError(
+            f"parallel.optimizer_redundancy = {redundancy}: {name} is not known to update each element of a parameter "
+            'by itself, as workers do that share its state; leave it out, set it to "all", or if the optimizer does, '
+            "say so by Job(elementwise=True)"
+        )
+    return name

@@ -45,10 +45,11 @@ class Planner:
     def __init__(
         self, config: RunConfig, job: JobInfo, *, profile: Profile | None = None, plan: Plan | None = None
     ) -> None:
-        self._config = config
+        self._config = job.settled(config)
         self._job = job
         self._profile = profile
         self._plan = plan
+        self._shares_by_default = config.parallel.optimizer_redundancy == "auto" and config.owners is not None
         self.calibration = Calibration(knows_layers=profile is not None)
         self.policy = config.recovery.policy
 
@@ -158,6 +159,11 @@ class Planner:
         if plan.decision is not None:
             context = replace(context, phases=plan.decision.phases)
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
+
+    @property
+    def undivided(self) -> str:
+        """Name of the optimizer whose state holders do not share, though they would by default; otherwise empty."""
+        return self._job.undivided if self._shares_by_default else ""
 
     @property
     def migrates(self) -> bool:
@@ -358,7 +364,7 @@ class Planner:
 
         If there is no plan but slices have lost owners, the one in force, in which they get others.
         """
-        redundancy, layers = self._config.parallel.owners, self._costs(hosts).workload.layers
+        redundancy, layers = self._config.owners, self._costs(hosts).workload.layers
         if redundancy is not None:
             if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
                 plans = (restoring_copies(active, redundancy),)
@@ -370,7 +376,7 @@ class Planner:
     def _with_owners(
         self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], host_memory: Mapping[str, int]
     ) -> RecoveryPlan:
-        redundancy = self._config.parallel.owners
+        redundancy = self._config.owners
         if redundancy is not None:
             left = left if plan.restoration is None else plan.restoration.sharding
             plan = with_owners(plan, left, hosts, redundancy)
