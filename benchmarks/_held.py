@@ -95,7 +95,7 @@ class Alone:
     def _owned(self) -> dict[int, tuple[tuple[int, int], ...]] | None:
         return None if self.sharding is None else self.sharding.owned_by(self.worker)
 
-    def train(self) -> None:
+    def train(self) -> HeldLayers:
         """Build the layers and train some steps, with as many samples prefetched as in a long run."""
         held = HeldLayers(
             self.job,
@@ -136,6 +136,7 @@ class Alone:
             for _ in range(_STEPS):
                 stats = executor.run(committer.begin(), self.operations, after=reductions.after)
                 committer.commit(stats, reductions, communicators, members, contributions=contributions, finish=False)
+        return held
 
     def _load_earlier(self, micro_batches: MicroBatches) -> None:
         """Request the samples that earlier steps have prefetched."""

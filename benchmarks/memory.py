@@ -3,6 +3,9 @@
 Predicted: the replay of each worker's program with the bytes of a measured profile, layer by layer. Counted: that
 worker's own executor, layers, gradients, optimizer and commit, in this process, without peers, and every allocation and
 free of torch's allocator meanwhile. Workers with equal work on the same layers are counted once.
+
+Drawn plans have snapshots, too, in host memory. Of these the blocks are counted that a worker keeps: of its own state
+after these steps, and the backups, as long as the longest block in them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import argparse
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -24,13 +27,16 @@ from benchmarks._neighbours import progress
 from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.estimate import part_bytes, program_memory, snapshot_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
-from chameleon_ft.plan.shards import shard_optimizer
+from chameleon_ft.plan.shards import Sharding, shard_optimizer
+from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
 from chameleon_ft.recovery import reroute
+from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.layers import sized_layer
+from chameleon_ft.runtime.snapshots.packing import PackedState
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.workload import LayerCost, Workload
 
@@ -60,6 +66,7 @@ class Model:
     layers: tuple[LayerCost, ...]
     device: torch.device = _CPU
     owners: int | None = None
+    snapshots: int | None = None  # parts that share a backup; None: there are none
 
     def costs(self, plan: Plan) -> CostModel:
         workload = Workload(self.layers, plan.micro_batches, self.config.batch.micro_batch_size, owners=self.owners)
@@ -76,7 +83,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One worker of a plan, or several with equal work."""
+    """One worker of a plan, or several with equal work.
+
+    Attributes:
+        snapshots: (predicted, counted) bytes of two snapshots on each of these workers.
+    """
 
     model: str
     plan: str
@@ -84,6 +95,7 @@ class Counted:
     predicted: int
     counted: int
     storages: int | None
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def error(self) -> float:
@@ -99,6 +111,7 @@ class Counted:
             "counted_bytes": self.counted,
             "storage_bytes": self.storages,
             "error": self.error,
+            "snapshots_bytes": self.snapshots,
         }
 
 
@@ -120,7 +133,7 @@ def _arguments() -> argparse.Namespace:
         "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="the Llama and its batch (TOML)"
     )
     parser.add_argument(
-        "--drawn", type=int, help="draw so many plans, with precision and redundancy; default: all, fp32"
+        "--drawn", type=int, help="draw so many plans, with precision, redundancy and snapshots; default: all plans"
     )
     parser.add_argument("--storages", action="store_true", help="count the storages of tensors too")
     return parser.parse_args()
@@ -133,14 +146,16 @@ def _all_cases(path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
 
 
 def _drawn(number: int, path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
-    """Draw plans of both models, in both precisions, with some or all owners of slices of the optimizer's state."""
+    """Draw plans of both models, in both precisions, with some or all owners of slices, and with snapshots or none."""
     rng = random.Random(number)
     precisions: tuple[_PrecisionName, ...] = ("fp32", "bf16")
     models = [model for each in precisions for model in (_llama(path, folder, each), _own_model(each))]
-    for _ in range(number):
+    for index in range(number):
         model = replace(rng.choice(models), owners=rng.choice((1, 2, 3, None)))
         name, plan = rng.choice(list(_plans(model)))
-        yield model, f"{name}, redundancy {'all' if model.owners is None else model.owners}", plan
+        model = replace(model, snapshots=random.Random(f"snapshots {number}, {index}").choice((None, 1, 1, 2, 3)))
+        kept = {None: "no snapshots", 1: "copies"}.get(model.snapshots, f"parity of {model.snapshots}")
+        yield model, f"{name}, redundancy {'all' if model.owners is None else model.owners}, {kept}", plan
 
 
 def _llama(path: Path, folder: Path, precision: _PrecisionName) -> Model:
@@ -261,6 +276,7 @@ def count(model: Model, name: str, plan: Plan, *, storages: bool = False) -> Ite
             device=model.device,
         )
         alike.setdefault(alone.likeness(), []).append(alone)
+    kept = _snapshots_of(model, plan, sharding, alike.values()) if model.snapshots is not None else {}
     for same in alike.values():
         yield Counted(
             model.name,
@@ -269,7 +285,36 @@ def count(model: Model, name: str, plan: Plan, *, storages: bool = False) -> Ite
             predicted[same[0].worker].peak_bytes,
             peak_of_allocator(same[0]),
             peak_of_storages(same[0]) if storages else None,
+            tuple(kept[alone.worker] for alone in same if alone.worker in kept),
         )
+
+
+def _snapshots_of(
+    model: Model, plan: Plan, sharding: Sharding | None, alike: Iterable[Sequence[Alone]]
+) -> dict[int, tuple[int, int]]:
+    """Return the predicted and the counted bytes of two snapshots on each worker."""
+    assert model.snapshots is not None
+    # As in a run, which knows from the job what moves: buffers that are not saved do not.
+    workload = inspect_job(model.config).completed(model.costs(plan)).workload
+    hosts = {worker: f"host{worker}" for worker in plan.workers}
+    layout = lay_out_snapshot(plan.placement, hosts, sharding, group=model.snapshots, weight=part_bytes(workload))
+    blocks: dict[Part, int] = {}
+    for same in alike:
+        held = same[0].train()
+        for alone in same:  # which hold the same
+            for part in layout.kept_by(alone.worker):
+                if part not in blocks:
+                    units = (part.start, part.stop)
+                    state = held.state_of_slice(part.layer, units) if part.stop else held.state_of(part.layer)
+                    blocks[part] = PackedState(state).num_bytes
+    counted = dict.fromkeys(plan.workers, 0)
+    for part, keepers in layout.keepers:
+        for keeper in keepers:
+            counted[keeper] += 2 * blocks[part]
+    for backup in layout.backups:
+        counted[backup.worker] += 2 * max(blocks[part] for part in backup.parts)
+    predicted = snapshot_memory(layout, workload)
+    return {worker: (each.total_bytes, counted[worker]) for worker, each in predicted.items()}
 
 
 def _report(found: Sequence[Counted]) -> Report:
@@ -278,6 +323,15 @@ def _report(found: Sequence[Counted]) -> Report:
         by_plan.setdefault((each.model, each.plan), []).append(each)
     # Every worker counts, also those equal to another one.
     errors = [each.error for each in found for _ in each.workers]
+    of_snapshots = [predicted / counted - 1 for each in found for predicted, counted in each.snapshots]
+    snapshot_bars = (
+        (
+            Bar(name="mean error of snapshots", value=statistics.fmean(map(abs, of_snapshots)), limit=_MEAN_ERROR),
+            Bar(name="largest underestimate of snapshots", value=max(0.0, -min(of_snapshots)), limit=_UNDERESTIMATE),
+        )
+        if of_snapshots
+        else ()
+    )
     return Report(
         benchmark="memory",
         columns=("model", "plan", "workers", "counted", "peak, MB", "mean error", "worst error"),
@@ -296,6 +350,7 @@ def _report(found: Sequence[Counted]) -> Report:
         bars=(
             Bar(name="mean error of the peak", value=statistics.fmean(map(abs, errors)), limit=_MEAN_ERROR),
             Bar(name="largest underestimate", value=max(0.0, -min(errors)), limit=_UNDERESTIMATE),
+            *snapshot_bars,
         ),
         results={
             "plans": len(by_plan),
@@ -303,6 +358,7 @@ def _report(found: Sequence[Counted]) -> Report:
             "mean_error": statistics.fmean(map(abs, errors)),
             "largest_overestimate": max(errors),
             "largest_underestimate": -min(errors),
+            "mean_error_of_snapshots": statistics.fmean(map(abs, of_snapshots)) if of_snapshots else None,
             "counted": [each.to_json() for each in found],
         },
     )
