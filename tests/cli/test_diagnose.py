@@ -238,6 +238,11 @@ since   2026-01-01 12:00:05 UTC, for 1.000 s
 why     its agent is gone
 action  another agent adopted workers 4, 5
 
+Host refused: node8 (10.0.0.8)
+since   2026-01-01 12:00:05 UTC
+why     torch 2.12.0, and the run has 2.13.0
+action  its agent was not admitted, and started no worker
+
 Messages failed: messages
 since   2026-01-01 12:00:07 UTC
 why     of worker 1: connection reset
@@ -280,6 +285,7 @@ def test_no_condition_is_left_out(write: Any, chameleon: CommandLine) -> None:
             happened("bad_step", 3, step=41, is_bad_again=False, action="applied", **{**bad, "changed": [2]}),
             happened("state_differs", 4, step=50, agreed=40, odd={}, undecided={"1": [0, 2]}),
             happened("host_lost", 5, host="node7 (10.0.0.7)", workers=[4, 5]),
+            happened("host_refused", 5.5, host="node8 (10.0.0.8)", reason="torch 2.12.0, and the run has 2.13.0"),
             happened("host_joined", 6, host="node7 (10.0.0.7)", workers=[], adopted=[4, 5]),
             happened("messages_failed", 7, generation=8, reports=[report]),
             {**planned(9, "reroute"), "time": NOON + 8},

@@ -225,6 +225,10 @@ def _host_lost(event: Event, _: Sequence[Event], end: Event | None) -> Described
     return event["host"], "its agent is gone", action
 
 
+def _host_refused(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return event["host"], event["reason"], "its agent was not admitted, and started no worker"
+
+
 def _not_ended(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     subject = f"worker {event['worker']} on {event['host']}"
     return subject, "it was given up, does not answer and has no agent", "none; its process may live on"
@@ -293,6 +297,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "discarded": _discarded,
     "drain_failed": _drain_failed,
     "host_lost": _host_lost,
+    "host_refused": _host_refused,
     "not_ended": _not_ended,
     "checkpoint_late": _checkpoint("it was not written when the next one was due", "the next one waited for it"),
     "checkpoint_failed": _checkpoint("", "what was written of it is removed; the one before stays the newest"),
