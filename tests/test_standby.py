@@ -21,7 +21,7 @@ from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, eve
 
 pytestmark = pytest.mark.multiprocess
 
-LEASE_S = 3.0
+LEASE_S = 6.0  # longer than a busy machine stalls a process
 SLOW = Batch(
     micro_batches=64, micro_batch_size=2
 )  # the lines of its steps do not fill a pipe that is not read for long
@@ -31,7 +31,7 @@ def written(directory: Path, **changes: Any) -> Path:
     """Write the configuration of a run of two workers, and return its file."""
     layout = {"workers": 2, "parallel": Parallel(dp=2, pp=1), "batch": Batch(micro_batches=4, micro_batch_size=2)}
     file = directory / "config.toml"
-    timeouts = PATIENT.model_copy(update={"reconnect_s": 10.0})
+    timeouts = PATIENT.model_copy(update={"reconnect_s": 20.0})
     fields = {"control": Control(lease_s=LEASE_S), "timeouts": timeouts, **layout, **changes}
     file.write_text(config_to_toml(small_config(directory, **fields)))
     return file
