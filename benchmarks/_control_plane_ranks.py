@@ -101,7 +101,7 @@ def _silent(since_s: float) -> None:
 
 @dataclass(slots=True)
 class _Generation:
-    """What all ranks of a generation know of it, from the orders of one."""
+    """The part of a generation that is the same for all ranks, read from the orders of one of them."""
 
     number: int
     members: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What does the control plane cost with thousands of ranks? The real coordinator, and ranks that only talk.
+"""How does the control plane scale? The real coordinator with thousands of ranks that speak the protocol only.
 
 `chameleon coordinator` runs as for a real run, with its journal and records. Two processes speak the protocol for all
 agents and ranks, eight ranks to an agent (`_control_plane_ranks`): every peer has a control connection of its own, and
@@ -89,7 +89,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What a process of ranks has told, at a monotonic time."""
+    """A message from a process that simulates ranks, and when it arrived, in monotonic seconds."""
 
     name: str
     about: int

@@ -1,4 +1,4 @@
-"""What is submitted to Slurm, and the batch script, run by bash with stand-ins for the commands that it calls.
+"""Submitted Slurm jobs and their batch script, which bash runs with stand-ins for the commands that it calls.
 
 A real Slurm runs it in tests/deploy/test_slurm_cluster.py.
 """

@@ -1,4 +1,4 @@
-"""What is said of a run while its files grow."""
+"""Reports about a live run, as its files grow."""
 
 from __future__ import annotations
 

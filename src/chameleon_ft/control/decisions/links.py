@@ -115,12 +115,11 @@ class LinkTimes:
             bytes_s = (self._bytes[there] + self._bytes[back]) / link.bytes_per_s
             forward_s = statistics.mean(self._forward_s[worker] for worker in ends)
             expected = _Expected(forward_s + 2 * link.latency_s + bytes_s, bytes_s)
-            observed_s = forward_s + there_s + back_s
-            if observed_s <= 0 or expected.seconds <= 0:
+            if there_s + back_s <= 0 or expected.seconds <= 0:
                 return None
             self._expected[ends] = expected
             hosts = self._costs.cluster.hosts
-            return observed_s / expected.seconds, int(hosts[one] != hosts[other])
+            return (forward_s + there_s + back_s) / expected.seconds, int(hosts[one] != hosts[other])
         return None
 
     def _shortest_s(self, channel: _Channel) -> float | None:
