@@ -99,6 +99,7 @@ def test_the_launcher_replaces_a_killed_agent(tmp_path: Path, last: signal.Signa
         training.read_until("the agent of this machine was ended by SIGKILL; another one adopts its workers")
         training.read_until("adopts workers 0, 1")
         lose_one(run, training, ranks)
+        assert [failure.worker for failure in Ended(0, run).failures] == [1]
         with every_process_ends([*ranks, *training.session()]):
             training.signal(last)
             assert training.wait() == (130 if last == signal.SIGINT else -last), training.printed

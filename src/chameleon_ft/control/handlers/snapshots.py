@@ -24,9 +24,8 @@ def committed(draft: Draft, message: messages.Committed) -> None:
         return
     if (layout := state.active.snapshots) is None:
         if state.snapshots.is_fresh and state.settings.snapshots.every:
-            draft.set(
-                snapshots=replace(state.snapshots, is_fresh=False)
-            )  # else a late loss would return to the beginning
+            # Otherwise a late loss would return to the beginning.
+            draft.set(snapshots=replace(state.snapshots, is_fresh=False))
         return
     begins = message.vote.takes_snapshot and message.generation == state.generation and state.phase is Phase.TRAINING
     if begins:
