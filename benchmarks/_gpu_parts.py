@@ -33,7 +33,6 @@ __all__ = ["FULL", "SMALL", "Result", "Size", "Subject", "checksums", "config_of
 _MODELS: Final = ("llama2-7b", "llama2-13b", "llama3-8b")
 _MEMORY_ERROR, _MEMORY_UNDERESTIMATE = 0.02, 0.01
 _UPDATE_DEVIATION: Final = 1e-5
-_PRECISION: Final = "precision"
 _KINDS: Final = (0, 1, -1)
 """Layers that stand for all: embedding, block, head."""
 
@@ -111,9 +110,9 @@ SMALL: Final = Size(
 
 
 def config_of(subject: Subject, model: LlamaConfig, *, in_bf16: bool = False, **changes: Any) -> TrainConfig:
-    """Return the configuration of a Llama on the device; in float32 where runs know no other precision."""
+    """Return the configuration of a Llama on the device."""
     is_shared = {} if subject.device == "cpu" else {"share_devices": True}
-    precision = {_PRECISION: "bf16"} if in_bf16 and _PRECISION in TrainConfig.model_fields else {}
+    precision = {"precision": "bf16"} if in_bf16 else {}
     single = {"workers": 1, "parallel": Parallel(dp=1, pp=1)}
     fields = {"batch": Batch(micro_batches=1, micro_batch_size=1), **single, **is_shared, **precision, **changes}
     return TrainConfig(device=subject.device, model=model, threads=subject.size.threads, **fields)

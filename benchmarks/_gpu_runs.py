@@ -35,12 +35,14 @@ from chameleon_ft.observe import RunDirectory, read_generation_plans
 from chameleon_ft.profiles import costs_of_run, read_profile
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["migration", "salvage", "steps"]
+__all__ = ["in_bf16", "migration", "salvage", "snapshots", "steps"]
 
 _WORKERS: Final = 4
 _DEVIATION: Final = 1e-5
+_BF16_DEVIATION: Final = 2e-3
 _STEP_ERROR: Final = 0.1
 _LOST_IN_STEP: Final = 5
+_SNAPSHOT_EVERY: Final = 3
 _POLL_S: Final = 0.02
 
 
@@ -84,10 +86,21 @@ def steps(subject: Subject) -> Result:
 
 def salvage(subject: Subject) -> Result:
     """Kill a rank in a backward: the step is completed, and all losses are those of the plain loop."""
-    progress("four ranks, one of which is killed")
+    return _completed(subject, "salvage", _config(subject, policy="reroute"), limit=_DEVIATION)
+
+
+def in_bf16(subject: Subject) -> Result:
+    """Do the same in bf16, with the optimizer's state shared by two owners."""
+    shared = Parallel(dp=2, pp=2, optimizer_redundancy=2)
+    config = _config(subject, policy="reroute", in_bf16=True, parallel=shared)
+    return _completed(subject, "in-bf16", config, limit=_BF16_DEVIATION)
+
+
+def _completed(subject: Subject, name: str, config: TrainConfig, *, limit: float) -> Result:
+    """Kill a rank in a backward, and compare the losses with those of the plain loop."""
+    progress(f"four ranks, one of which is killed, in {config.precision}")
     failure = Failure(worker=_WORKERS - 1, step=_LOST_IN_STEP, phase="backward")
-    config = _config(subject, policy="reroute")
-    run = _chameleon.train(config, run=subject.folder / "salvage", failures=[failure], timeout_s=subject.timeout_s)
+    run = _chameleon.train(config, run=subject.folder / name, failures=[failure], timeout_s=subject.timeout_s)
     (lost,) = run.failures()
     verified = _verified(run, subject)
     return Result(
@@ -102,9 +115,40 @@ def salvage(subject: Subject) -> Result:
         ),
         bars=(
             Bar(name="interrupted steps that were salvaged", value=float(lost.is_salvaged), limit=1.0, at_least=True),
-            _bar_of(verified),
+            _bar_of(verified, limit),
         ),
         data={"verified": verified, "stall_s": lost.stall_s, "is_salvaged": lost.is_salvaged},
+    )
+
+
+def snapshots(subject: Subject) -> Result:
+    """Kill the only holder of some layers: the run goes back to a snapshot, and no loss changes."""
+    progress("four ranks with snapshots, one of which is killed with its layers")
+    failure = Failure(worker=1, step=2 * _LOST_IN_STEP, phase="backward")
+    parallel = Parallel(dp=1, pp=_WORKERS)
+    config = _config(subject, policy="reroute", parallel=parallel, snapshots=Snapshots(every=_SNAPSHOT_EVERY))
+    run = _chameleon.train(config, run=subject.folder / "snapshots", failures=[failure], timeout_s=subject.timeout_s)
+    (lost,) = run.failures()
+    verified = _verified(run, subject)
+    repeated = lost.step - lost.resume_step
+    return Result(
+        columns=("killed", "source", "steps repeated", "stall, s", "transfer, s", "largest deviation of a loss"),
+        rows=(
+            (
+                f"worker {lost.worker} in step {lost.step}",
+                lost.policy,
+                str(repeated),
+                f"{lost.stall_s:.3f}",
+                f"{lost.transfer_s:.3f}",
+                f"{verified['max_relative_loss_deviation']:.1e}",
+            ),
+        ),
+        bars=(
+            Bar(name="returns to a snapshot", value=float(lost.policy == "snapshot"), limit=1.0, at_least=True),
+            Bar(name="steps repeated", value=float(repeated), limit=float(_SNAPSHOT_EVERY)),
+            _bar_of(verified),
+        ),
+        data={"verified": verified, "stall_s": lost.stall_s, "transfer_s": lost.transfer_s},
     )
 
 
@@ -148,7 +192,7 @@ def migration(subject: Subject) -> Result:
 
 
 def _config(subject: Subject, *, policy: PolicyName, **changes: Any) -> TrainConfig:
-    """Return a run of four ranks in float32, so that losses can be compared to their last digits."""
+    """Return a run of four ranks, by default in float32, so that losses can be compared to their last digits."""
     fields: dict[str, Any] = {
         "workers": _WORKERS,
         "parallel": Parallel(dp=2, pp=2),
@@ -198,9 +242,9 @@ def _verified(run: RunDirectory, subject: Subject) -> dict[str, Any]:
     return found
 
 
-def _bar_of(verified: dict[str, Any]) -> Bar:
+def _bar_of(verified: dict[str, Any], limit: float = _DEVIATION) -> Bar:
     value = verified["max_relative_loss_deviation"]
-    return Bar(name="largest relative deviation of a loss from the plain loop", value=value, limit=_DEVIATION)
+    return Bar(name="largest relative deviation of a loss from the plain loop", value=value, limit=limit)
 
 
 def _command(*arguments: str, timeout_s: float, codes: Collection[int] = (0,)) -> str:

@@ -7,6 +7,8 @@
   steps       a step of four ranks that share the device, over gloo, beside predictions
   salvage     a rank is killed in a backward; losses beside those of the plain loop
   migration   a rank is drained and its layers move while all train; losses beside those of the plain loop
+  snapshots   the only holder of some layers is killed; losses beside those of the plain loop
+  bf16        as salvage, in bf16 with a shared optimizer
 
 A part that fails is in the report and does not end the others. report.md and report.json are written after each part.
 `--device cpu --small` rehearses all parts in a few minutes; what it measures means nothing.
@@ -47,6 +49,8 @@ _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "steps": _gpu_runs.steps,
     "salvage": _gpu_runs.salvage,
     "migration": _gpu_runs.migration,
+    "snapshots": _gpu_runs.snapshots,
+    "bf16": _gpu_runs.in_bf16,
 }
 
 
