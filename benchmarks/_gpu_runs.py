@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,12 +31,11 @@ from chameleon_ft.config import (
     TrainConfig,
 )
 from chameleon_ft.control.requests import drain
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.estimate import StepEstimate, estimate_step
 from chameleon_ft.observe import RunDirectory, read_generation_plans
 from chameleon_ft.profiles import costs_of_run, read_profile
-from chameleon_ft.schedule import CostModel
 
-__all__ = ["in_bf16", "migration", "salvage", "snapshots", "steps"]
+__all__ = ["alone", "in_bf16", "migration", "salvage", "snapshots", "steps"]
 
 _WORKERS: Final = 4
 _DEVIATION: Final = 1e-5
@@ -46,33 +46,73 @@ _SNAPSHOT_EVERY: Final = 3
 _POLL_S: Final = 0.02
 
 
-def steps(subject: Subject) -> Result:
-    """Compare the steps of a run without failures with three predictions."""
-    config = _config(subject, policy="reroute", timelines=Timelines(every=1))
-    folder = subject.folder / "steps"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """The median step of a run without failures, the prediction for it by its profile, and its report."""
+
+    measured_s: float
+    predicted: StepEstimate
+    report: dict[str, Any]
+
+
+def _timed(subject: Subject, name: str, config: TrainConfig) -> _Steps:
+    folder = subject.folder / name
     profile = _measured(subject, config, folder)
-    progress("four ranks without failures")
+    progress(f"{config.workers} ranks without failures")
     run = _chameleon.train(config, run=folder / "run", timeout_s=subject.timeout_s)
     report = json.loads(_command("report", str(run.path), "--json", timeout_s=subject.timeout_s))["generations"][0]
-    measured_s = statistics.median(step["measured_s"] for step in report["steps"][1:])
     (planned,) = read_generation_plans(run.plans).values()
-    alone = _alone(config, profile)
-    predicted = estimate_step(planned.plan, planned.program, alone)
+    costs = costs_of_run(config, read_profile(profile), dict.fromkeys(range(config.workers), ""))
+    return _Steps(
+        measured_s=statistics.median(step["measured_s"] for step in report["steps"][1:]),
+        predicted=estimate_step(planned.plan, planned.program, costs),
+        report=report,
+    )
+
+
+def alone(subject: Subject) -> Result:
+    """Compare the steps of one rank, which has the device for itself, with the prediction by its profile."""
+    config = _config(subject, policy="reroute", workers=1, parallel=Parallel(dp=1, pp=1), timelines=Timelines(every=1))
+    found = _timed(subject, "alone", config)
     figures = {
-        "by the run's own operations": report["predicted_step_s"],
-        "by the profile, each rank with a device of its own": predicted.step_s,
-        "by the profile, all operations one after the other": sum(predicted.busy_s.values()),
+        "by the profile": found.predicted.step_s,
+        "by the run's own operations": found.report["predicted_step_s"],
+    }
+    return Result(
+        columns=("step of one rank", "ms", "over measured"),
+        rows=_over_measured(found, figures),
+        bars=(
+            Bar(
+                name="|error| of the step by the profile",
+                value=abs(found.predicted.step_s / found.measured_s - 1),
+                limit=_STEP_ERROR,
+            ),
+        ),
+        data={"measured_s": found.measured_s, "predicted_s": figures, "report": found.report},
+    )
+
+
+def _over_measured(found: _Steps, figures: Mapping[str, float]) -> tuple[tuple[str, ...], ...]:
+    measured = ("measured, median", f"{1e3 * found.measured_s:.1f}", "1.000")
+    predicted = ((name, f"{1e3 * each:.1f}", f"{each / found.measured_s:.3f}") for name, each in figures.items())
+    return (measured, *predicted)
+
+
+def steps(subject: Subject) -> Result:
+    """Compare the steps of a run without failures with three predictions."""
+    found = _timed(subject, "steps", _config(subject, policy="reroute", timelines=Timelines(every=1)))
+    figures = {
+        "by the run's own operations": found.report["predicted_step_s"],
+        "by the profile, each rank with a device of its own": found.predicted.step_s,
+        "by the profile, all operations one after the other": sum(found.predicted.busy_s.values()),
     }
     return Result(
         columns=("step of four ranks", "ms", "over measured"),
-        rows=(
-            ("measured, median", f"{1e3 * measured_s:.1f}", "1.000"),
-            *((name, f"{1e3 * each:.1f}", f"{each / measured_s:.3f}") for name, each in figures.items()),
-        ),
+        rows=_over_measured(found, figures),
         bars=(
             Bar(
                 name="|error| of the step by the run's own operations",
-                value=abs(report["predicted_step_s"] / measured_s - 1),
+                value=abs(found.report["predicted_step_s"] / found.measured_s - 1),
                 limit=_STEP_ERROR,
             ),
         ),
@@ -80,7 +120,7 @@ def steps(subject: Subject) -> Result:
             "ranks that share a device take longer than one alone and less than all in turn, as far as one does not "
             "fill it; so only the first prediction has a bar",
         ),
-        data={"measured_s": measured_s, "predicted_s": figures, "report": report},
+        data={"measured_s": found.measured_s, "predicted_s": figures, "report": found.report},
     )
 
 
@@ -155,7 +195,7 @@ def snapshots(subject: Subject) -> Result:
 def migration(subject: Subject) -> Result:
     """Drain the only holder of some layers: they move while all ranks train, and no loss changes."""
     progress("four ranks, one of which is drained while its layers move")
-    several = {"steps": 4 * subject.size.steps}  # it is drained and its layers have moved long before the end
+    several = {"steps": 2 * subject.size.steps}  # it is drained and its layers have moved long before the end
     config = _config(subject, policy="chameleon", parallel=Parallel(dp=1, pp=_WORKERS), **several)
     path = subject.folder / "migration"
     command = [sys.executable, "-m", "chameleon_ft", "train", str(write_config(config, path.with_suffix(".toml")))]
@@ -217,10 +257,6 @@ def _measured(subject: Subject, config: TrainConfig, folder: Path) -> Path:
     repeats = str(subject.size.repeats)
     _command("profile", str(file), "--out", str(out), "--repeats", repeats, timeout_s=subject.timeout_s)
     return out
-
-
-def _alone(config: TrainConfig, profile: Path) -> CostModel:
-    return costs_of_run(config, read_profile(profile), dict.fromkeys(range(_WORKERS), ""))
 
 
 def _await_steps(run: RunDirectory, number: int, process: subprocess.Popen[bytes], *, timeout_s: float) -> None:

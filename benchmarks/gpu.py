@@ -4,6 +4,7 @@
   memory      predicted peaks beside those of the device's allocator
   checksums   of equal bytes on the device and on the CPU, and the time for a large state
   optimizer   the fused update beside torch's plain one
+  alone       a step of one rank beside predictions
   steps       a step of four ranks that share the device, over gloo, beside predictions
   salvage     a rank is killed in a backward; losses beside those of the plain loop
   migration   a rank is drained and its layers move while all train; losses beside those of the plain loop
@@ -46,6 +47,7 @@ _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "memory": _gpu_parts.memory,
     "checksums": _gpu_parts.checksums,
     "optimizer": _gpu_parts.optimizer,
+    "alone": _gpu_runs.alone,
     "steps": _gpu_runs.steps,
     "salvage": _gpu_runs.salvage,
     "migration": _gpu_runs.migration,

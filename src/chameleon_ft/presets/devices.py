@@ -117,6 +117,7 @@ DEVICES: Final[Mapping[str, Device]] = FrozenMap(
         for name, rates, memory_gb, bytes_per_s, intra_host_bytes_per_s, inter_host_bytes_per_s in (
             ("a100-80g", {DType.BF16: 312, DType.FP16: 312, DType.FP32: 19.5}, 80, 2.039e12, 300e9, 25e9),
             ("h100-80g", {DType.BF16: 989.4, DType.FP16: 989.4, DType.FP32: 66.9}, 80, 3.35e12, 450e9, 50e9),
+            ("h200-141g", {DType.BF16: 989.4, DType.FP16: 989.4, DType.FP32: 66.9}, 141, 4.8e12, 450e9, 50e9),
             ("ascend-910b-64g", {DType.BF16: 376, DType.FP16: 376}, 64, 1.6e12, 28e9, 25e9),
         )
     }
