@@ -39,7 +39,7 @@ COMMANDS: Final = {
     "status": "Show the state of a run: progress, pace, workers, failures, checkpoints, expected end.",
     "watch": "Show the state of a run and its newest events until it is over.",
     "page": "Serve the page of a run, live or over, and its metrics.",
-    "track": "Hand the records of a run to TensorBoard or a webhook.",
+    "track": "Hand the records of a run to TensorBoard, Weights & Biases, OpenTelemetry or a webhook.",
     "stop": "End a live run, with a checkpoint.",
     "checkpoint": "Have a live run write a checkpoint now.",
     "drain": "Take workers out of a live run before their machine leaves.",

@@ -26,12 +26,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.live.delivery import show
+from chameleon_ft.observe import Recorder, RunDirectory
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page.app import STATIC, page_app
 from chameleon_ft.observe.page.gate import TokenGate
 from chameleon_ft.observe.records import OutcomeRecord
+from chameleon_ft.observe.story import record_of
 from chameleon_ft.observe.terminal import TerminalView
 from tests.observe.live.lines import add, event, failed, new_run, started, stepped
 from tests.observe.records import join_record, outcome_record
@@ -165,12 +165,10 @@ def test_all_that_the_terminal_prints_of_an_incident_is_on_the_page(page: Served
     outcome = event("outcome", 2.7, **outcome_record().to_json())
     join = event("join", 2.8, **join_record(5).to_json())
     lines = [hang, failed(3, 2.5, lost_layers=[2, 3]), event("failure_cost", 2.6, **cost), outcome, join]
-    add(run, *lines)
     printed = StringIO()
-    view = TerminalView(Console(file=printed, width=200))
-    for line in lines:
-        show(("events", line), view)
-    view.close()
+    with Recorder(run, TerminalView(Console(file=printed, width=200))) as recorder:
+        for line in lines:
+            recorder.record(record_of(line))
     known = {word for told in page.json("/api/state")["news"] for word in told["title"].split()}
     for told in page.json("/api/state")["news"]:
         known |= {word for fact in told["facts"] for text in fact for word in text.split()}

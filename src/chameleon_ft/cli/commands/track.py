@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, RunPath, metavar, parse_arguments
+from chameleon_ft.cli.arguments import OptionalStr, RunPath, metavar, parse_arguments
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory, View
-from chameleon_ft.observe.live.delivery import Delivery
+from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.sinks.registry import SINKS
 
 __all__ = ["main"]
 
@@ -30,8 +28,13 @@ class TrackArguments:
 
     run: RunPath
     """Run directory."""
-    tensorboard: Annotated[OptionalPath, metavar("DIR")] = None
+    tensorboard: Annotated[OptionalStr, metavar("DIR")] = None
     """Folder for TensorBoard's event files; needs the extra `tensorboard`."""
+    wandb: Annotated[OptionalStr, metavar("PROJECT")] = None
+    """Project of Weights & Biases, whose environment variables apply (WANDB_MODE=offline); needs the extra `wandb`."""
+    otel: Annotated[OptionalStr, metavar("URL")] = None
+    """Address of a collector that takes OpenTelemetry's traces (OTLP over HTTP), such as http://localhost:4318; gets a
+    trace of each incident; needs the extra `otel`."""
     webhook: Annotated[OptionalStr, metavar("URL")] = None
     """Address to which incidents are sent as JSON, from now on, in a form that Slack and Mattermost take."""
 
@@ -40,35 +43,23 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(TrackArguments, arguments, command="track")
     run = RunDirectory.open(given.run)
-    all_records = [Delivery("TensorBoard", _tensorboard(given.tensorboard))] if given.tensorboard else []
-    news = []
-    if given.webhook is not None:
-        from chameleon_ft.observe.sinks.webhook import WebhookView
-
-        news.append(Delivery("the webhook", WebhookView(given.webhook, run=run.path.name)))
-    if not all_records and not news:
-        raise ConfigError("give at least one tool: --tensorboard DIR or --webhook URL")
-    watcher, began = RunWatcher(run), time.time()
+    began = time.time()
+    chosen = {flag: value for flag in SINKS if (value := getattr(given, flag)) is not None}
+    if not chosen:
+        raise ConfigError(f"give at least one tool: {', '.join(f'--{flag}' for flag in SINKS)}")
+    deliveries = {flag: SINKS[flag].deliver_to(flag, value, run) for flag, value in chosen.items()}
+    watcher = RunWatcher(run)
     try:
         while True:
             lines = watcher.update()
             for line in lines:
                 is_new = line[1].get("time", 0.0) >= began
-                for delivery in (*all_records, *(news if is_new else ())):
-                    delivery.show(line)
+                for flag, delivery in deliveries.items():
+                    if is_new or not SINKS[flag].is_for_news:
+                        delivery.deliver(line)
             if not lines and watcher.report().condition in _OVER:
                 return 0
             time.sleep(_EVERY_S)
     finally:
-        for delivery in (*all_records, *news):
+        for delivery in deliveries.values():
             delivery.close()
-
-
-def _tensorboard(folder: Path) -> View:
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard: it is not installed; run `pip install 'chameleon-ft[tensorboard]'`, or leave this flag out"
-        )
-    from chameleon_ft.observe.sinks.tensorboard import TensorBoardView
-
-    return TensorBoardView(folder)

@@ -1,1 +1,1 @@
-"""Sinks: views that hand the records of a run to other tools. Each module loads what it needs when it is used."""
+"""Sinks: other tools that the records of a run are handed to. Each module loads what it needs when it is used."""

@@ -1,0 +1,66 @@
+"""The records of a run in Weights & Biases; importing this module loads wandb."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import wandb
+
+from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.records import FailureRecord, RunRecord, StepRecord
+from chameleon_ft.observe.sinks.scalars import scalars_of
+from chameleon_ft.observe.story import tell
+
+__all__ = ["WandbSink"]
+
+_MOST_TOLD: Final = 1_000
+_COLUMNS: Final[list[str | int]] = ["time", "step", "event", "facts"]
+
+
+class WandbSink:
+    """Logs the scalars of records over the training step, lost workers as alerts, and the table `events`.
+
+    wandb's own environment variables apply, such as WANDB_MODE=offline and WANDB_ENTITY. Steps that are trained again
+    are logged again.
+
+    Args:
+        project: to which the new run of Weights & Biases belongs.
+        run: gives it its name and configuration.
+
+    Raises:
+        wandb.errors.Error: it cannot begin, for example without an API key.
+    """
+
+    def __init__(self, project: str, *, run: RunDirectory) -> None:
+        self._run = wandb.init(
+            project=project,
+            name=run.path.name,
+            dir=run.path,
+            config=run.config().model_dump(mode="json"),
+            # Of this machine and process, which are not those that train.
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._step = 0
+        self._told: deque[list[float | int | str]] = deque(maxlen=_MOST_TOLD)
+
+    def take(self, record: RunRecord, *, at: float) -> bool:
+        """See `Sink`."""
+        if isinstance(record, StepRecord):
+            self._step = record.step
+        if scalars := scalars_of(record):
+            self._run.log({"step": self._step, "time": at, **scalars})
+        for told in tell(record):
+            facts = "\n".join(f"{name}: {value}" for name, value in told.facts)
+            self._told.append([at, self._step, told.title, facts])
+            if isinstance(record, FailureRecord):
+                self._run.alert(told.title, facts)
+        return bool(scalars)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        if self._told:
+            self._run.log({"step": self._step, "events": wandb.Table(columns=_COLUMNS, data=list(self._told))})
+        self._run.finish()
