@@ -157,7 +157,7 @@ def test_inconsistent_fields_are_refused_with_a_remedy(data: dict[str, Any], exp
 
 @pytest.mark.parametrize(
     ("device", "backend", "untried"),
-    [("cpu", "gloo", False), ("cuda", "gloo", True), ("cuda", "nccl", True), ("npu", "gloo", True)],
+    [("cpu", "gloo", False), ("cuda", "gloo", False), ("cuda", "nccl", True), ("npu", "gloo", True)],
 )
 def test_a_device_that_no_run_was_made_on_is_warned_of(device: DeviceName, backend: BackendName, untried: bool) -> None:
     warning = RunConfig(device=device, backend=backend).untried

@@ -67,7 +67,11 @@ DEVICES: Final[Mapping[DeviceName, DeviceKind]] = {
     "cpu": DeviceKind(
         title="CPU", backends=("gloo",), is_accelerator=False, run_on={"gloo": "AMD EPYC, two cores, torch 2.13.0"}
     ),
-    "cuda": DeviceKind(title="NVIDIA GPU", backends=("gloo", "nccl")),
+    "cuda": DeviceKind(
+        title="NVIDIA GPU",
+        backends=("gloo", "nccl"),
+        run_on={"gloo": "NVIDIA H200, one that four ranks share, torch 2.11.0"},
+    ),
     "npu": DeviceKind(title="Ascend NPU", backends=("gloo", "hccl"), package="torch_npu"),
     "xpu": DeviceKind(title="Intel GPU", backends=("gloo", "xccl")),
     "emulated": DeviceKind(
