@@ -1,4 +1,4 @@
-"""A proxy that passes on connections, and can cut one of them, as a network does."""
+"""A proxy that passes on connections, and can cut one of them, or pass on nothing, as a network does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = join_address(*self._listener.getsockname())
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._passes_on = threading.Event()
+        self._passes_on.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, number: int) -> None:
@@ -29,11 +31,20 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
 
+    def hold(self) -> None:
+        """Pass on nothing, on any connection, until `release`."""
+        self._passes_on.clear()
+
+    def release(self) -> None:
+        """Pass on everything again, also what has come meanwhile."""
+        self._passes_on.set()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._listener.close()
+        self.release()
         for ends in self._pairs:
             for end in ends:
                 end.close()
@@ -51,10 +62,10 @@ class Proxy:
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
 
-    @staticmethod
-    def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                self._passes_on.wait()
                 sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)

@@ -13,6 +13,7 @@
         LiveRunError         a run that is to be started runs already
         DeposedError         another coordinator leads the run
         LeaseError           the place where coordinators claim leadership cannot be reached or refuses
+      StoreError             an object store that does not answer, refuses or has failed; an OSError, too
 
 The message of each names the input, what was expected and what to try next.
 """
@@ -39,6 +40,7 @@ __all__ = [
     "PlanError",
     "ProfileError",
     "ProgramError",
+    "StoreError",
 ]
 
 
@@ -145,3 +147,7 @@ class LiveRunError(ControlError):
 
 class LeaseError(ControlError):
     """The place where coordinators claim leadership cannot be reached, refuses, or holds what cannot be read."""
+
+
+class StoreError(ChameleonError, OSError):
+    """An object store does not answer, refuses, or has failed a request."""

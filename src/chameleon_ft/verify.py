@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,15 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer, seed_forward, tie
 from chameleon_ft.models.precision import cast_layer, loss_of
-from chameleon_ft.observe import RunDirectory, StepRecord, layer_directory, slice_directory, slices_of
+from chameleon_ft.observe import (
+    RunDirectory,
+    StepRecord,
+    Storage,
+    checkpoint_storage,
+    layer_part,
+    slice_part,
+    slices_of,
+)
 
 __all__ = ["TOLERANCES", "StepComparison", "Verification", "repeat_run"]
 
@@ -125,7 +132,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     }
     loop = _PlainLoop(config, jobs[config.steps])
     if config.forked.run:
-        loop.load(run.checkpoints, config.forked.step)
+        loop.load(checkpoint_storage(config, run), config.forked.step)
     for record in _committed(run.steps(), first=config.forked.step)[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
@@ -161,15 +168,15 @@ class _PlainLoop:
         self._optimizer = job.optimizer([self._updated(parameter) for parameter in self._parameters])
         self._order = SampleOrder(len(job.dataset), config.seed)
 
-    def load(self, checkpoints: Path, step: int) -> None:
+    def load(self, checkpoints: Storage, step: int) -> None:
         """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
         options = self._optimizer.defaults
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
-            state = _read(layer_directory(checkpoints, step, number))
+            state = _read(checkpoints, layer_part(step, number))
             for place in slices_of(checkpoints, step):
                 if place[0] == number:
-                    state |= _read(slice_directory(checkpoints, step, *place))
+                    state |= _read(checkpoints, slice_part(step, *place))
             module = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
             layer.load_state_dict(module)
             for name, parameter in layer.named_parameters():
@@ -231,21 +238,23 @@ def _norm(gradients: Iterable[torch.Tensor]) -> float:
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in gradients))
 
 
-def _read(layer: Path) -> dict[str, Any]:
-    """Read the state of a layer, as docs/files.md describes it."""
+def _read(checkpoints: Storage, part: str) -> dict[str, Any]:
+    """Read the state of a layer, or of a slice of one, as docs/files.md describes it."""
     try:
-        stored = FileSystemReader(layer).read_metadata().state_dict_metadata
-        state: dict[str, Any] = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-            for key, entry in stored.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-            load(state, checkpoint_id=layer, no_dist=True)
+        with checkpoints.reading(part) as files:
+            stored = FileSystemReader(files).read_metadata().state_dict_metadata
+            state: dict[str, Any] = {
+                key: torch.empty(entry.size, dtype=entry.properties.dtype)
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+                for key, entry in stored.items()
+            }
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                load(state, checkpoint_id=files, no_dist=True)
     except (OSError, CheckpointException) as error:
-        raise ConfigError(f"{layer}: the state that the run was forked from cannot be read: {error}") from None
+        place = checkpoints.place(part)
+        raise ConfigError(f"{place}: the state that the run was forked from cannot be read: {error}") from None
     return state
 
 

@@ -30,7 +30,7 @@ def parent(tmp_path: Path, **changes: Any) -> Ended:
 
 
 def fork(source: RunDirectory, out: Path, **flags: Any) -> Ended:
-    prepared = prepare_run({"output_dir": out, **flags}, file=None, resume=source.path, fork=True)
+    prepared = prepare_run({"output_dir": out, **flags}, file=None, resume=str(source.path), fork=True)
     return Ended(prepared.start(train), prepared.directory)
 
 
@@ -71,7 +71,7 @@ def test_forks_of_forks_have_another_batch_and_optimizer_and_no_sample_twice(tmp
 def test_a_fork_resumes_and_goes_on_with_its_samples(tmp_path: Path) -> None:
     ended = fork(parent(tmp_path).run, tmp_path / "fork", steps=9, batch={"micro_batches": 2})
     assert ended.code == 0
-    prepared = prepare_run({"steps": 12}, file=None, resume=ended.run.path)
+    prepared = prepare_run({"steps": 12}, file=None, resume=str(ended.run.path))
     assert prepared.start(train) == 0
     assert [row.step for row in ended.run.steps()] == list(range(6, 12))
     # The rate depends on the number of steps, and verify knows both.
@@ -105,12 +105,12 @@ def test_what_a_fork_may_not_change_and_what_it_needs(tmp_path: Path) -> None:
         ({}, "all of its 6 steps are done; give a larger --steps"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=refused):
-            prepare_run({"output_dir": out, "steps": 6, **flags}, file=None, resume=source.path, fork=True)
+            prepare_run({"output_dir": out, "steps": 6, **flags}, file=None, resume=str(source.path), fork=True)
         assert not out.exists()
     with pytest.raises(ConfigError, match="write --resume RUN --fork --output-dir DIRECTORY"):
-        prepare_run({"steps": 9}, file=None, resume=source.path, fork=True)
+        prepare_run({"steps": 9}, file=None, resume=str(source.path), fork=True)
     with pytest.raises(ConfigError, match="write --resume RUN --fork --output-dir DIRECTORY"):
         prepare_run({"output_dir": out}, file=None, resume=None, fork=True)
     with pytest.raises(CheckpointError, match="or continue from its state in a new directory by --fork --output-dir"):
-        prepare_run({"steps": 9, "optimizer": {"lr": 1e-4, "min_lr": 1e-5}}, file=None, resume=source.path)
+        prepare_run({"steps": 9, "optimizer": {"lr": 1e-4, "min_lr": 1e-5}}, file=None, resume=str(source.path))
     assert isinstance(source.config(), TrainConfig)

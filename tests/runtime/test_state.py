@@ -355,17 +355,37 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is_wri
     assert after == (3, 8, (0,), None)
 
 
-def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
+def held_up_writer(checkpoints: Path) -> tuple[CheckpointWriter, threading.Event]:
+    """Return a writer that has begun a checkpoint, and the event for which it waits."""
     begun, go_on = threading.Event(), threading.Event()
 
     def before_write(step: int) -> None:
         begun.set()
         go_on.wait()
 
-    writer = CheckpointWriter(tmp_path, saved=lambda part: None, before_write=before_write)
+    writer = CheckpointWriter(checkpoints, saved=lambda part: None, before_write=before_write)
     assert writer.join(unless=lambda: True)
     writer.submit(3, 7, {0: trained().snapshot(0)}, copy_s=0.0)
     begun.wait()
+    return writer, go_on
+
+
+def test_a_writer_that_is_busy_votes_against_the_next_checkpoint(tmp_path: Path) -> None:
+    writer, go_on = held_up_writer(tmp_path)
+    assert not writer.votes_for(8, is_due=True, request=0)
+    assert writer.left_out == 8
+    assert not writer.votes_for(9, is_due=False, request=1), "a request is answered later"
+    assert writer.left_out == 0
+    go_on.set()
+    assert writer.join(unless=lambda: False)
+    assert writer.votes_for(10, is_due=True, request=0)
+    assert writer.votes_for(11, is_due=False, request=1)
+    assert not writer.votes_for(12, is_due=False, request=0)
+    assert writer.left_out == 0
+
+
+def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
+    writer, go_on = held_up_writer(tmp_path)
     assert writer.is_busy
     assert not writer.join(unless=lambda: True)
     go_on.set()

@@ -17,22 +17,25 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalPath, Switch, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags, replace_old_flags
 from chameleon_ft.cli.live_runs import refuse_live_run
 from chameleon_ft.cli.run_config import configured
+from chameleon_ft.cli.stores import fetch_run, has_checkpoints, is_url, require_same_store, require_store
 from chameleon_ft.config import (
     RENAMED_KEYS,
     Control,
     Forked,
     RunConfig,
+    Store,
     TrainConfig,
+    parse_config,
     read_recorded_toml,
     read_toml,
 )
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import address_of_host
-from chameleon_ft.errors import CheckpointError, ConfigError, LeaseError
-from chameleon_ft.observe import RunDirectory, link_checkpoint, sound_checkpoint
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LeaseError
+from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage, link_checkpoint, sound_checkpoint
 from chameleon_ft.observe.run_lock import RunLock
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
@@ -58,15 +61,16 @@ ConfigFile = Annotated[
     metavar("[CONFIG]", "TOML file with the configuration; flags override it."),
 ]
 Resume = Annotated[
-    OptionalPath,
+    OptionalStr,
     metavar(
         "RUN|auto",
-        "Directory of a run to resume from its newest checkpoint; the number of workers may change. With auto: resume "
-        "the run in --output-dir if it has a checkpoint, and otherwise start it, so that the same command does both.",
+        "Directory of a run, or the URL of its object store, to resume from its newest checkpoint; the number of "
+        "workers may change. With auto: resume the run in --output-dir, or in its store, if it has a checkpoint, and "
+        "otherwise start it, so that the same command does both.",
     ),
 ]
 
-AUTO = Path("auto")
+AUTO = "auto"
 """The value of --resume that starts a run or resumes it, as its directory is."""
 
 _MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
@@ -131,7 +135,7 @@ def prepare_run(
     flags: dict[str, Any],
     *,
     file: Path | None,
-    resume: Path | None,
+    resume: str | None,
     fork: bool = False,
     job: str | None = None,
     name: str | None = None,
@@ -141,8 +145,8 @@ def prepare_run(
     Args:
         flags: values that override those of the configuration file.
         file: the configuration file.
-        resume: the directory of the run to resume, which replaces `file`; `AUTO`: that run which the configuration
-            names, if it has a checkpoint.
+        resume: the directory of the run to resume, or the URL of its store, which replaces `file`; `AUTO`: that run
+            which the configuration names, if it has a checkpoint.
         fork: whether to continue from the state of that run in a new directory, maybe with another batch or optimizer.
         job: reference of the job; None takes it from `flags` or `file`.
         name: name of a new run; by default that of the file.
@@ -155,8 +159,10 @@ def prepare_run(
     try:
         if fork:
             prepared = _forked_run(flags, None if resume == AUTO else resume, lock, file=file, job=job)
+        elif resume is not None and is_url(resume):
+            prepared = _fetched_run(flags, resume, lock, file=file, job=job)
         elif resume is not None and resume != AUTO:
-            prepared = _resumed_run(flags, resume, lock, file=file, job=job)
+            prepared = _resumed_run(flags, Path(resume), lock, file=file, job=job)
         else:
             prepared = _started_run(flags, lock, file=file, is_auto=resume == AUTO, job=job, name=name)
     except BaseException:
@@ -184,6 +190,7 @@ def _started_run(
         skipped = f", {len(data.skipped)} files skipped" if data.skipped else ""
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
     _check_inputs(config)
+    require_store(config, is_free=not is_auto)
     lock.take(out)
     directory = RunDirectory.create(out, config)
     config = directory.own(config)
@@ -204,8 +211,27 @@ def _resumed_run(
     return _resumed(_recorded_config(flags, directory, job=job), directory)
 
 
+def _fetched_run(flags: dict[str, Any], url: str, lock: RunLock, *, file: Path | None, job: str | None) -> PreparedRun:
+    """Return a run that resumes from its object store, in a new directory."""
+    if file is not None:
+        raise ConfigError(f"--resume {url}: takes the configuration from that run; leave out the configuration file")
+    own = {key: value for key, value in flags.items() if key != "output_dir"}
+    if "url" in own.get("store", {}):
+        raise ConfigError(f"--resume {url}: the run goes on in that store; leave out --store.url")
+    store = parse_config(Store, {**own.get("store", {}), "url": url}, source="--resume")
+    out = Path(flags.get("output_dir") or Path("runs") / store.url.rpartition("/")[2])
+    RunDirectory.require_free(out)
+    lock.take(out)
+    directory = fetch_run(store, out)
+    try:
+        return _resumed(_recorded_config(own, directory, job=job), directory)
+    except ChameleonError:  # with what it says changed, the same command is to work
+        shutil.rmtree(directory.path)
+        raise
+
+
 def _forked_run(
-    flags: dict[str, Any], path: Path | None, lock: RunLock, *, file: Path | None, job: str | None
+    flags: dict[str, Any], path: str | None, lock: RunLock, *, file: Path | None, job: str | None
 ) -> PreparedRun:
     """Make the directory of a run that continues from the newest checkpoint of another one."""
     if path is None or file is not None or "output_dir" not in flags:
@@ -213,13 +239,18 @@ def _forked_run(
             "--fork: needs the run to continue and a new directory, and no configuration file; write --resume RUN "
             "--fork --output-dir DIRECTORY, and give any changes as flags"
         )
-    source = RunDirectory.open(path)
+    source = RunDirectory.open(Path(path))
     config = _recorded_config(flags, source, job=job)
     out = Path(config.output_dir or "").absolute()
     RunDirectory.require_free(out)
     _refuse_another_model(config, source, fixed=tuple(key for key in _FIXED if key not in _OF_A_FORK))
-    step = _newest_checkpoint(config, source)
     before = source.config()
+    if before.store.url and before.store.url == config.store.url:
+        raise ConfigError(
+            f"--fork: store.url = {before.store.url} is the store of the run that is continued; give another by "
+            "--store.url, or none by --store.url ''"
+        )
+    step = _newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source))
     fork = Forked(
         run=str(source.path),
         step=step,
@@ -229,10 +260,11 @@ def _forked_run(
     config = config.model_copy(update={"output_dir": out, "forked": fork})
     _check_inputs(config)
     _check_address(config.control)
+    require_store(config, is_free=True)
     lock.take(out)
     directory = RunDirectory.create(out, config)
     try:
-        link_checkpoint(source.checkpoints, step, directory.checkpoints)
+        link_checkpoint(checkpoint_storage(before, source), step, checkpoint_storage(config, directory))
         config = directory.own(config)
         prepare_data_of(config)
     except OSError as error:
@@ -259,9 +291,12 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     config = config.model_copy(update={"output_dir": directory.path, "forked": directory.config().forked})
     _check_inputs(config)
     _refuse_another_model(config, directory, fixed=_FIXED)
-    if may_be_done and sound_checkpoint(directory.checkpoints)[0] == config.steps:
+    require_same_store(config, directory)
+    require_store(config)
+    checkpoints = checkpoint_storage(config, directory)
+    if may_be_done and sound_checkpoint(checkpoints)[0] == config.steps:
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
-    _newest_checkpoint(config, directory)
+    _newest_checkpoint(config, directory, checkpoints=checkpoints)
     _check_address(config.control)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=True, is_new=False)
@@ -276,15 +311,17 @@ def _earlier_run(config: RunConfig, lock: RunLock) -> PreparedRun | None:
         raise ConfigError("--resume auto: needs a fixed --output-dir, or output_dir in the configuration")
     path = config.output_dir
     lock.take(path)
+    require_store(config)
+    resumed = config.model_copy(update={"failures": (), "plan": None})
     if not (names := RunLock.names_in(path)):
-        return None
+        return _run_in_store(resumed)
     is_begun = names <= _MADE_FIRST  # by a process that was killed just then
     if not is_begun:
         directory = RunDirectory.open(path)
         refuse_live_run(directory)
-        newest, damages = sound_checkpoint(directory.checkpoints)
+        newest, damages = sound_checkpoint(checkpoint_storage(directory.config(), directory))
         if newest is not None or damages:
-            return _resumed(config.model_copy(update={"failures": (), "plan": None}), directory, may_be_done=True)
+            return _resumed(resumed, directory, may_be_done=True)
     aside = path.with_name(f"{path.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         path.rename(aside)
@@ -295,7 +332,15 @@ def _earlier_run(config: RunConfig, lock: RunLock) -> PreparedRun | None:
         ) from None
     lock.take(path)
     print(f"{path}: its run has no checkpoint and begins anew; its files are in {aside}")
-    return None
+    return _run_in_store(resumed)
+
+
+def _run_in_store(config: RunConfig) -> PreparedRun | None:
+    """Fetch the run in the store of `config` into its empty directory; None if none has a checkpoint there."""
+    assert config.output_dir is not None
+    if not config.store.url or not has_checkpoints(config.store):
+        return None
+    return _resumed(config, fetch_run(config.store, config.output_dir), may_be_done=True)
 
 
 def _refuse_another_model(config: RunConfig, directory: RunDirectory, *, fixed: Sequence[str]) -> None:
@@ -316,9 +361,9 @@ def _refuse_another_model(config: RunConfig, directory: RunDirectory, *, fixed: 
         )
 
 
-def _newest_checkpoint(config: RunConfig, directory: RunDirectory) -> int:
+def _newest_checkpoint(config: RunConfig, directory: RunDirectory, *, checkpoints: Storage) -> int:
     """Return the step of the newest checkpoint that can be read; raise if there is none, or no step is left."""
-    newest, damages = sound_checkpoint(directory.checkpoints)
+    newest, damages = sound_checkpoint(checkpoints)
     if newest is None:
         found = f" ({'; '.join(damages.values())})" if damages else ""
         raise CheckpointError(

@@ -9,7 +9,7 @@ from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName,
 from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
-from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots
+from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
     SLOWNESS,
@@ -59,6 +59,7 @@ __all__ = [
     "Recovery",
     "RunConfig",
     "Snapshots",
+    "Store",
     "Timelines",
     "Timeouts",
     "TrainConfig",

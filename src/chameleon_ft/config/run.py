@@ -10,7 +10,7 @@ from pydantic import Field
 
 from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
-from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots
+from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
 from chameleon_ft.config.sections import (
     LASTING_KINDS,
     Batch,
@@ -85,6 +85,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()
+    store: Store = Store()
     snapshots: Snapshots = Snapshots()
     recovery: Recovery = Recovery()
     timeouts: Timeouts = Timeouts()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.sections import Section
 
-__all__ = ["Checkpoint", "Forked", "Snapshots"]
+__all__ = ["Checkpoint", "Forked", "Snapshots", "Store"]
 
 
 def _steps_or_auto(every: object) -> object:
@@ -31,6 +31,34 @@ class Checkpoint(Section):
         "checkpoint and the rate of failures; 0: none during training.",
     )
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
+
+
+class Store(Section):
+    """An object store for the checkpoints, and for copies of the records."""
+
+    url: str = Field(
+        default="",
+        description="Folder of this run alone, such as s3://bucket/runs/mine; credentials are those of the "
+        "environment. Empty: all is in output_dir. See docs/stores.md.",
+    )
+    timeout_s: float = Field(
+        default=60.0, gt=0, description="Seconds without any progress after which a request has failed."
+    )
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of the checkpoints."""
+        return f"{self.url}/checkpoints"
+
+    @field_validator("url")
+    @classmethod
+    def _require_folder(cls, url: str) -> str:
+        protocol, separator, path = url.partition("://")
+        if not url or (protocol and separator and path.strip("/")):
+            if protocol != "memory":
+                return url.rstrip("/")
+            raise PydanticCustomError("store", "is in the memory of one process, and a run has several; use file://")
+        raise PydanticCustomError("store", "should be the URL of a folder, such as s3://bucket/runs/mine")
 
 
 class Snapshots(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,11 +18,12 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.orders import Orders
 from chameleon_ft.control.questions import Questions
 from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.run_checkpoints import RunCheckpoints
 from chameleon_ft.control.run_files import RunFiles
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError, ProfileError
-from chameleon_ft.observe import Recorder, RunDirectory
+from chameleon_ft.observe import Recorder, RunDirectory, checkpoint_storage, record_copies
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
 
@@ -35,6 +38,7 @@ class RunSetup:
         profile: measured costs, if there are any.
         plan: the plan to start with, if one was given.
         resume: whether to begin with a checkpoint.
+        takes_over: whether the run goes on meanwhile, without a coordinator.
         executor: prepares decisions on losses while training goes on; without it, each is made after the loss.
     """
 
@@ -43,6 +47,7 @@ class RunSetup:
     recorder: Recorder
     job: JobInfo
     resume: bool
+    takes_over: bool = False
     profile: Profile | None = None
     plan: Plan | None = None
     executor: Executor | None = None
@@ -81,19 +86,25 @@ class CommandRunner:
         policy = config.recovery.policy
         cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
         self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
-        self.files = RunFiles(
-            run,
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self.files = RunFiles(run, recorder.files)
+        self.checkpoints = RunCheckpoints(
+            checkpoint_storage(config, run),
             recorder.files,
             model=job.fingerprint,
             num_layers=job.num_layers,
             keep=config.checkpoint.keep,
             base=config.forked.step if config.forked.run else None,
+            not_marked=self._on_not_marked,
+            copy_records=record_copies(config, run),
+            takes_over=setup.takes_over,
         )
         self.questions = Questions(
             config,
             planner=self.planner,
             decisions=self.decisions,
-            files=self.files,
+            checkpoints=self.checkpoints,
             recorder=recorder,
             resume=setup.resume,
             now=now,
@@ -148,13 +159,13 @@ class CommandRunner:
                 self.files.save_evidence(file, text)
             case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices):
                 kept = agreed if self._config.health.check_every else None
-                self.files.complete(checkpoint, agreed=kept, slices=slices)
+                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices)
             case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
-                self.files.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
+                self.checkpoints.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
             case commands.DistrustCheckpoints(after=agreed):
-                self.files.distrust(agreed)
+                self.checkpoints.distrust(agreed)
             case commands.MarkDamaged(step=checkpoint):
-                self.files.mark_damaged(checkpoint)
+                self.checkpoints.mark_damaged(checkpoint)
             case commands.Task.DECIDE:
                 return self.questions.decide(state)
             case commands.Launch(plan=plan, is_first=is_first):
@@ -190,3 +201,12 @@ class CommandRunner:
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
         self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)
+
+    def _on_not_marked(self, step: int, error: str) -> None:
+        """Note, in the thread of files, that a checkpoint could not be marked."""
+
+        def note() -> None:
+            self._handle(events.MarkFailed(at=self._now(), step=step, error=error))
+
+        with contextlib.suppress(RuntimeError):  # the run has ended without waiting any longer for the store
+            self._loop.call_soon_threadsafe(note)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
+from chameleon_ft.control.handlers import endings
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.state.incident import Fault
@@ -27,6 +28,7 @@ from chameleon_ft.observe import RunStatus, line_of
 __all__ = ["Coordinator"]
 
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
+_REQUESTS: Final = 4  # of an object store, one after the other, may be slow before the end of the run
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 
 
@@ -121,16 +123,27 @@ class Coordinator:
         if self._leadership is not None:
             self._begin_task(self._leadership.keep(lapsed=self._lapsed, regained=self._regained))
         try:
-            status, reason = await asyncio.shield(self._end)
+            status, reason = await self._saved(*await asyncio.shield(self._end))
             await self._recorder.catch_up()
             self._recorder.finish(status, reason=reason)
+            await self._commands.checkpoints.copy_records(self._config.store.timeout_s)
         except DeposedError:
             self._recorder.files.abandon()
+            self._commands.checkpoints.abandon()
             raise
         finally:
             for task in self._tasks:
                 task.cancel()
         return status
+
+    async def _saved(self, status: RunStatus, reason: str) -> tuple[RunStatus, str]:
+        """Return how the run ended, once the last checkpoint is marked or could not be."""
+        checkpoints = self._commands.checkpoints
+        is_settled = await checkpoints.settled(_REQUESTS * self._config.store.timeout_s)
+        error = checkpoints.unmarked.get(self.state.committed, None if is_settled else "the store does not answer")
+        if error is None:
+            return status, reason
+        return "failed" if status == "finished" else status, f"{reason}, but {endings.UNSAVED}: {error}"
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""

@@ -21,6 +21,7 @@ __all__ = [
     "FaultsInjected",
     "Interrupted",
     "Launched",
+    "MarkFailed",
     "Moment",
     "OperationsMeasured",
     "PrepareFailed",
@@ -130,6 +131,14 @@ class Considered(Event):
     plans: tuple[RecoveryPlan, ...] = ()  # to switch to, one after the other; none: continue as before
     reason: str = ""  # why there is no plan without the workers that are to leave
     error: str | None = None  # reason of a decision that failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkFailed(Event):
+    """A checkpoint whose parts are all stored could not be marked as complete; may follow `CompleteCheckpoint`."""
+
+    step: int
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control import events
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
-from chameleon_ft.control.run_files import Examined, RunFiles
+from chameleon_ft.control.run_checkpoints import Examined, RunCheckpoints
 from chameleon_ft.control.state.checkpoint_events import describe_unreadable
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
@@ -38,7 +38,7 @@ class Questions:
         *,
         planner: Planner,
         decisions: Decisions,
-        files: RunFiles,
+        checkpoints: RunCheckpoints,
         recorder: Recorder,
         resume: bool,
         now: Callable[[], events.Moment],
@@ -48,7 +48,7 @@ class Questions:
         self._config = config
         self._planner = planner
         self._decisions = decisions
-        self._files = files
+        self._checkpoints = checkpoints
         self._recorder = recorder
         self._resume = resume
         self._now = now
@@ -66,7 +66,7 @@ class Questions:
         """
         damages = damages or {}
         unreadable = {**state.checkpoints.unreadable, **damages}
-        complete = self._files.complete_checkpoints()
+        complete = self._checkpoints.steps()
         answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
         if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
             return answer
@@ -75,12 +75,12 @@ class Questions:
             if found.damage is None:
                 self._report_checkpoint(state, step, found)
                 return answer
-            self._files.mark_damaged(step)
+            self._checkpoints.mark_damaged(step)
             message = describe_unreadable(step, found.damage)
             self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
             return self.decide(state, {**damages, step: found.damage})
 
-        examining = self._files.examine(step)
+        examining = self._checkpoints.examine(step)
         if examining.done():
             return examined(examining.result())
         self._begin_task(self._handle_later(examining, examined))

@@ -105,6 +105,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
                 judged = {ends: each for ends, each in event.links.items() if judges(is_between_hosts=bool(each[1]))}
                 if judged:
                     incidents.detect(draft, signals.LinksMeasured(generation, event.step, judged))
+        case events.MarkFailed(step=unmarked, error=error):
+            checkpoints.not_marked(draft, unmarked, error)
         case events.PrepareFailed():
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):

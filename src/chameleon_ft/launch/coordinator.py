@@ -168,6 +168,7 @@ async def serve_run(
             profile=start.profile,
             plan=start.plan,
             resume=start.resume or last is not None,
+            takes_over=last is not None,
             executor=executor,
         )
         coordinator = Coordinator(

@@ -11,7 +11,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.tls import generate_certificates
 from chameleon_ft.errors import CheckpointError, ConfigError
-from chameleon_ft.observe import RunDirectory, checkpoint_model, sound_checkpoint
+from chameleon_ft.observe import RunDirectory, checkpoint_model, checkpoint_storage, sound_checkpoint
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 
@@ -66,11 +66,12 @@ def tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:
 
 def _require_same_model(run: RunDirectory, job: JobInfo, config: RunConfig) -> None:
     """Raise CheckpointError if the newest sound checkpoint of `run` is of another model than `job`."""
-    step, _ = sound_checkpoint(run.checkpoints)
+    checkpoints = checkpoint_storage(config, run)
+    step, _ = sound_checkpoint(checkpoints)
     expected = job.fingerprint
     if config.forked.run and step == config.forked.step:
         expected = job.fingerprint_with(config.forked.micro_batch_size, instead_of=config.batch.micro_batch_size)
-    if step is not None and checkpoint_model(run.checkpoints, step) != expected:
+    if step is not None and checkpoint_model(checkpoints, step) != expected:
         raise CheckpointError(
             f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
             "now; undo the change to the model, or begin a new run"

@@ -1,6 +1,7 @@
-"""The checkpoints of a run directory: which are complete, and whether their files are as they were written.
+"""The checkpoints of a run: which are complete, and whether their files are as they were written.
 
-docs/files.md describes the files. This module reads and writes all but the tensors, so it needs no torch.
+docs/files.md describes the files. This module reads and writes all but the tensors, so it needs no torch. The place of
+checkpoints is a directory, given by its path, or another `Storage`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, Final
 
 import xxhash
 
-from chameleon_ft.errors import DamagedCheckpointError
+from chameleon_ft.errors import DamagedCheckpointError, StoreError
 from chameleon_ft.observe.files import replace_file
+from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
 __all__ = [
     "checked_files",
@@ -26,13 +28,16 @@ __all__ = [
     "discard_checkpoint",
     "has_checksums",
     "incomplete_checkpoints",
+    "is_complete",
     "layer_directory",
+    "layer_part",
     "link_checkpoint",
     "mark_complete",
     "mark_damaged",
     "prune_checkpoints",
     "seal_layer",
     "slice_directory",
+    "slice_part",
     "slices_of",
     "sound_checkpoint",
     "step_directory",
@@ -48,90 +53,112 @@ _WITHOUT_CHECKSUMS: Final = {"step", "model"}
 """Keys of `complete.json` in a checkpoint of an earlier version, which has no checksums."""
 
 
+def layer_part(step: int, layer: int) -> str:
+    """Return the name of one layer of the checkpoint from which training resumes at `step`."""
+    return f"{_folder(step)}/layer-{layer:04d}"
+
+
+def slice_part(step: int, layer: int, start: int, stop: int) -> str:
+    """Return the name of the optimizer's state of a slice of a layer, between two units; see `plan.shards`."""
+    return f"{_folder(step)}/layer-{layer:04d}.{start:05d}-{stop:05d}"
+
+
 def step_directory(checkpoints: Path, step: int) -> Path:
-    """Return the folder of the checkpoint from which training resumes at `step`."""
-    return checkpoints / f"{_STEP}{step:0{_STEP_DIGITS}d}"
+    """Return the folder of a checkpoint in a directory."""
+    return checkpoints / _folder(step)
 
 
 def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
-    """Return the folder of one layer of a checkpoint."""
-    return step_directory(checkpoints, step) / f"layer-{layer:04d}"
+    """Return the folder of one layer of a checkpoint in a directory."""
+    return checkpoints / layer_part(step, layer)
 
 
 def slice_directory(checkpoints: Path, step: int, layer: int, start: int, stop: int) -> Path:
-    """Return the folder of the optimizer's state of a slice of a layer, between two units; see `plan.shards`."""
-    return step_directory(checkpoints, step) / f"layer-{layer:04d}.{start:05d}-{stop:05d}"
+    """Return the folder of a slice of a layer of a checkpoint in a directory."""
+    return checkpoints / slice_part(step, layer, start, stop)
 
 
-def slices_of(checkpoints: Path, step: int) -> list[tuple[int, int, int]]:
+def slices_of(checkpoints: Path | Storage, step: int) -> list[tuple[int, int, int]]:
     """Return (layer, first unit, unit after the last) of the slices of a checkpoint; none if it is not marked.
 
     Raises DamagedCheckpointError, or OSError.
     """
     try:
-        return [(layer, start, stop) for layer, start, stop in _mark_of(checkpoints, step).get("slices", ())]
+        mark = _mark_of(storage_of(checkpoints), step)
     except FileNotFoundError:
         return []
+    return [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
 
 
 def mark_complete(
-    checkpoints: Path, step: int, *, model: str, num_layers: int, slices: Collection[tuple[int, int, int]] = ()
+    checkpoints: Path | Storage,
+    step: int,
+    *,
+    model: str,
+    num_layers: int,
+    slices: Collection[tuple[int, int, int]] = (),
 ) -> None:
-    """Mark a checkpoint whose layers and slices are all on disk; `model` is the fingerprint of its model.
+    """Mark a checkpoint whose layers and slices are all stored; `model` is the fingerprint of its model.
 
-    Only marked checkpoints are read. All of it has reached the disk when this returns.
+    Only marked checkpoints are read. All of it is safe when this returns.
     """
-    directory = step_directory(checkpoints, step)
-    for folder in (*directory.glob("layer-*"), directory):
-        _sync(folder)
+    storage, folder = storage_of(checkpoints), _folder(step)
+    names = storage.names(folder)
+    storage.sync(*(f"{folder}/{name}" for name in names if name.startswith("layer-")), folder)
     content: dict[str, Any] = {"step": step, "model": model, "layers": num_layers}
     if slices:
         content["slices"] = [list(each) for each in sorted(slices)]
-    _seal(directory / _COMPLETE, content)
-    (directory / _DAMAGED).unlink(missing_ok=True)  # of an earlier checkpoint of this step
-    for folder in (directory, checkpoints):
-        _sync(folder)
+    if any(name.endswith(ARCHIVE) for name in names):
+        sizes = sorted(storage.sizes(folder).items())
+        content["archives"] = {name: size for name, size in sizes if name.endswith(ARCHIVE)}
+    storage.remove(f"{folder}/{_DAMAGED}")  # of an earlier checkpoint of this step
+    storage.write(f"{folder}/{_COMPLETE}", _sealed(content))  # last, because it is complete from then on
+    storage.sync(folder, "")
 
 
-def mark_damaged(checkpoints: Path, step: int) -> None:
+def mark_damaged(checkpoints: Path | Storage, step: int) -> None:
     """Take the mark of a complete checkpoint away, so that it is neither read nor counted any more.
 
-    That has reached the disk when this returns.
+    That is safe when this returns.
     """
-    directory = step_directory(checkpoints, step)
-    (directory / _COMPLETE).replace(directory / _DAMAGED)
-    _sync(directory)
+    storage_of(checkpoints).rename(f"{_folder(step)}/{_COMPLETE}", f"{_folder(step)}/{_DAMAGED}")
 
 
-def checkpoint_model(checkpoints: Path, step: int) -> str:
+def checkpoint_model(checkpoints: Path | Storage, step: int) -> str:
     """Return the fingerprint of the model of a complete checkpoint. Raises DamagedCheckpointError, or OSError."""
-    return str(_mark_of(checkpoints, step)["model"])
+    return str(_mark_of(storage_of(checkpoints), step)["model"])
 
 
-def has_checksums(checkpoints: Path, step: int) -> bool:
+def has_checksums(checkpoints: Path | Storage, step: int) -> bool:
     """Return whether a complete checkpoint has checksums, unlike those of earlier versions.
 
     Raises DamagedCheckpointError, or OSError.
     """
-    return _mark_of(checkpoints, step).keys() > _WITHOUT_CHECKSUMS
+    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUT_CHECKSUMS
 
 
-def complete_checkpoints(checkpoints: Path) -> list[int]:
+def is_complete(checkpoints: Path | Storage, step: int) -> bool:
+    """Return whether there is a complete checkpoint of a step."""
+    return storage_of(checkpoints).exists(f"{_folder(step)}/{_COMPLETE}")
+
+
+def complete_checkpoints(checkpoints: Path | Storage) -> list[int]:
     """Return the steps of the complete checkpoints, ascending."""
-    return sorted(step for directory, step in _step_directories(checkpoints) if (directory / _COMPLETE).exists())
+    storage = storage_of(checkpoints)
+    return [step for step in _steps(storage) if is_complete(storage, step)]
 
 
-def incomplete_checkpoints(checkpoints: Path) -> list[int]:
+def incomplete_checkpoints(checkpoints: Path | Storage) -> list[int]:
     """Return the steps of checkpoints that are neither complete nor marked as damaged, ascending."""
-    marks = (_COMPLETE, _DAMAGED)
-    return sorted(
+    storage = storage_of(checkpoints)
+    return [
         step
-        for directory, step in _step_directories(checkpoints)
-        if not any((directory / mark).exists() for mark in marks)
-    )
+        for step in _steps(storage)
+        if not any(storage.exists(f"{_folder(step)}/{mark}") for mark in (_COMPLETE, _DAMAGED))
+    ]
 
 
-def sound_checkpoint(checkpoints: Path) -> tuple[int | None, dict[int, str]]:
+def sound_checkpoint(checkpoints: Path | Storage) -> tuple[int | None, dict[int, str]]:
     """Return the step of the newest complete checkpoint without visible damage, and the damage of newer ones."""
     damages: dict[int, str] = {}
     for step in reversed(complete_checkpoints(checkpoints)):
@@ -142,19 +169,23 @@ def sound_checkpoint(checkpoints: Path) -> tuple[int | None, dict[int, str]]:
     return None, damages
 
 
-def damage_of(checkpoints: Path, step: int) -> str | None:
+def damage_of(checkpoints: Path | Storage, step: int) -> str | None:
     """Return the damage of a complete checkpoint that shows without reading its tensors; None if there is none.
 
     These are files that are missing, of another size, or that describe others and are not as they were written.
+
+    Raises StoreError if an object store does not answer, or refuses: then nothing is known.
     """
+    storage, folder = storage_of(checkpoints), _folder(step)
     try:
-        mark = _mark_of(checkpoints, step)
-        parts = [layer_directory(checkpoints, step, layer) for layer in range(mark.get("layers", 0))]
-        parts += [slice_directory(checkpoints, step, *place) for place in mark.get("slices", ())]
-        for directory in parts:
-            for name, (num_bytes, _) in _checksums_of(directory)["files"].items():
-                if (found := (directory / name).stat().st_size) != num_bytes:
-                    return f"{directory / name} has {found:,} bytes instead of {num_bytes:,}"
+        found = storage.sizes(folder)
+        for name, num_bytes in _sizes_of_files(storage, step).items():
+            if name not in found:
+                return f"{storage.place(f'{folder}/{name}')} is missing"
+            if found[name] != num_bytes:
+                return f"{storage.place(f'{folder}/{name}')} has {found[name]:,} bytes instead of {num_bytes:,}"
+    except StoreError:
+        raise
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except (DamagedCheckpointError, OSError) as error:
@@ -162,10 +193,25 @@ def damage_of(checkpoints: Path, step: int) -> str | None:
     return None
 
 
+def _sizes_of_files(storage: Storage, step: int) -> dict[str, int]:
+    """Return the bytes that the files of a complete checkpoint had, by their names in its folder."""
+    mark, folder = _mark_of(storage, step), _folder(step)
+    if "archives" in mark:
+        return dict(mark["archives"])
+    parts = [layer_part(step, layer) for layer in range(mark.get("layers", 0))]
+    parts += [slice_part(step, *place) for place in mark.get("slices", ())]
+    sizes = {}
+    for part in parts:
+        for name, (num_bytes, _) in _unsealed(storage, f"{part}/{_CHECKSUMS}")["files"].items():
+            sizes[f"{part.removeprefix(f'{folder}/')}/{name}"] = num_bytes
+    return sizes
+
+
 def seal_layer(directory: Path, tensors: Mapping[str, Sequence[int]]) -> None:
     """Write the checksums of a layer's files, which are all in its folder, and of its `tensors`, by their keys."""
     files = {path.name: [path.stat().st_size, _checksum_of(path)] for path in sorted(directory.iterdir())}
-    _seal(directory / _CHECKSUMS, {"files": files, "tensors": {key: list(each) for key, each in tensors.items()}})
+    content = {"files": files, "tensors": {key: list(each) for key, each in tensors.items()}}
+    replace_file(directory / _CHECKSUMS, _sealed(content), mode=0o644, is_synced=True)
 
 
 def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
@@ -175,7 +221,7 @@ def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
         DamagedCheckpointError: the checksums themselves are damaged, or a file is missing.
         OSError: a file cannot be read.
     """
-    checksums = _checksums_of(directory)
+    checksums = _unsealed(Directory(directory), _CHECKSUMS)
     for name, expected in checksums["files"].items():
         path = directory / name
         if not path.exists():
@@ -185,33 +231,48 @@ def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
     return checksums["tensors"], None
 
 
-def prune_checkpoints(checkpoints: Path, *, keep: int, agreed: int | None = None, base: int | None = None) -> None:
+def prune_checkpoints(
+    checkpoints: Path | Storage, *, keep: int, agreed: int | None = None, base: int | None = None
+) -> None:
     """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones.
 
     Args:
         agreed: the newest complete one up to this step stays, too.
         base: that of this step stays, too.
     """
-    complete = complete_checkpoints(checkpoints)
+    storage = storage_of(checkpoints)
+    complete = complete_checkpoints(storage)
     if len(complete) < keep:
         return
     known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
-    for directory, step in _step_directories(checkpoints):
+    for step in _steps(storage):
         if step < complete[-keep] and step not in (known, base):
             # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
-            (directory / _COMPLETE).unlink(missing_ok=True)
+            storage.remove(f"{_folder(step)}/{_COMPLETE}")
             with contextlib.suppress(OSError):
-                shutil.rmtree(directory)
+                storage.remove(_folder(step))
 
 
-def link_checkpoint(checkpoints: Path, step: int, target: Path) -> None:
-    """Give another folder of checkpoints a complete one of these, whose files are the same on disk if they can be.
+def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Storage) -> None:
+    """Give another place a complete checkpoint of this one; files are the same on disk if they can be.
 
-    Raises OSError.
+    Raises OSError, or DamagedCheckpointError.
     """
-    source, draft = step_directory(checkpoints, step), step_directory(target, step)
-    ignore = shutil.ignore_patterns(_COMPLETE)
-    shutil.copytree(source, draft, ignore=ignore, copy_function=_link_or_copy)
+    source, sink = storage_of(checkpoints), storage_of(target)
+    if isinstance(source, Directory) and isinstance(sink, Directory):
+        _link_folder(source.path / _folder(step), sink.path / _folder(step))
+        return
+    mark = _mark_of(source, step)
+    slices = [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
+    parts = [layer_part(step, layer) for layer in range(mark["layers"])]
+    for part in (*parts, *(slice_part(step, *place) for place in slices)):
+        with source.reading(part) as files, sink.writing(part) as draft:
+            shutil.copytree(files, draft)
+    mark_complete(sink, step, model=mark["model"], num_layers=mark["layers"], slices=slices)
+
+
+def _link_folder(source: Path, draft: Path) -> None:
+    shutil.copytree(source, draft, ignore=shutil.ignore_patterns(_COMPLETE), copy_function=_link_or_copy)
     _link_or_copy(source / _COMPLETE, draft / _COMPLETE)
 
 
@@ -222,59 +283,49 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def discard_checkpoint(checkpoints: Path, step: int) -> None:
+def discard_checkpoint(checkpoints: Path | Storage, step: int) -> None:
     """Remove what was written of a checkpoint, unless it is complete."""
-    directory = step_directory(checkpoints, step)
-    if not (directory / _COMPLETE).exists():
-        shutil.rmtree(directory, ignore_errors=True)  # another rank may still write some of it
+    if not is_complete(checkpoints, step):
+        with contextlib.suppress(OSError):  # another rank may still write some of it
+            storage_of(checkpoints).remove(_folder(step))
 
 
-def _step_directories(checkpoints: Path) -> list[tuple[Path, int]]:
-    """Return the folders of checkpoints with their steps, and no other files that a user keeps beside them."""
-    names = ((entry, entry.name.removeprefix(_STEP)) for entry in checkpoints.glob(f"{_STEP}*"))
-    return [(entry, int(name)) for entry, name in names if len(name) == _STEP_DIGITS and name.isdecimal()]
+def _folder(step: int) -> str:
+    return f"{_STEP}{step:0{_STEP_DIGITS}d}"
 
 
-def _mark_of(checkpoints: Path, step: int) -> dict[str, Any]:
-    path = step_directory(checkpoints, step) / _COMPLETE
-    text = path.read_bytes()
+def _steps(storage: Storage) -> list[int]:
+    """Return the steps of all checkpoints, ascending; other files that a user keeps beside them do not count."""
+    names = (name.removeprefix(_STEP) for name in storage.names() if name.startswith(_STEP))
+    return sorted(int(name) for name in names if len(name) == _STEP_DIGITS and name.isdecimal())
+
+
+def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
+    name = f"{_folder(step)}/{_COMPLETE}"
+    text = storage.read(name)
     with contextlib.suppress(ValueError):
         if isinstance(mark := json.loads(text), dict) and mark.keys() == _WITHOUT_CHECKSUMS:
             return mark
-    return _unsealed(path)
-
-
-def _checksums_of(directory: Path) -> dict[str, Any]:
-    return _unsealed(directory / _CHECKSUMS)
-
-
-def _seal(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with its own checksum."""
-    replace_file(path, _sealed(content), mode=0o644, is_synced=True)
+    return _without_seal(text, storage.place(name))
 
 
 def _sealed(content: Mapping[str, Any]) -> str:
+    """Return a JSON object with its own checksum."""
     return json.dumps({**content, "checksum": xxhash.xxh3_64_intdigest(json.dumps(content).encode())}) + "\n"
 
 
-def _unsealed(path: Path) -> dict[str, Any]:
-    """Read what `_seal` wrote. Raises DamagedCheckpointError if a byte of it has changed, or OSError."""
-    text = path.read_bytes()
+def _unsealed(storage: Storage, name: str) -> dict[str, Any]:
+    """Read a sealed file. Raises DamagedCheckpointError if a byte of it has changed, or OSError."""
+    return _without_seal(storage.read(name), storage.place(name))
+
+
+def _without_seal(text: bytes, place: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(text)
         del content["checksum"]
         if text == _sealed(content).encode():
             return content
-    raise DamagedCheckpointError(f"{path} is not as it was written")
-
-
-def _sync(directory: Path) -> None:
-    """Have the names of a folder's files reach the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    raise DamagedCheckpointError(f"{place} is not as it was written")
 
 
 def _checksum_of(path: Path) -> int:

@@ -78,9 +78,9 @@ class FileQueue(AbstractContextManager["FileQueue"]):
     """Carries out file operations in their order, in a thread of its own.
 
     While the disk is quick, each method returns when its operation is done, unless told not to wait. An operation that
-    takes longer than 0.25 s, or fails, makes the queue late: from then on no method waits, until all operations are
-    done. One that fails because of the file system is tried again until it succeeds. The methods are called from one
-    thread.
+    takes longer than `patience_s`, or fails, makes the queue late: from then on no method waits, until all operations
+    are done. One that fails because of the file system is tried again until it succeeds. The methods are called from
+    one thread.
 
     **Files of a coordinator that does not lead any more.** `may_write` says right before each operation whether this
     process may still write; until it may, operations wait, and after `abandon` none is carried out. A process that is
@@ -96,11 +96,19 @@ class FileQueue(AbstractContextManager["FileQueue"]):
     Args:
         longest_bytes: of appended lines that wait; any more are dropped, so that the oldest are kept.
         may_write: called in the thread.
+        patience_s: 0: no method waits at all.
     """
 
-    def __init__(self, *, longest_bytes: int = _LONGEST_BYTES, may_write: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        *,
+        longest_bytes: int = _LONGEST_BYTES,
+        may_write: Callable[[], bool] = lambda: True,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
         self._longest_bytes = longest_bytes
         self._may_write = may_write
+        self._patience_s = patience_s
         self._changed = threading.Condition()
         # The oldest first; that one stays here while it is carried out.
         self._waiting: OrderedDict[int, _Operation] = OrderedDict()
@@ -185,8 +193,23 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         self._put(_Operation(path, act))
         return answer
 
-    def wait(self, timeout_s: float = _PATIENCE_S) -> bool:
-        """Return whether all operations are done; wait for them if the queue is not late."""
+    def answer(self, path: Path, read: Callable[[], Result]) -> Result | None:
+        """Return what `read` returns; None if the disk does not answer at once, or operations that are late come first.
+
+        Raises what it raises.
+        """
+        if self.is_late:
+            return None
+        reading = self.ask(path, read)
+        return reading.result() if reading.done() else None
+
+    def beside(self) -> FileQueue:
+        """Return a queue for an object store, whose methods do not wait, with the same right to write."""
+        return FileQueue(may_write=self._may_write, patience_s=0.0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether all operations are done; wait for them if the queue is not late. None: `patience_s`."""
+        timeout_s = self._patience_s if timeout_s is None else timeout_s
         with self._changed:
             if self._changed.wait_for(lambda: not self._waiting or self.is_late, timeout_s):
                 return not self._waiting

@@ -7,15 +7,12 @@ Beside the files of a layer are checksums of them and of its tensors, which are 
 
 from __future__ import annotations
 
-import errno
 import queue
-import shutil
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,13 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
 from chameleon_ft.observe import (
+    Storage,
     checked_files,
-    complete_checkpoints,
     has_checksums,
-    layer_directory,
+    is_complete,
+    layer_part,
     seal_layer,
-    slice_directory,
+    slice_part,
     slices_of,
+    storage_of,
 )
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.optimizer import joined_masters
@@ -54,21 +53,27 @@ class CheckpointWriter:
     """Writes checkpoints in a thread of its own, one after the other, while training goes on.
 
     Args:
-        checkpoints: the run's folder of checkpoints.
+        checkpoints: where the run has its checkpoints.
         saved: called in that thread when a checkpoint's layers are written or could not be.
         before_write: called in that thread before a checkpoint is written.
 
     Attributes:
+        left_out: resume step of the checkpoint that this votes against although it is due; 0 if there is none.
         answered: the newest request of the coordinator that a checkpoint was begun for; see `BeginCheckpoint`.
     """
 
     def __init__(
-        self, checkpoints: Path, *, saved: Callable[[CheckpointSaved], None], before_write: Callable[[int], None]
+        self,
+        checkpoints: Path | Storage,
+        *,
+        saved: Callable[[CheckpointSaved], None],
+        before_write: Callable[[int], None],
     ) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints = storage_of(checkpoints)
         self._saved = saved
         self._before_write = before_write
         self.answered = 0
+        self.left_out = 0
         self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], Mapping[_Slice, LayerState], float]]
         self._jobs = queue.Queue()
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
@@ -96,6 +101,17 @@ class CheckpointWriter:
         """Whether a submitted checkpoint is not written yet."""
         return self._jobs.unfinished_tasks > 0
 
+    def votes_for(self, step: int, *, is_due: bool, request: int) -> bool:
+        """Return whether this worker votes for the checkpoint that resumes at `step`, after the step before it.
+
+        Not while the one before is being written: copies of the model must not pile up when the disk is slower than
+        training. No other worker begins it then, because workers that took turns in being busy would never write the
+        same one.
+        """
+        is_busy = self.is_busy
+        self.left_out = step if is_busy and is_due else 0
+        return not is_busy and (is_due or request > self.answered)
+
     def join(self, *, unless: Callable[[], bool]) -> bool:
         """Wait until everything submitted is written and return True, or False as soon as `unless` is true."""
         while self.is_busy:
@@ -111,11 +127,11 @@ class CheckpointWriter:
             try:
                 self._before_write(step)
                 # After a failure workers may repeat this step. A complete checkpoint never changes.
-                if step not in complete_checkpoints(self._checkpoints):
+                if not is_complete(self._checkpoints, step):
                     for layer, state in layers.items():
-                        _write_layer(layer_directory(self._checkpoints, step, layer), state)
+                        _write_part(self._checkpoints, layer_part(step, layer), state)
                     for place, state in slices.items():
-                        _write_layer(slice_directory(self._checkpoints, step, *place), state)
+                        _write_part(self._checkpoints, slice_part(step, *place), state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
             self._saved(
@@ -132,32 +148,15 @@ class CheckpointWriter:
             self._jobs.task_done()
 
 
-def _write_layer(path: Path, state: LayerState) -> None:
-    """Write a layer and its checksums. The folder appears as a whole: another rank may be writing the same layer."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+def _write_part(checkpoints: Storage, part: str, state: LayerState) -> None:
+    """Write a layer, or a slice of one, and its checksums."""
+    with checkpoints.writing(part) as draft:
         with _single_process():
             save(dict(state), checkpoint_id=draft, no_dist=True)
         seal_layer(draft, {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()})
-        _replace_directory(path, draft)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
-def _replace_directory(path: Path, draft: Path) -> None:
-    former = draft.with_name(f"{draft.name}.former")
-    while draft.exists():
-        try:
-            draft.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            with suppress(FileNotFoundError):  # another rank may have moved it
-                path.rename(former)
-            shutil.rmtree(former, ignore_errors=True)
-
-
-def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
+def read_layer(checkpoints: Path | Storage, step: int, layer: int) -> dict[str, Any]:
     """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it if its checkpoint has checksums.
 
     The slices of its optimizer's state are part of it, and parameters are in the type in which they are updated.
@@ -166,45 +165,54 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
         DamagedCheckpointError: the layer is not as it was written; the message names the file, and the tensors.
         CheckpointError: it cannot be read here.
     """
-    state = _read(checkpoints, step, layer, layer_directory(checkpoints, step, layer))
+    storage = storage_of(checkpoints)
+    state = _read(storage, step, layer, layer_part(step, layer))
     try:
-        slices = slices_of(checkpoints, step)
+        slices = slices_of(storage, step)
     except OSError as error:
         raise CheckpointError(f"layer {layer}: {error}") from None
     for place in slices:
         if place[0] == layer:
-            state |= _read(checkpoints, step, layer, slice_directory(checkpoints, step, *place))
+            state |= _read(storage, step, layer, slice_part(step, *place))
     try:
         return joined_masters(state)
     except ValueError as error:
         raise DamagedCheckpointError(f"layer {layer}: {error}") from None
 
 
-def _read(checkpoints: Path, step: int, layer: int, path: Path) -> dict[str, Any]:
+def _read(storage: Storage, step: int, layer: int, part: str) -> dict[str, Any]:
     try:
-        try:
-            checksums, damaged = checked_files(path)
-        except FileNotFoundError:
-            if _promises_checksums(checkpoints, step):
-                raise
-            return _load(path)
-        if damaged is not None:
-            raise DamagedCheckpointError(f"{damaged} is not as it was written{_describe_damage(damaged, checksums)}")
-        state = _load(path)
-        if changed := _changed(state, checksums):
-            raise DamagedCheckpointError(f"{path} was written with other values of {', '.join(changed)} than it has")
+        with storage.reading(part) as path:
+            return _checked(storage, step, part, path)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"layer {layer}: {error}") from None
     except (Exception, CheckpointException) as error:
         cause = _cause_of(error)
         kind = CheckpointError if isinstance(cause, OSError) else DamagedCheckpointError
-        raise kind(f"layer {layer} cannot be read from {path}: {_describe(error)}") from error
+        raise kind(f"layer {layer} cannot be read from {storage.place(part)}: {_describe(error)}") from error
+
+
+def _checked(storage: Storage, step: int, part: str, path: Path) -> dict[str, Any]:
+    """Read the state in the files of a part, and check them. `path` is where they can be read."""
+    try:
+        checksums, damaged = checked_files(path)
+    except FileNotFoundError:
+        if _promises_checksums(storage, step):
+            raise
+        return _load(path)
+    if damaged is not None:
+        place, tensors = storage.place(f"{part}/{damaged.name}"), _describe_damage(damaged, checksums)
+        raise DamagedCheckpointError(f"{place} is not as it was written{tensors}")
+    state = _load(path)
+    if changed := _changed(state, checksums):
+        place = storage.place(part)
+        raise DamagedCheckpointError(f"{place} was written with other values of {', '.join(changed)} than it has")
     return state
 
 
-def _promises_checksums(checkpoints: Path, step: int) -> bool:
+def _promises_checksums(storage: Storage, step: int) -> bool:
     try:
-        return has_checksums(checkpoints, step)
+        return has_checksums(storage, step)
     except FileNotFoundError:
         return False
 

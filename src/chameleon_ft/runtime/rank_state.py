@@ -13,7 +13,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import Quiesced, StartGeneration, Switched
 from chameleon_ft.errors import ControlError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.activity import SlowIOReporter
 from chameleon_ft.runtime.checkpoint import read_layer
@@ -42,6 +42,7 @@ class RankState:
         held: the layers; None while there is no state that counts.
         committer: None as long as the rank takes part in no generation.
         placed: the generation whose placement it has switched to.
+        checkpoints: of the run.
         allocator: of layers that will arrive.
         transfer: moves layers while no rank trains.
         slow_io: reports reads and writes of layers that take long.
@@ -60,11 +61,14 @@ class RankState:
     held: HeldLayers | None = None
     committer: Committer | None = None
     placed: int = 0
+    checkpoints: Storage = field(init=False)
     allocator: LayerAllocator = field(init=False)
     transfer: StateTransfer = field(init=False)
     snapshots: SnapshotStore = field(init=False)
 
     def __post_init__(self) -> None:
+        # Nothing can be trained without this state, so an object store that does not answer is waited for.
+        self.checkpoints = checkpoint_storage(self.config, self.run, gives_up=False)
         is_emulated = self.stand_in_scale is not None
         self.snapshots = SnapshotStore(pins_memory=self.device.type == "cuda")
         # The stand-ins of an emulated device are too small to be worth preallocating.
@@ -149,7 +153,7 @@ class RankState:
             assert isinstance(order.load, int)
             self.held = self._new_layers((), generation)
             for layer in sorted(needed):
-                self.held.take_in(layer, read_layer(self.run.checkpoints, order.load, layer))
+                self.held.take_in(layer, read_layer(self.checkpoints, order.load, layer))
 
     def _catch_up(self, order: StartGeneration) -> None:
         """Apply the step before `order.first_step`, if this rank has not, from the gradient of its old placement."""

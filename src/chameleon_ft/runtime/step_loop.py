@@ -314,6 +314,8 @@ class StepLoop:
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request
             self._begin_checkpoint()
+        elif self.writer.left_out == self.committer.committed:
+            self._leave_out_checkpoint()
         if self.snapshots is not None and applied.vote.takes_snapshot:
             self.snapshots.begin(self.committer.committed, request=self.client.snapshot_request)
 
@@ -336,15 +338,16 @@ class StepLoop:
         every, step = self.config.checkpoint.every, self.committer.committed + 1
         if step >= self.config.steps:
             return False
-        if request > self.writer.answered and not self.writer.is_busy:
-            return True
-        return every != "auto" and every > 0 and step % every == 0
+        is_due = every != "auto" and every > 0 and step % every == 0
+        return self.writer.votes_for(step, is_due=is_due, request=request)
 
     def _begin_checkpoint(self) -> None:
-        step = self.committer.committed
-        if self.writer.is_busy:
-            # Copies of the model must not pile up when the disk is slower than training.
-            error = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
-            self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=error))
+        if self.writer.is_busy:  # with a step that is rolled forward
+            self._leave_out_checkpoint()
         else:
             self.submit_checkpoint()
+
+    def _leave_out_checkpoint(self) -> None:
+        step = self.committer.committed
+        error = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
+        self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=error))

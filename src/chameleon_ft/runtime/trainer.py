@@ -26,7 +26,7 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.errors import CheckpointError, ControlError, DamagedCheckpointError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import RunDirectory, TimelineLog
+from chameleon_ft.observe import RunDirectory, TimelineLog, checkpoint_storage
 from chameleon_ft.runtime.checkpoint import CheckpointWriter
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.control_client import ControlClient
@@ -106,7 +106,7 @@ class Trainer:
         log = TimelineLog(self.run.timeline_file(self.worker))
         self._recorder = StepRecorder(log=log, worker=self.worker, every=self.config.timelines.every)
         self._writer = CheckpointWriter(
-            self.run.checkpoints,
+            checkpoint_storage(self.config, self.run),
             saved=self.client.send,
             before_write=lambda step: self.faults.at("checkpoint", step),
         )

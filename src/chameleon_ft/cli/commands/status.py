@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
-from chameleon_ft.observe import RunDirectory, damage_of
+from chameleon_ft.errors import StoreError
+from chameleon_ft.observe import RunDirectory, checkpoint_storage, damage_of
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.watcher import RunWatcher
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     watcher = RunWatcher(run)
     watcher.update()
     report = watcher.report()
-    damage = None if report.checkpoint is None else damage_of(run.checkpoints, report.checkpoint.step)
+    damage = None if report.checkpoint is None else _damage(run, report.checkpoint.step)
     if given.json:
         print(json.dumps({**report.to_json(), "checkpoint_damage": damage}))
         return 0
@@ -46,3 +47,11 @@ def main(arguments: Sequence[str]) -> int:
         facts = (*facts, ("damaged", f"the newest checkpoint: {damage}"))
     out.facts(facts)
     return 0
+
+
+def _damage(run: RunDirectory, step: int) -> str | None:
+    """Return the visible damage of a checkpoint, or why it cannot be looked at."""
+    try:
+        return damage_of(checkpoint_storage(run.config(), run), step)
+    except StoreError as error:
+        return str(error)

@@ -13,7 +13,7 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
 
-__all__ = ["committed", "save", "saved", "slow_io", "switched"]
+__all__ = ["committed", "not_marked", "save", "saved", "slow_io", "switched"]
 
 
 def committed(draft: Draft, message: messages.Committed) -> None:
@@ -111,6 +111,18 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         draft.set(schedule=schedule)
         draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed, slices=complete.slices))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
+
+
+def not_marked(draft: Draft, step: int, error: str) -> None:
+    """Record that a checkpoint is not complete after all, because it could not be marked."""
+    events = draft.state.checkpoints
+    draft.set(checkpoints=replace(events, failed=events.failed | {step}))
+    draft.record(
+        "checkpoint_failed",
+        step=step,
+        error=error,
+        message=f"that of step {step} could not be marked as complete: {error}; the one before stays the newest",
+    )
 
 
 def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:

@@ -10,10 +10,11 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["finish", "finished", "request"]
+__all__ = ["UNSAVED", "finish", "finished", "request"]
 
 _SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
-_UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
+UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
+"""The last words on a run whose last state is in no checkpoint."""
 _BY: Final[dict[RunStatus, str]] = {"interrupted": "interrupted by the user", "terminated": "terminated by SIGTERM"}
 
 
@@ -54,11 +55,11 @@ def _end(draft: Draft) -> None:
     is_saved = state.committed not in state.checkpoints.failed
     if state.committed >= state.settings.steps:
         # Its last state is lost: a script that goes on after exit code 0 would take an older one for it.
-        reason = "all steps are trained" + ("" if is_saved else f", but {_UNSAVED}")
+        reason = "all steps are trained" + ("" if is_saved else f", but {UNSAVED}")
         incidents.end(draft, "finished" if is_saved else "failed", reason)
     elif reason := state.health.ending:
         incidents.end(draft, "failed", reason)
     else:
         status = state.ending or "interrupted"
-        how = "with a checkpoint" if is_saved else f"but {_UNSAVED}"
+        how = "with a checkpoint" if is_saved else f"but {UNSAVED}"
         incidents.end(draft, status, f"{_BY[status]}, {how}")

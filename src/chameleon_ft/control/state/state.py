@@ -75,7 +75,7 @@ class Settings:
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, on the host of the coordinator
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
     logs: str  # folder of the logs, for messages
-    checkpoints: str  # folder of the checkpoints, likewise
+    checkpoints: str  # place of the checkpoints, likewise
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", FrozenMap(self.versions))
@@ -99,7 +99,7 @@ class Settings:
             versions=versions,
             workers_per_host=config.emulation.workers_per_host if config.is_emulated else None,
             logs=str(run.logs),
-            checkpoints=str(run.checkpoints),
+            checkpoints=config.store.checkpoints if config.store.url else str(run.checkpoints),
         )
 
     def judges_link(self, *, is_between_hosts: bool) -> bool:

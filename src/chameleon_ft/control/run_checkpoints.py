@@ -1,0 +1,196 @@
+"""The checkpoints of a run, as its coordinator uses them: in a directory or in an object store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Self
+
+from chameleon_ft.errors import StoreError
+from chameleon_ft.observe import (
+    Directory,
+    FileQueue,
+    Storage,
+    complete_checkpoints,
+    damage_of,
+    discard_checkpoint,
+    has_checksums,
+    incomplete_checkpoints,
+    mark_complete,
+    mark_damaged,
+    prune_checkpoints,
+)
+
+__all__ = ["Examined", "RunCheckpoints"]
+
+_TAKE_OVER_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Findings about a complete checkpoint without reading its tensors.
+
+    Attributes:
+        damage: None if there is none.
+        has_checksums: whether it can be checked when it is read.
+        incomplete: steps of checkpoints that are not complete.
+    """
+
+    damage: str | None = None
+    has_checksums: bool = True
+    incomplete: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, checkpoints: Storage, step: int) -> Self:
+        """Examine the checkpoint of a step. If an object store does not answer, nothing is found: workers wait for it.
+
+        They check what they read, too.
+        """
+        try:
+            damage = damage_of(checkpoints, step)
+            checked = damage is None and has_checksums(checkpoints, step)
+            return cls(damage, checked, tuple(incomplete_checkpoints(checkpoints)))
+        except StoreError:
+            return cls()
+
+
+class RunCheckpoints:
+    """Marks, removes and examines checkpoints through a queue, so that no method waits for what does not answer.
+
+    An object store has a queue of its own, whose operations nothing waits for: each takes as long as several messages,
+    and records must not come after them. No other process marks checkpoints, so those that are known once are not
+    listed again.
+
+    Args:
+        files: the queue of the run's files.
+        model: fingerprint of the model.
+        keep: complete checkpoints to keep.
+        base: step of the one that the run was forked from, which stays, too.
+        not_marked: called in the thread of the queue if a checkpoint cannot be marked, with the reason.
+        copy_records: called in that thread before a checkpoint is marked: it copies the records to where that is.
+        takes_over: whether the run goes on meanwhile: then a store that does not answer is not waited for.
+
+    Raises:
+        StoreError: an object store cannot be used.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: FileQueue,
+        *,
+        model: str,
+        num_layers: int,
+        keep: int,
+        base: int | None,
+        not_marked: Callable[[int, str], None],
+        copy_records: Callable[[], None],
+        takes_over: bool,
+    ) -> None:
+        self._storage = storage
+        self._is_local = isinstance(storage, Directory)
+        self._queue = files if self._is_local else files.beside()
+        self._path = Path(storage.place())  # for messages of the queue
+        self._model = model
+        self._num_layers = num_layers
+        self._keep = keep
+        self._base = base
+        self._not_marked = not_marked
+        self._copy_records = copy_records
+        self.unmarked: dict[int, str] = {}
+        """Steps of the checkpoints that could not be marked, and why."""
+        self._complete: list[int] = []  # as far as known
+        self._list(takes_over=takes_over)
+
+    def _list(self, *, takes_over: bool) -> None:
+        """Find the checkpoints that there are."""
+        if self._is_local or not takes_over:
+            self._complete = complete_checkpoints(self._storage)
+            return
+
+        def add() -> None:
+            self._complete = sorted({*self._complete, *complete_checkpoints(self._storage)})
+
+        with contextlib.suppress(TimeoutError, StoreError):
+            self._queue.ask(self._path, add).result(_TAKE_OVER_S)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, ascending; those known before if the disk does not answer."""
+        if self._is_local:
+            found = self._queue.answer(self._path, partial(complete_checkpoints, self._storage))
+            self._complete = self._complete if found is None else found
+        return self._complete
+
+    def examine(self, step: int) -> Future[Examined]:
+        """Examine a complete checkpoint; the result may be there already."""
+        return self._queue.ask(self._path, partial(Examined.of, self._storage, step))
+
+    def complete(self, step: int, *, agreed: int | None, slices: Collection[tuple[int, int, int]] = ()) -> None:
+        """Mark a checkpoint as complete, then remove those that are not needed any more; see `prune_checkpoints`."""
+
+        def mark() -> None:
+            self._try_copy_records()
+            mark_complete(self._storage, step, model=self._model, num_layers=self._num_layers, slices=slices)
+            self._complete = sorted({*self._complete, step})
+            if self._is_local:  # it may take long, and records wait for this queue
+                threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()
+            else:
+                self._prune(agreed)
+
+        def failed(error: OSError) -> None:
+            self.unmarked[step] = str(error)
+            self._not_marked(step, str(error))
+
+        self._queue.submit(self._path, mark, failed=failed)
+
+    def discard(self, step: int, *, agreed: int | None) -> None:
+        """Remove a checkpoint that is not complete, and those that are not needed any more."""
+
+        def remove() -> None:
+            discard_checkpoint(self._storage, step)
+            self._prune(agreed)
+
+        self._queue.submit(self._path, remove, failed=lambda _: None)
+
+    def mark_damaged(self, step: int) -> None:
+        """Mark a checkpoint as damaged."""
+        self._complete = [each for each in self._complete if each != step]
+        # This run does not read it again either way.
+        self._queue.submit(self._path, partial(mark_damaged, self._storage, step), failed=lambda _: None)
+
+    def distrust(self, after: int) -> None:
+        """Mark all checkpoints of later steps than `after` as damaged."""
+        for step in self.steps():
+            if step > after:
+                self.mark_damaged(step)
+
+    async def settled(self, timeout_s: float) -> bool:
+        """Return whether a store has all that it was given so far; wait for it no longer than that."""
+        return self._is_local or await self._asked(lambda: None, timeout_s)
+
+    async def copy_records(self, timeout_s: float) -> None:
+        """Copy the records to a store once more; wait for it no longer than that."""
+        if not self._is_local:
+            await self._asked(self._try_copy_records, timeout_s)
+
+    async def _asked(self, act: Callable[[], None], timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([asyncio.wrap_future(self._queue.ask(self._path, act))], timeout=timeout_s)
+        return bool(done)
+
+    def abandon(self) -> None:
+        """Begin nothing any more."""
+        self._queue.abandon()
+
+    def _try_copy_records(self) -> None:
+        with contextlib.suppress(OSError):  # a store that has failed says so when the checkpoint is marked
+            self._copy_records()
+
+    def _prune(self, agreed: int | None) -> None:
+        with contextlib.suppress(OSError):  # the next checkpoint brings another attempt
+            prune_checkpoints(self._storage, keep=self._keep, agreed=agreed, base=self._base)
