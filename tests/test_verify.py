@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,15 +124,19 @@ def test_it_repeats_a_loop_that_is_written_by_hand(run: RunDirectory, config: Ru
     assert result.max_relative_grad_norm_deviation < 1e-5
 
 
-def test_a_run_that_was_resumed_with_more_steps_has_two_learning_rates(run: RunDirectory, config: RunConfig) -> None:
-    records = train_by_hand(config, steps_of_run=[3, 3, 3, STEPS, STEPS, STEPS])
+@pytest.mark.parametrize("trained_before", [3, 5])  # the checkpoint of step 3 is resumed; that of step 5 was damaged
+def test_a_run_that_was_resumed_with_more_steps_has_two_learning_rates(
+    run: RunDirectory, config: RunConfig, trained_before: int
+) -> None:
+    before = train_by_hand(config, steps_of_run=[5] * trained_before)
+    records = train_by_hand(config, steps_of_run=[5, 5, 5, *[STEPS] * (STEPS - 3)])
     with Recorder(run, View()) as recorder:
-        recorder.started(dataclasses.replace(run_info(), first_step=0, steps=3))
-        for step in records[:3]:
-            recorder.step(step)
-        recorder.started(dataclasses.replace(run_info(), first_step=3, steps=STEPS))
+        recorder.started(dataclasses.replace(run_info(), first_step=0, steps=5))
+        for step in before:
+            recorder.step(dataclasses.replace(step, time=time.time()))
+        recorder.started(dataclasses.replace(run_info(), first_step=trained_before, steps=STEPS))
         for step in records[3:]:
-            recorder.step(step)
+            recorder.step(dataclasses.replace(step, time=time.time()))
     assert Verification.of(repeat_run(run), tolerance=1e-5).max_relative_loss_deviation < 1e-6
 
 

@@ -124,8 +124,9 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     Raises ConfigError if the job cannot be loaded or a step is missing from the records.
     """
     config = run.config()
-    starts = [(event["first_step"], event["steps"]) for event in run.events() if event["event"] == "started"]
-    # A learning rate may depend on the number of steps, which a resumed run may have changed.
+    starts = [(event["time"], event["steps"]) for event in run.events() if event["event"] == "started"]
+    # A learning rate may depend on the number of steps, which a resumed run may have changed. By time, not by step: a
+    # run may go back further than where it was resumed, if that checkpoint is damaged.
     jobs = {
         steps: load_job(config.job, config.model_copy(update={"steps": steps}))
         for steps in {config.steps, *(steps for _, steps in starts)}
@@ -136,7 +137,8 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     for record in _committed(run.steps(), first=config.forked.step)[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
-        steps = next((steps for first, steps in reversed(starts) if first <= record.step), config.steps)
+        committed_at = math.inf if record.time is None else record.time
+        steps = next((steps for begun_at, steps in reversed(starts) if begun_at <= committed_at), config.steps)
         rate = jobs[steps].learning_rate
         plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
         yield StepComparison(
