@@ -219,12 +219,16 @@ def new_folder(path: Path) -> Path:
 
 
 def base_config(path: Path, *, stamped: bool = True, **changes: Any) -> TrainConfig:
-    """Read a configuration of the Llama, without its failures, checkpoints and snapshots, and with `changes`."""
+    """Read a configuration of the Llama, without its failures, checkpoints, snapshots and shared optimizer state.
+
+    `changes` replace whole fields.
+    """
     config: RunConfig = load_config(path)
     if not isinstance(config, TrainConfig):
         raise SystemExit(f"--config {path}: describes another job than the Llama that all systems here train")
     checkpoint, snapshots = (each.model_copy(update={"every": 0}) for each in (config.checkpoint, config.snapshots))
-    fresh = {"failures": (), "checkpoint": checkpoint, "snapshots": snapshots}
+    parallel = config.parallel.model_copy(update={"optimizer_redundancy": "all"})
+    fresh = {"failures": (), "checkpoint": checkpoint, "snapshots": snapshots, "parallel": parallel}
     return config.model_copy(update={**fresh, **changes, **({"job": STAMPED_JOB} if stamped else {})})
 
 

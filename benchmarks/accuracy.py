@@ -190,7 +190,7 @@ def _config(given: argparse.Namespace, workers: int) -> RunConfig:
         profile=given.profile.resolve(),
         workers=workers,
         steps=given.steps + 2,
-        parallel=Parallel(dp=workers // _PP, pp=_PP),
+        parallel=Parallel(dp=workers // _PP, pp=_PP, optimizer_redundancy="all"),
         batch=Batch(micro_batches=workers // _PP * given.share, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),

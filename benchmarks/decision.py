@@ -184,7 +184,7 @@ def _in_runs(given: argparse.Namespace, folder: Path, neighbours: Neighbours) ->
         profile=ROOT / "profiles" / "llama2-7b-h100-80g.json",
         workers=_WORKERS,
         steps=_ALWAYS,
-        parallel=Parallel(dp=_PIPELINES, pp=_STAGES),
+        parallel=Parallel(dp=_PIPELINES, pp=_STAGES, optimizer_redundancy="all"),
         batch=Batch(micro_batches=_MICRO_BATCHES // 2, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),

@@ -208,7 +208,7 @@ def emulated_config(given: argparse.Namespace) -> RunConfig:
         workers=32,
         steps=_ALWAYS,
         seed=given.seed,
-        parallel=Parallel(dp=8, pp=4, split_backward=True),
+        parallel=Parallel(dp=8, pp=4, split_backward=True, optimizer_redundancy="all"),
         batch=Batch(micro_batches=128, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),

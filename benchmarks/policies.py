@@ -122,7 +122,9 @@ def configured(
         workers=given.workers,
         steps=_ALWAYS,
         seed=given.seed,
-        parallel=Parallel(dp=given.workers // PP, pp=PP, split_backward=scenario.split_backward),
+        parallel=Parallel(
+            dp=given.workers // PP, pp=PP, split_backward=scenario.split_backward, optimizer_redundancy="all"
+        ),
         batch=Batch(micro_batches=given.workers // PP * given.share, micro_batch_size=1),
         checkpoint=Checkpoint(every=_CHECKPOINTS_EVERY if policy == "restart" else 0),
         snapshots=Snapshots(every=0),

@@ -108,7 +108,7 @@ def _recorded(given: argparse.Namespace, folder: Path) -> Path:
         stamped=False,
         workers=2,
         steps=_NOISE_STEPS,
-        parallel=Parallel(dp=2, pp=1),
+        parallel=Parallel(dp=2, pp=1, optimizer_redundancy="all"),
         timelines=Timelines(every=1),
     )
     run, file = folder / "noise", write_config(config, folder / "noise.toml")
@@ -127,7 +127,7 @@ def _config(given: argparse.Namespace, speeds: dict[int, float], *, plan: Path |
         plan=plan,
         workers=given.workers,
         steps=_ALWAYS,
-        parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True),
+        parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True, optimizer_redundancy="all"),
         batch=Batch(micro_batches=4 * given.workers, micro_batch_size=1),
         snapshots=Snapshots(every=0),
         recovery=Recovery(policy="chameleon", worker_mtbf_hours=1e6, host_failure_fraction=0.0),

@@ -67,7 +67,7 @@ def _config(given: argparse.Namespace) -> RunConfig:
         profile=given.profile,
         workers=given.workers,
         steps=_ALWAYS,
-        parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True),
+        parallel=Parallel(dp=given.workers // 4, pp=4, split_backward=True, optimizer_redundancy="all"),
         batch=Batch(micro_batches=4 * given.workers, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),

@@ -135,12 +135,15 @@ class _Experiment:
             "control": Control(lease_s=_LEASE_S),
         }
         if not self._given.emulated:
-            parallel, batch = Parallel(dp=2, pp=2), Batch(micro_batches=8, micro_batch_size=4)
+            parallel, batch = (
+                Parallel(dp=2, pp=2, optimizer_redundancy="all"),
+                Batch(micro_batches=8, micro_batch_size=4),
+            )
             optimizer = Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2)
             fields = {"workers": 4, "parallel": parallel, "batch": batch, "optimizer": optimizer, **common}
             return small_config(directory, **fields)
         config = load_config(ROOT / "examples" / "emulated.toml")
-        parallel = Parallel(dp=self._given.emulated // 4, pp=4)
+        parallel = Parallel(dp=self._given.emulated // 4, pp=4, optimizer_redundancy="all")
         batch = Batch(micro_batches=self._given.emulated, micro_batch_size=1)
         fields = {"workers": self._given.emulated, "parallel": parallel, "batch": batch, "failures": (), **common}
         return config.model_copy(update=fields)

@@ -108,7 +108,7 @@ def pair_config(dim: int) -> TrainConfig:
     return TrainConfig(
         workers=2,
         steps=_ALWAYS,
-        parallel=Parallel(dp=2, pp=1),
+        parallel=Parallel(dp=2, pp=1, optimizer_redundancy="all"),
         batch=Batch(micro_batches=2, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),
@@ -123,7 +123,7 @@ def several_config(dim: int) -> TrainConfig:
     return TrainConfig(
         workers=8,
         steps=_ALWAYS,
-        parallel=Parallel(dp=4, pp=2),
+        parallel=Parallel(dp=4, pp=2, optimizer_redundancy="all"),
         batch=Batch(micro_batches=8, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),
@@ -141,7 +141,7 @@ def regroup_config(policy: PolicyName, profile: Path) -> RunConfig:
         profile=profile,
         workers=32,
         steps=_ALWAYS,
-        parallel=Parallel(dp=8, pp=4),
+        parallel=Parallel(dp=8, pp=4, optimizer_redundancy="all"),
         batch=Batch(micro_batches=64, micro_batch_size=1),
         checkpoint=Checkpoint(every=0),
         snapshots=Snapshots(every=0),

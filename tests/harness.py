@@ -47,6 +47,7 @@ from chameleon_ft.launch.processes import start_fork_server
 from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
 from chameleon_ft.runtime.process import Lifeline
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
+from tests.undivided import undivided
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
 
@@ -59,7 +60,10 @@ PATIENT = Timeouts(
 
 
 def small_config(directory: Path, **changes: Any) -> TrainConfig:
-    """Return a run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields."""
+    """Return a run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields.
+
+    Its checkpoints, snapshots and shared optimizer state have to be asked for.
+    """
     text = directory / "text.txt"
     text.write_text(TEXT)
     fields: dict[str, Any] = {
@@ -78,7 +82,8 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "data": Data(path=str(text)),
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
     }
-    return TrainConfig(**{**fields, **changes})
+    fields |= changes
+    return TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])})
 
 
 def fails(worker: int, *, step: int, phase: FailurePhase = "forward", kind: FailureKind = "kill") -> Failure:

@@ -305,8 +305,7 @@ def test_new_names_are_keys() -> None:
         assert old.rpartition(".")[2] not in model.model_fields
 
 
-def test_two_holders_own_a_slice_of_the_optimizer_where_it_can_be_divided() -> None:
-    auto = Parallel(optimizer_redundancy="auto")
-    assert RunConfig(parallel=auto).owners == 2
-    assert RunConfig(parallel=auto, device="cuda", backend="nccl").owners is None
-    assert RunConfig().owners is None
+def test_by_default_two_holders_own_a_slice_of_the_optimizer_where_it_can_be_divided() -> None:
+    assert RunConfig().owners == 2
+    assert RunConfig(device="cuda", backend="nccl").owners is None
+    assert RunConfig(parallel=Parallel(optimizer_redundancy="all")).owners is None

@@ -36,6 +36,7 @@ from chameleon_ft.control.wire.parts import BoundaryMessage, OperationTimes, Vot
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View, layer_directory, seal_layer
 from chameleon_ft.profiles import Profile
+from tests.undivided import undivided
 
 LAYERS = 4
 JOB = JobInfo(
@@ -309,7 +310,8 @@ def _staged(
         "snapshots": Snapshots(every=0),
         "recovery": Recovery(policy="reroute"),
     }
-    config = RunConfig(**{**fields, **changes})
+    fields |= changes
+    config = RunConfig(**{**fields, "parallel": undivided(fields["parallel"])})
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, View()) as recorder:

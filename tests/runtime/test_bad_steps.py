@@ -67,7 +67,7 @@ def config_with(tmp_path: Path, *, bad: list[int], value: str = "float('nan')", 
     fields: dict[str, Any] = {
         "job": str(path),
         "workers": 4,
-        "parallel": Parallel(dp=2, pp=2),
+        "parallel": Parallel(dp=2, pp=2, optimizer_redundancy="all"),
         "batch": BATCH,
         "steps": 12,
         "checkpoint": Checkpoint(every=0),
@@ -180,7 +180,7 @@ def test_a_worker_may_be_lost_in_a_bad_step(tmp_path: Path, phase: Any) -> None:
         bad=[sample_of(5, 2)],
         failures=(Failure(step=5, worker=3, phase=phase),),
         workers=6,
-        parallel=Parallel(dp=2, pp=3),
+        parallel=Parallel(dp=2, pp=3, optimizer_redundancy="all"),
     )
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 0, ended.summary["reason"]

@@ -284,7 +284,7 @@ def emulated_config(folder: Path, **changes: Any) -> RunConfig:
         "profile": folder / "profile.json",
         "workers": 4,
         "steps": 8,
-        "parallel": Parallel(dp=2, pp=2),
+        "parallel": Parallel(dp=2, pp=2, optimizer_redundancy="all"),
         "batch": Batch(micro_batches=8, micro_batch_size=2),
         "timeouts": PATIENT,
         "timelines": Timelines(every=2),
@@ -387,7 +387,7 @@ def test_state_moves_at_the_speed_of_the_emulated_links(tmp_path: Path) -> None:
         tmp_path,
         precision="bf16",
         workers=6,
-        parallel=Parallel(dp=2, pp=3),
+        parallel=Parallel(dp=2, pp=3, optimizer_redundancy="all"),
         recovery=Recovery(policy="repartition"),
         failures=(Failure(step=3, worker=1, phase="backward"),),
     )

@@ -104,7 +104,7 @@ class Parallel(Section):
         description="Run the input-gradient and the weight-gradient half of a backward separately (zero bubble).",
     )
     optimizer_redundancy: Literal["auto", "all"] | int = Field(
-        default="all",
+        default="auto",
         description="Holders of a layer that keep the same part of its optimizer state, and update that part of its "
         "parameters; all: every holder keeps all of it; auto: 2, or all if the optimizer is not known to update each "
         "element by itself, or over another backend than gloo. 1 saves the most memory, but every loss returns to a "
