@@ -123,10 +123,38 @@ def test_without_redundancy_a_loss_leaves_slices_without_owners() -> None:
         left.moves_from(left)
 
 
-def test_the_senders_of_a_layer_send_about_equally() -> None:
+def test_the_writers_of_a_layer_write_about_equally() -> None:
     (own,) = shard_optimizer(placement_of([set(range(8))]), on_hosts(8, 2), 2).layers
-    assert sorted(Counter(own.senders()).values()) == [1] * 8
-    assert all(sender in each.owners for sender, each in zip(own.senders(), own.slices, strict=True))
+    assert sorted(Counter(own.writers()).values()) == [1] * 8
+    assert all(writer in each.owners for writer, each in zip(own.writers(), own.slices, strict=True))
+
+
+@given(count=st.integers(1, 12), redundancy=st.integers(1, 4), lost=st.sets(st.integers(0, 11)))
+def test_each_holder_receives_what_it_does_not_own_once_and_owners_send_about_equally(
+    count: int, redundancy: int, lost: set[int]
+) -> None:
+    placement = placement_of([set(range(count))])
+    (own,) = shard_optimizer(placement, on_hosts(count, 2), redundancy).layers
+    left = own.left_to(set(range(count)) - lost)
+    for shards in (own, *([left] if all(each.owners for each in left.slices) else [])):
+        sent: Counter[int] = Counter()
+        for each, receivers in zip(shards.slices, shards.receivers(), strict=True):
+            assert set(receivers) == set(each.owners)
+            received = [holder for holders in receivers.values() for holder in holders]
+            assert sorted(received) == [holder for holder in shards.holders if holder not in each.owners]
+            sent.update({owner: len(each) * len(holders) for owner, holders in receivers.items()})
+        if shards is own:
+            assert max(sent.values()) - min(sent.values()) <= 2 * UNITS / count + SLACK
+
+
+def test_updated_parameters_stay_on_a_host_that_has_an_owner_and_come_from_few_workers() -> None:
+    hosts = on_hosts(8, 4)
+    (own,) = shard_optimizer(placement_of([set(range(8))]), hosts, 2).layers
+    pairs = {
+        (owner, receiver) for receivers in own.receivers() for owner, others in receivers.items() for receiver in others
+    }
+    assert all(hosts[owner] == hosts[receiver] for owner, receiver in pairs)
+    assert len(pairs) == 8 * 3
 
 
 @pytest.mark.parametrize(

@@ -281,8 +281,8 @@ def test_state_is_restored_in_other_slices(made: Callable[[], Job]) -> None:
     held = trained(job, owned, 3, range(2))
     states: dict[int, dict[str, object]] = {layer: dict(held[0].snapshot(layer)) for layer in range(LAYERS)}
     for layer, own in enumerate(owned.layers):
-        for each, sender in zip(own.slices, own.senders(), strict=True):
-            states[layer] |= held[sender].snapshot_of_slice(layer, each.start, each.stop)
+        for each, writer in zip(own.slices, own.writers(), strict=True):
+            states[layer] |= held[writer].snapshot_of_slice(layer, each.start, each.stop)
         # After a change of owners a checkpoint may have slices that overlap.
         states[layer] |= held[own.slices[0].owners[0]].snapshot_of_slice(layer, 0, own.slices[0].stop // 2)
         states[layer] = joined_masters(states[layer])

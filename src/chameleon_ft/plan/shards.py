@@ -1,7 +1,7 @@
 """Which workers keep and update which slices of the optimizer's state: ZeRO-1 over the holders of a layer.
 
 The trained parameters of a layer form a vector, of which each *slice* has `redundancy` owners among the layer's
-holders. Owners keep the optimizer's state of the slice and apply the update to it; then one of them sends the updated
+holders. Owners keep the optimizer's state of the slice and apply the update to it; then they send the updated
 parameters to the holders that do not own it. So a layer's state is its parameters, on every holder, and slices of
 optimizer state, on their owners (Rajbhandari et al., "ZeRO", 2020, with copies).
 
@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Final
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import Placement
 
-__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "owned_share", "shard_optimizer"]
+__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "new_shards", "owned_share", "shard_optimizer"]
 
 UNITS: Final = 1 << 16
 """Units to the vector of a layer's trained parameters."""
@@ -86,16 +86,36 @@ class LayerShards:
         """Return the ranges of units that a worker owns, ascending and as few as possible."""
         return _merged((each.start, each.stop) for each in self.slices if worker in each.owners)
 
-    def senders(self) -> tuple[int, ...]:
-        """Return for each slice the owner that sends it to other holders, so that none sends much more than others.
+    def receivers(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """Return for each slice owner -> the holders that it sends updated parameters to: all that do not own it.
 
-        All slices have an owner.
+        Each owner sends to about as many, and to neighbours, which are likely to be on its host. So slices with the
+        same owners travel together. All slices have an owner.
         """
         sent: dict[int, int] = defaultdict(int)
         found = []
         for each in self.slices:
-            found.append(min(each.owners, key=lambda owner: (sent[owner], owner)))
-            sent[found[-1]] += len(each)
+            others = [holder for holder in self.holders if holder not in each.owners]
+            least, more = divmod(len(others), len(each.owners))
+            with_more = sorted(each.owners, key=lambda owner: (sent[owner], owner))[:more]
+            sizes = [least + (owner in with_more) for owner in each.owners]
+            ends = accumulate(sizes, initial=0)
+            parts = {owner: tuple(others[a:b]) for owner, (a, b) in zip(each.owners, pairwise(ends), strict=True)}
+            for owner, own in parts.items():
+                sent[owner] += len(own) * len(each)
+            found.append(parts)
+        return tuple(found)
+
+    def writers(self) -> tuple[int, ...]:
+        """Return for each slice the owner that writes it to checkpoints, so that none writes much more than others.
+
+        All slices have an owner.
+        """
+        written: dict[int, int] = defaultdict(int)
+        found = []
+        for each in self.slices:
+            found.append(min(each.owners, key=lambda owner: (written[owner], owner)))
+            written[found[-1]] += len(each)
         return tuple(found)
 
     def left_to(self, workers: Collection[int]) -> LayerShards:
@@ -178,7 +198,7 @@ def shard_optimizer(
             found.append(_kept(former, holders, hosts, redundancy))
             continue
         if holders not in by_holders:
-            by_holders[holders] = _new(holders, hosts, redundancy)
+            by_holders[holders] = new_shards(holders, hosts, redundancy)
         found.append(by_holders[holders])
     return Sharding(tuple(found))
 
@@ -190,8 +210,8 @@ def owned_share(num_bytes: int, holders: int, redundancy: int | None) -> int:
     return -(-num_bytes * redundancy // holders)
 
 
-def _new(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
-    """Slice a layer equally; the owners of a slice are as far apart as possible in the holders sorted by host."""
+def new_shards(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
+    """Slice a layer of these holders equally; the owners of a slice are as far apart as possible, sorted by host."""
     ring = sorted(holders, key=lambda holder: (hosts[holder], holder))
     count, copies = len(ring), min(redundancy, len(ring))
     slices = (

@@ -80,7 +80,7 @@ class Generation:
         return [
             (layer, each.start, each.stop)
             for layer, own in enumerate(() if self.sharding is None else self.sharding.layers)
-            for each, writer in zip(own.slices, own.senders(), strict=True)
+            for each, writer in zip(own.slices, own.writers(), strict=True)
             if writer == self.worker
         ]
 

@@ -216,11 +216,11 @@ class Committer:
         Args:
             migration: of layers whose parameters are sent to shadow holders, too.
         """
-        if self.gather is None or not self.missing or (layers is not None and self.gather.has(layers)):
+        if self.gather is None or (layers is not None and (not self.missing or self.gather.has(layers))):
             return
         with self.activity.waiting("parameters", for_message=True):
             self.gather.wait(layers)
-            if migration is not None:
+            if migration is not None and self.missing:
                 migration.exchange_parameters()
         if layers is None:
             self.missing = frozenset()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -27,14 +27,17 @@ _POLL_S: Final = 0.01
 
 _Pieces = Sequence[tuple[int, Tensor]]
 """Layers and elements of their parameters, in place."""
+_Round = tuple[list[tuple[InFlight, Tensor, _Pieces]], list[tuple[InFlight, Tensor]]]
+"""What arrives, with the memory that it fills; and what is sent."""
 
 
 class ParameterExchange:
     """Messages with elements of parameters to other workers and from them, step after step.
 
     All messages from one worker to another are joined into few, lower layers first, and go out in rounds: of each round
-    one message to every worker. A thread of its own goes through the rounds, few of which are in flight at a time. All
-    workers have the same order of rounds, so the slowest can always continue.
+    one message to every worker. Few rounds are in flight at a time. If there are more, a thread of its own goes through
+    them; otherwise, whoever waits takes in what has arrived. All workers have the same order of rounds, so the slowest
+    can always continue.
 
     Args:
         to: worker -> the elements that are sent to it, in place.
@@ -62,7 +65,10 @@ class ParameterExchange:
                 for layer, _ in message:
                     self._rounds_of[layer] = max(self._rounds_of[layer], number)
         self._condition = threading.Condition()
-        self._arrived = 0  # rounds
+        self._keeps: Collection[int] | None = None
+        self._begun = 0  # rounds
+        self._arrived = 0
+        self._in_flight: deque[_Round] = deque()
         self._sent = True
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -71,7 +77,7 @@ class ParameterExchange:
     def of(
         cls, worker: int, held: HeldLayers, shards: Mapping[int, LayerShards], communicators: Communicators
     ) -> ParameterExchange:
-        """Return a worker's part after an update: of each slice one owner sends, holders that do not own it receive.
+        """Return a worker's part after an update: owners of a slice send, holders that do not own it receive.
 
         Args:
             shards: layer -> its slices, of layers that have other holders, too.
@@ -81,14 +87,14 @@ class ParameterExchange:
         for layer, own in sorted(shards.items()):
             if worker not in own.holders:
                 continue
-            for part, sender in zip(own.slices, own.senders(), strict=True):
+            for part, receivers in zip(own.slices, own.receivers(), strict=True):
                 pieces = [(layer, view) for view in held.views_of_slice(layer, (part.start, part.stop))]
-                if sender == worker:
-                    for holder in own.holders:
-                        if holder not in part.owners:
-                            to[holder] += pieces
-                elif worker not in part.owners:
-                    origin[sender] += pieces
+                for sender, others in receivers.items():
+                    if sender == worker:
+                        for receiver in others:
+                            to[receiver] += pieces
+                    elif worker in others:
+                        origin[sender] += pieces
         return cls(to, origin, communicators, layers=shards, tag=_TAG)
 
     def restart(self) -> None:
@@ -113,10 +119,16 @@ class ParameterExchange:
                 used it.
         """
         self.restart()
-        if self._rounds:
-            self._sent = False
-            self._thread = threading.Thread(target=self._guarded, args=(keeps,), name="parameters", daemon=True)
-            self._thread.start()
+        self._keeps, self._begun = keeps, 0
+        if not self._rounds:
+            return
+        assert not self._in_flight, "an exchange ends before the next one begins"
+        self._sent = False
+        if self._rounds > _IN_FLIGHT:
+            self._start_thread()
+        else:
+            # A thread of its own would wait for a processor, and all others for its messages.
+            self._guarded(self._begin_rounds)
 
     def has(self, layers: Iterable[int]) -> bool:
         """Return whether all elements of these layers have arrived."""
@@ -127,33 +139,54 @@ class ParameterExchange:
 
         Called from any thread. Raises CommunicationError.
         """
+
+        def is_over() -> bool:
+            return self._error is not None or (self._sent if layers is None else self.has(layers))
+
         with self._condition:
-            self._condition.wait_for(
-                lambda: self._error is not None or (self._sent if layers is None else self.has(layers))
-            )
+            if self._thread is None:
+                while not is_over():
+                    self._guarded(self._end_round)
+            self._condition.wait_for(is_over)
             if self._error is not None:
                 raise self._error
 
     def close(self) -> None:
-        """Wait for the thread to end; if it has not exchanged all, interrupt the communicators for that."""
+        """End the exchange; if not all is exchanged, interrupt the communicators for that."""
+        if self._thread is None and not self._sent and self._error is None:
+            self._start_thread()  # which an interruption wakes
         while self._thread is not None and self._thread.is_alive():
             if not self._sent:
                 self._communicators.interrupt()
             self._thread.join(_POLL_S)
+        self._in_flight.clear()
 
-    def _guarded(self, keeps: Collection[int] | None) -> None:
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._guarded, args=(self._exchange,), name="parameters", daemon=True)
+        self._thread.start()
+
+    def _guarded(self, part: Callable[[], None]) -> None:
+        """Do a part of the exchange. Whoever waits raises its error."""
         error: BaseException | None = None
         try:
-            self._exchange(keeps)
-        except BaseException as failure:  # noqa: BLE001 - whoever waits raises it
+            part()
+        except BaseException as failure:  # noqa: BLE001
             error = failure.with_traceback(None)
         with self._condition:
-            self._error, self._sent = error, error is None
+            self._error = error
+            self._sent = error is None and self._arrived == self._rounds and not self._in_flight
             self._condition.notify_all()
 
-    def _exchange(self, keeps: Collection[int] | None) -> None:
-        in_flight: deque[tuple[list[tuple[InFlight, Tensor, _Pieces]], list[tuple[InFlight, Tensor]]]] = deque()
-        for number in range(self._rounds):
+    def _exchange(self) -> None:
+        self._begin_rounds()
+        while self._in_flight:
+            self._end_round()
+            self._begin_rounds()
+
+    def _begin_rounds(self) -> None:
+        """Send and receive the messages of the next rounds, until enough are in flight."""
+        while self._begun < self._rounds and len(self._in_flight) < _IN_FLIGHT:
+            number = self._begun
             arriving = [
                 (self._communicators.receive(memory, peer=peer, tag=self._tag), memory, messages[number])
                 for peer, messages in self._from.items()
@@ -166,23 +199,16 @@ class ParameterExchange:
                 if number < len(messages)
                 for content in (torch.cat([view for _, view in messages[number]]),)
             ]
-            in_flight.append((arriving, sent))
-            if len(in_flight) == _IN_FLIGHT:
-                self._finish(*in_flight.popleft(), keeps=keeps)
-        for each in in_flight:
-            self._finish(*each, keeps=keeps)
+            self._in_flight.append((arriving, sent))
+            self._begun += 1
 
-    def _finish(
-        self,
-        arriving: list[tuple[InFlight, Tensor, _Pieces]],
-        sent: list[tuple[InFlight, Tensor]],
-        *,
-        keeps: Collection[int] | None,
-    ) -> None:
+    def _end_round(self) -> None:
+        """Wait for the messages of the oldest round in flight, and keep what arrives."""
+        arriving, sent = self._in_flight[0]
         for receiving, memory, pieces in arriving:
             receiving.wait()
             parts = zip(pieces, memory.split([view.numel() for _, view in pieces]), strict=True)
-            kept = [(view, part) for (layer, view), part in parts if keeps is None or layer in keeps]
+            kept = [(view, part) for (layer, view), part in parts if self._keeps is None or layer in self._keeps]
             if kept:
                 with torch.no_grad():
                     torch._foreach_copy_([view for view, _ in kept], [part for _, part in kept])
@@ -191,6 +217,7 @@ class ParameterExchange:
             self._condition.notify_all()
         for sending, _ in sent:
             sending.wait()
+        self._in_flight.popleft()
 
 
 def _messages_of(pieces: _Pieces) -> list[_Pieces]:
