@@ -47,7 +47,8 @@ def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixtur
     estimate = estimate_step(layout, best_program(layout, costs).program, costs)
     assert found["step_s"] == pytest.approx(estimate.step_s)
     assert found["bound_s"] == pytest.approx(estimate.bound_s)
-    assert found["bound_s"] <= found["program_s"] <= found["step_s"]
+    assert found["bound_s"] <= found["program_s"] * (1 + 1e-12)  # they add the same times in another order
+    assert found["program_s"] <= found["step_s"]
     assert found["total_work_bound_s"] <= found["program_s"]
     assert found["samples_per_s"] == pytest.approx(32 / found["step_s"])
     assert found["peak_memory_bytes"] == {str(w): m.peak_bytes for w, m in estimate.memory.items()}

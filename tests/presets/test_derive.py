@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -27,10 +28,13 @@ from chameleon_ft.presets import (
     model_shape,
     state_policy,
 )
+from chameleon_ft.profiles import read_profile
 from chameleon_ft.schedule import CostModel, list_schedule
 from chameleon_ft.workload import TiedParameters
 from tests.presets.shapes import gpt, model_flops_per_token
 from tests.strategies import recomputing
+
+PROFILES = Path(__file__).parents[2] / "profiles"
 
 # One operation a nanosecond and memory that costs nothing: seconds are operations.
 COUNTER = Device(
@@ -67,6 +71,22 @@ def test_seconds_are_operations_over_the_rate() -> None:
     seconds = math.fsum(layer.forward_s + layer.backward_s for layer in workload.layers)
     tokens = 2 * shape.seq_len
     assert seconds == pytest.approx(tokens * model_flops_per_token(shape) / 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama2-13b", "llama3-8b"])
+def test_derived_times_are_near_those_measured_on_the_device(name: str) -> None:
+    measured = read_profile(PROFILES / f"{name}-h200-141g.json").layers
+    shape = dataclasses.replace(model_shape(name), seq_len=4096)
+    state = state_policy("bf16-master-fp32-gradients")
+    derived = derive_workload(shape, device("h200-141g"), micro_batch_size=1, micro_batches=1, state=state).layers
+
+    embedding, block, *_, head = (
+        (one.forward_s + one.backward_s) / (other.forward_s + other.backward_s)
+        for one, other in zip(derived, measured, strict=True)
+    )
+    assert block == pytest.approx(1.0, abs=0.07)
+    assert head == pytest.approx(1.0, abs=0.05)
+    assert 0.3 < embedding < 1.0
 
 
 def test_full_recomputation_adds_a_forward_to_the_input_half() -> None:

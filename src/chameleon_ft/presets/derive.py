@@ -38,10 +38,11 @@ def derive_workload(
 ) -> Workload:
     """Return the workload of training `shape` on workers of `execution.tp` devices.
 
-    Seconds: matrix products at the device's achievable rate, element-wise operations at its achievable bandwidth, and
-    with tensor parallelism two all-reduces of the block's output inside the host, in the forward and again in I.
-    Nothing overlaps. Bytes are those of one rank; see `chameleon_ft.presets.activations` for their sources. Full
-    recomputation is that of a plan whose workers all recompute, of the workload without it.
+    Seconds: matrix products at the device's achievable rate, element-wise operations at its achievable bandwidth (among
+    them the addition of a micro-batch's gradients to those before), and with tensor parallelism two all-reduces of the
+    block's output inside the host, in the forward and again in I. Nothing overlaps. Bytes are those of one rank; see
+    `chameleon_ft.presets.activations` for their sources. Full recomputation is that of a plan whose workers all
+    recompute, of the workload without it.
 
     Raises:
         ConfigError: the device has no rate for the type of the parameters, `tp` does not divide the model, or a count
@@ -61,11 +62,13 @@ def derive_workload(
 
     def cost(name: str, work: TokenWork, params: int, reductions_s: float = 0.0, **num_bytes: Any) -> LayerCost:
         own_params = -(-params // tp)
+        # Gradients of a micro-batch are read and added to the sum of those before.
+        added_bytes = own_params * tp * (element_bytes + 2 * state.gradients.num_bytes)
         return LayerCost(
             name=name,
             forward_s=seconds(work.forward_flops, work.forward_traffic) + reductions_s,
             input_grad_s=seconds(work.input_grad_flops, work.input_grad_traffic) + reductions_s,
-            weight_grad_s=seconds(work.weight_grad_flops, work.weight_grad_traffic),
+            weight_grad_s=seconds(work.weight_grad_flops, work.weight_grad_traffic) + added_bytes / bytes_per_s,
             selective_s=seconds(work.selective_flops, work.selective_traffic),
             param_bytes=own_params * element_bytes,
             unmoved_bytes=own_params * element_bytes if state.are_rounded else 0,
