@@ -23,8 +23,8 @@ from chameleon_ft.workload import is_recomputed
 __all__ = ["main"]
 
 _DERIVED = (
-    "derived costs grow with the micro-batch in proportion to its samples; only profiles measured for each size show "
-    "what larger ones save"
+    "derived costs grow with the micro-batch nearly in proportion to its samples; only profiles measured for each size "
+    "show what larger ones save"
 )
 
 
