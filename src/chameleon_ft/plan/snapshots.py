@@ -8,10 +8,14 @@ et al., "RAID", 1988). With the other parts of the group, parity gives back the 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -19,6 +23,9 @@ from chameleon_ft.plan.placement import Placement
 from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
 
 __all__ = ["Backup", "Part", "Rebuilding", "Restoration", "Sending", "SnapshotLayout", "lay_out_snapshot"]
+
+
+_Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 class Part(NamedTuple):
@@ -179,43 +186,100 @@ def lay_out_snapshot(
     keepers = {Part(layer): placement.holders(layer) for layer in range(placement.num_layers)}
     for layer, own in enumerate(() if sharding is None else sharding.layers):
         keepers |= {Part(layer, each.start, each.stop): each.owners for each in own.slices}
-    several = len({hosts[worker] for worker in placement.workers}) > 1
-    sites = {worker: hosts[worker] if several else str(worker) for worker in placement.workers}
-
-    def outside(parts: Collection[Part], keepers: Mapping[Part, tuple[int, ...]]) -> list[int]:
-        taken = {sites[keeper] for part in parts for keeper in keepers[part]}
-        return [worker for worker in placement.workers if sites[worker] not in taken]
-
-    # The holders of a layer may be lost together, and each of its slices with them.
-    around = {part: keepers[Part(part.layer)] for part in keepers}
-    groups: list[list[Part]] = []
-    for part in sorted(keepers, key=lambda part: (-weight(part), part)):
-        taken = {sites[holder] for holder in around[part]}
-        found = next(
-            (
-                each
-                for each in groups
-                if len(each) < group
-                and taken.isdisjoint(sites[holder] for other in each for holder in around[other])
-                and outside([*each, part], around)
-            ),
-            None,
-        )
-        if found is None:
-            groups.append([part])
-        else:
-            found.append(part)
-    loads: dict[int, float] = dict.fromkeys(placement.workers, 0.0)
+    workers = _Workers.of(placement, hosts)
+    loads = np.zeros(len(workers.numbers))
     backups = []
-    for parts in groups:
-        candidates = (
-            outside(parts, around)
-            or [worker for worker in placement.workers if not any(worker in around[part] for part in parts)]
-            or outside(parts, keepers)
-            or [worker for worker in placement.workers if not any(worker in keepers[part] for part in parts)]
-        )
-        if candidates:
-            worker = min(candidates, key=lambda worker: (loads[worker], worker))
-            loads[worker] += max(map(weight, parts))
-            backups.append(Backup(worker, tuple(sorted(parts))))
+    for parts in _groups(sorted(keepers, key=lambda part: (-weight(part), part)), group, workers):
+        # The holders of a layer may be lost together, and each of its slices with them.
+        layers = frozenset(part.layer for part in parts)
+        candidates = workers.outside(layers)
+        if not len(candidates):
+            candidates = workers.without(layers)
+        if not len(candidates):
+            owners = {keeper for part in parts for keeper in keepers[part]}
+            candidates = workers.outside_sites_of(owners)
+            if not len(candidates):
+                candidates = workers.other_than(owners)
+        if len(candidates):
+            place = candidates[loads[candidates].argmin()]
+            loads[place] += max(map(weight, parts))
+            backups.append(Backup(workers.numbers[place], tuple(sorted(parts))))
     return SnapshotLayout(tuple(sorted(keepers.items())), tuple(backups))
+
+
+def _groups(parts: Iterable[Part], group: int, workers: _Workers) -> list[list[Part]]:
+    """Divide parts into groups of at most `group`, each into the first that it fits."""
+    groups: list[list[Part]] = []
+    open_groups: dict[frozenset[int], list[int]] = defaultdict(list)  # layers -> groups of theirs, ascending
+    for part in parts:
+        found = [(each[0], layers) for layers, each in open_groups.items() if workers.can_share(layers, part.layer)]
+        if found:
+            index, layers = min(found)
+            open_groups[layers].remove(index)
+            if not open_groups[layers]:
+                del open_groups[layers]
+        else:
+            index = len(groups)
+            groups.append([])
+        groups[index].append(part)
+        if len(groups[index]) < group:
+            insort(open_groups[frozenset(each.layer for each in groups[index])], index)
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Workers:
+    """The workers of a placement, ascending, and what may keep backups for whom: (n,) indices into `numbers`.
+
+    There are thousands of slices and of workers, but few different sets of layers, for which answers are kept.
+
+    Attributes:
+        sites: the worker's host, or its own if there is only one.
+    """
+
+    numbers: tuple[int, ...]
+    sites: Mapping[int, str]
+    holders: tuple[tuple[int, ...], ...]
+    _outside: dict[frozenset[int], _Indices] = field(default_factory=dict)
+    _without: dict[frozenset[int], _Indices] = field(default_factory=dict)
+    _can_share: dict[tuple[frozenset[int], int], bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, placement: Placement, hosts: Mapping[int, str]) -> _Workers:
+        numbers = placement.workers
+        several = len({hosts[worker] for worker in numbers}) > 1
+        sites = {worker: hosts[worker] if several else str(worker) for worker in numbers}
+        holders = tuple(placement.holders(layer) for layer in range(placement.num_layers))
+        return cls(numbers=numbers, sites=sites, holders=holders)
+
+    def outside(self, layers: frozenset[int]) -> _Indices:
+        """Return the workers on hosts without a holder of these layers."""
+        if layers not in self._outside:
+            self._outside[layers] = self.outside_sites_of(self._holders_of(layers))
+        return self._outside[layers]
+
+    def without(self, layers: frozenset[int]) -> _Indices:
+        """Return the workers that hold none of these layers."""
+        if layers not in self._without:
+            self._without[layers] = self.other_than(self._holders_of(layers))
+        return self._without[layers]
+
+    def can_share(self, layers: frozenset[int], layer: int) -> bool:
+        """Return whether a part of a layer can join a backup of parts of others."""
+        if (layers, layer) not in self._can_share:
+            own = {self.sites[holder] for holder in self.holders[layer]}
+            is_apart = own.isdisjoint(self.sites[holder] for holder in self._holders_of(layers))
+            self._can_share[layers, layer] = is_apart and len(self.outside(layers | {layer})) > 0
+        return self._can_share[layers, layer]
+
+    def outside_sites_of(self, workers: Collection[int]) -> _Indices:
+        """Return the workers on hosts without any of these."""
+        taken = {self.sites[worker] for worker in workers}
+        return np.array([i for i, each in enumerate(self.numbers) if self.sites[each] not in taken], dtype=np.intp)
+
+    def other_than(self, workers: Collection[int]) -> _Indices:
+        """Return the workers but for these."""
+        return np.array([i for i, each in enumerate(self.numbers) if each not in workers], dtype=np.intp)
+
+    def _holders_of(self, layers: frozenset[int]) -> set[int]:
+        return {holder for layer in layers for holder in self.holders[layer]}
