@@ -298,11 +298,11 @@ def _snapshots_of(
     workload = inspect_job(model.config).completed(model.costs(plan)).workload
     hosts = {worker: f"host{worker}" for worker in plan.workers}
     layout = lay_out_snapshot(plan.placement, hosts, sharding, group=model.snapshots, weight=part_bytes(workload))
-    blocks: dict[Part, int] = {}
+    shares, blocks = layout.shares(), dict[Part, int]()
     for same in alike:
         held = same[0].train()
         for alone in same:  # which hold the same
-            for part in layout.kept_by(alone.worker):
+            for part in shares[alone.worker].kept:
                 if part not in blocks:
                     units = (part.start, part.stop)
                     state = held.state_of_slice(part.layer, units) if part.stop else held.state_of(part.layer)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.control.wire.codec import decode, encode, encode_alike
-from chameleon_ft.control.wire.messages import Message, StartGeneration
+from chameleon_ft.control.wire.messages import Message, Prepare, StartGeneration
 from chameleon_ft.control.wire.parts import MessagePart, pack_operations
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
@@ -86,6 +86,9 @@ def test_what_messages_share_is_written_only_once(monkeypatch: pytest.MonkeyPatc
     orders = [order.model_copy(update={"operations": str(worker)}) for worker in range(3)]
     assert list(map(decode, encode_alike(orders))) == orders
     assert [text.count("150") for text in written] == [1, 0, 0, 0]
+    prepares = [Prepare(order=order) for order in orders]
+    assert list(map(decode, encode_alike(prepares))) == prepares
+    assert [text.count("150") for text in written[4:]] == [1, 0, 0, 0]
 
 
 @given(planned(), st.booleans())

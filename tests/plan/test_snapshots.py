@@ -77,6 +77,17 @@ def test_the_parts_of_a_backup_have_no_host_in_common(
         assert len(backup.parts) > 1 or own not in sites[0] or not elsewhere
 
 
+@given(layouts())
+def test_each_worker_has_its_share(drawn: tuple[Placement, dict[int, str], SnapshotLayout, int]) -> None:
+    placement, _, layout, _ = drawn
+    shares, sendings = layout.shares(), list(layout.sendings())
+    assert shares.keys() == {*placement.workers}
+    for worker, share in shares.items():
+        assert share.kept == tuple(part for part, keepers in layout.keepers if worker in keepers)
+        assert share.outgoing == tuple(each for each in sendings if each.source == worker)
+        assert share.incoming == tuple(each for each in sendings if each.backup.worker == worker)
+
+
 @given(layouts(), st.data())
 def test_the_loss_of_all_holders_of_a_layer_is_survived(
     drawn: tuple[Placement, dict[int, str], SnapshotLayout, int], data: st.DataObject
@@ -104,7 +115,7 @@ def test_what_is_restored_is_complete_and_made_of_what_is_there(
     if found is None:
         return
     content, keepers = worth(layout), dict(left.keepers)
-    has: dict[int, set[Part]] = {worker: set(left.kept_by(worker)) for worker in live}
+    has: dict[int, set[Part]] = {worker: {part for part, own in left.keepers if worker in own} for worker in live}
     blocks = {(backup.worker, backup.parts) for backup in left.backups}
     blocks |= {(worker, (part,)) for part, own in keepers.items() for worker in own}
     for each in found.rebuilt:

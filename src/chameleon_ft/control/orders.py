@@ -81,8 +81,7 @@ class Orders:
             self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
         except ProfileError as error:
             return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
-        for connection, order in orders.items():
-            self._send(connection, messages.Prepare(order=order))
+        self._send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
         return None
 
     def migrate(self, state: State, command: commands.Migrate) -> None:

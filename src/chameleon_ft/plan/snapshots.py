@@ -22,7 +22,16 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import Placement
 from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
 
-__all__ = ["Backup", "Part", "Rebuilding", "Restoration", "Sending", "SnapshotLayout", "lay_out_snapshot"]
+__all__ = [
+    "Backup",
+    "Part",
+    "Rebuilding",
+    "Restoration",
+    "Sending",
+    "SnapshotLayout",
+    "SnapshotShare",
+    "lay_out_snapshot",
+]
 
 
 _Indices: TypeAlias = npt.NDArray[np.intp]
@@ -49,6 +58,19 @@ class Sending(NamedTuple):
     source: int
     part: Part
     backup: Backup
+
+
+class SnapshotShare(NamedTuple):
+    """A worker's share in the work for a snapshot.
+
+    Attributes:
+        kept: parts that it copies from its own state.
+        outgoing, incoming: what it sends and receives for backups, in the order of `SnapshotLayout.sendings`.
+    """
+
+    kept: tuple[Part, ...] = ()
+    outgoing: tuple[Sending, ...] = ()
+    incoming: tuple[Sending, ...] = ()
 
 
 class Rebuilding(NamedTuple):
@@ -89,9 +111,21 @@ class SnapshotLayout:
     keepers: tuple[tuple[Part, tuple[int, ...]], ...]
     backups: tuple[Backup, ...]
 
-    def kept_by(self, worker: int) -> tuple[Part, ...]:
-        """Return the parts that a worker copies from its own state."""
-        return tuple(part for part, keepers in self.keepers if worker in keepers)
+    def shares(self) -> dict[int, SnapshotShare]:
+        """Return worker -> its share, of the workers that keep something."""
+        kept: dict[int, list[Part]] = defaultdict(list)
+        outgoing: dict[int, list[Sending]] = defaultdict(list)
+        incoming: dict[int, list[Sending]] = defaultdict(list)
+        for part, keepers in self.keepers:
+            for keeper in keepers:
+                kept[keeper].append(part)
+        for sending in self.sendings():
+            outgoing[sending.source].append(sending)
+            incoming[sending.backup.worker].append(sending)
+        return {
+            worker: SnapshotShare(tuple(kept[worker]), tuple(outgoing[worker]), tuple(incoming[worker]))
+            for worker in sorted({*kept, *incoming})
+        }
 
     def sendings(self) -> Iterator[Sending]:
         """Yield what is sent for all backups, evenly by all keepers, in an order that all workers share."""

@@ -313,7 +313,6 @@ class Trainer:
             committer.gather = self._state.new_gather(generation.sharding, generation)
         if order.snapshots is not None:
             self._snapshots = SnapshotTaker(
-                self.worker,
                 order.snapshots,
                 held=self._state.held,
                 store=self._state.snapshots,

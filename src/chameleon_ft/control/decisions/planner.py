@@ -307,11 +307,11 @@ class Planner:
             load=recovery_plan.load,
             shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
             gather=recovery_plan.gather,
-            snapshots=recovery_plan.snapshots,
             rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
         )
         moving, former = costs.workload.moving_layers, transition and transition.sharding
         former_shards = former and pack_shards(former)
+        shares = {} if recovery_plan.snapshots is None else recovery_plan.snapshots.shares()
         # Copies share what all workers have to know, which grows with their number; see `encode_alike`.
         return planned, {
             worker: common.model_copy(
@@ -324,6 +324,7 @@ class Planner:
                         moves=transition.moves_of(worker, moving),
                         shards=former_shards,
                     ),
+                    "snapshots": shares.get(worker),
                     "rest": rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
                 }
             )

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from chameleon_ft.control.wire.messages import Message
+from chameleon_ft.control.wire.messages import Message, Prepare
 from chameleon_ft.errors import ControlError
 
 __all__ = ["decode", "encode", "encode_alike"]
@@ -31,6 +31,9 @@ def encode_alike(messages: Sequence[Message]) -> list[str]:
     if len(messages) < 2:
         return list(map(encode, messages))
     first, *others = messages
+    if isinstance(first, Prepare):
+        orders = [each.order for each in messages if isinstance(each, Prepare)]
+        return [f'{{"type":"{first.type}","order":{order}}}' for order in encode_alike(orders)]
     names = set(type(first).model_fields)
     common = {name for name in names if all(getattr(each, name) is getattr(first, name) for each in others)}
     if common == names:

@@ -20,7 +20,7 @@ from chameleon_ft.control.wire.parts import (
 from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.plan.snapshots import Rebuilding, SnapshotLayout
+from chameleon_ft.plan.snapshots import Rebuilding, SnapshotShare
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
@@ -119,7 +119,7 @@ class StartGeneration(Message):
     shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all
     gather: bool = False  # with "keep": whether owners first send the parameters that they have updated, once more
 
-    snapshots: SnapshotLayout | None = None  # where snapshots are kept in this generation; None: none are taken
+    snapshots: SnapshotShare | None = None  # this worker's, in those of this generation; None: none are taken
     snapshot: int | None = None  # the step of the complete snapshot, beside which no other is to be kept
     rebuilt: tuple[Rebuilding, ...] = ()  # with "snapshot": the parts that are made first
 

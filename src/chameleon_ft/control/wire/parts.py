@@ -63,20 +63,27 @@ class HostReport(MessagePart):
     clock_s: float  # Unix seconds of its clock
 
 
-Shards = tuple[tuple[tuple[int, ...], tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
-"""(holders, slices as (first unit, unit after the last, owners)) of every layer; see `plan.shards`."""
+Shards = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int, tuple[int, ...]], ...]], ...]
+"""(layers, holders, slices as (first unit, unit after the last, owners)) of layers sliced alike; see `plan.shards`."""
 
 
 def pack_shards(sharding: Sharding) -> Shards:
     """Write the owners of slices in numbers."""
+    alike: dict[LayerShards, list[int]] = {}
+    for layer, own in enumerate(sharding.layers):
+        alike.setdefault(own, []).append(layer)
     return tuple(
-        (own.holders, tuple((each.start, each.stop, each.owners) for each in own.slices)) for own in sharding.layers
+        (tuple(layers), own.holders, tuple((each.start, each.stop, each.owners) for each in own.slices))
+        for own, layers in alike.items()
     )
 
 
 def unpack_shards(shards: Shards) -> Sharding:
     """Read the output of `pack_shards`."""
-    return Sharding(tuple(LayerShards(holders, tuple(Slice(*each) for each in slices)) for holders, slices in shards))
+    found: dict[int, LayerShards] = {}
+    for layers, holders, slices in shards:
+        found |= dict.fromkeys(layers, LayerShards(holders, tuple(Slice(*each) for each in slices)))
+    return Sharding(tuple(found[layer] for layer in sorted(found)))
 
 
 class RankProcess(MessagePart):

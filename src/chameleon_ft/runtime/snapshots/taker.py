@@ -13,7 +13,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from chameleon_ft.plan.snapshots import Part, Sending, SnapshotLayout
+from chameleon_ft.plan.snapshots import Part, Sending, SnapshotShare
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import HeldLayers
@@ -54,8 +54,7 @@ class SnapshotTaker:
 
     def __init__(
         self,
-        worker: int,
-        layout: SnapshotLayout,
+        share: SnapshotShare,
         *,
         held: HeldLayers,
         store: SnapshotStore,
@@ -74,10 +73,7 @@ class SnapshotTaker:
         self._scale = scale
         self._await_parameters = await_parameters
         self._taken = taken
-        self._parts = layout.kept_by(worker)
-        sendings = tuple(layout.sendings())
-        self._outgoing = [each for each in sendings if each.source == worker]
-        self._incoming = [each for each in sendings if each.backup.worker == worker]
+        self._share = share
         self._sizes: dict[Sending, int] = {}  # bytes of the blocks that came last
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -109,7 +105,7 @@ class SnapshotTaker:
     def begin(self, step: int, *, request: int) -> None:
         """Begin a snapshot of the state after `step` updates, which must not change before `settle` returns."""
         self._store.answered = request
-        states = {part: self._state_of(part) for part in self._parts}
+        states = {part: self._state_of(part) for part in self._share.kept}
         self._step, self._blocks, self._working = step, {}, 2
         self._is_copied, self._held_up_s = False, 0.0
         for work in (partial(self._copy_and_send, states), self._receive):
@@ -204,20 +200,20 @@ class SnapshotTaker:
             each.seal(blocks[part])
         with self._condition:
             self._blocks.update({(part,): block for part, block in blocks.items()})
-        fault_at = len(self._outgoing) // 2
-        for number, sending in enumerate(self._outgoing):
+        fault_at = len(self._share.outgoing) // 2
+        for number, sending in enumerate(self._share.outgoing):
             if number == fault_at:
                 self._faults.at("snapshot", step)
             send_block(
                 blocks[sending.part], self._communicators, peer=sending.backup.worker, scale=self._scale, gives_way=True
             ).finish_next()
-        if not self._outgoing:
+        if not self._share.outgoing:
             self._faults.at("snapshot", step)
 
     def _receive(self, step: int) -> None:
         del step
         parity: dict[tuple[Part, ...], Tensor] = {}
-        for sending in self._incoming:
+        for sending in self._share.incoming:
             known = self._sizes.get(sending)
             target = None if known is None else self._store.allocate(known)
             block = receive_block(self._communicators, peer=sending.source, target=target)
