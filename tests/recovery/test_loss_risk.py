@@ -72,10 +72,21 @@ def test_workers_and_hosts_of_a_placement() -> None:
     first, second = LayerRange(0, 1), LayerRange(1, 2)
     placement = Placement(2, {0: (first,), 1: (second,), 2: (first,), 3: (second,)})
     on_two = {0: "a", 1: "a", 2: "b", 3: "b", 4: "b"}
-    assert risk_of(placement, on_two) == LossRisk(workers=HolderSets(5, {2: 2}), hosts=HolderSets(2, {2: 1}))
+    pairs = HolderSets(5, {2: 2})
+    assert risk_of(placement, on_two) == LossRisk(workers=pairs, hosts=HolderSets(2, {2: 1}), share_per_peer=1.0)
     by_stage = {0: "a", 2: "a", 1: "b", 3: "b", 4: "c"}
-    assert risk_of(placement, by_stage) == LossRisk(workers=HolderSets(5, {2: 2}), hosts=HolderSets(3, {1: 2}))
+    assert risk_of(placement, by_stage) == LossRisk(workers=pairs, hosts=HolderSets(3, {1: 2}), share_per_peer=1.0)
     assert risk_of(placement, dict.fromkeys(range(4), "a")).hosts is None
+
+
+def test_owners_of_a_slice_are_lost_with_part_of_the_holders_of_a_layer() -> None:
+    placement = Placement(1, dict.fromkeys(range(4), (LayerRange(0, 1),)))
+    on_two = {0: "a", 1: "a", 2: "b", 3: "b"}
+    whole, shared, alone = (risk_of(placement, on_two, owners) for owners in (None, 2, 1))
+    assert whole == LossRisk(workers=HolderSets(4, {4: 1}), hosts=HolderSets(2, {2: 1}), share_per_peer=1 / 3)
+    assert shared == LossRisk(workers=HolderSets(4, {2: 2}), hosts=HolderSets(2, {2: 1}), share_per_peer=1 / 3)
+    assert alone == LossRisk(workers=HolderSets(4, {1: 4}), hosts=HolderSets(2, {1: 2}), share_per_peer=1 / 3)
+    assert risk_of(placement, on_two, 4) == whole
 
 
 @pytest.mark.parametrize("counts", [{0: 1}, {4: 1}, {1: 0}])

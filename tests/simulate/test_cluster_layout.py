@@ -95,11 +95,12 @@ def test_a_plan_with_detours_is_no_start() -> None:
         layout_of_plan(reroute(plan, [1], costs(6)))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_risk_of_a_layout_equals_that_of_its_placement(seed: int) -> None:
+@pytest.mark.parametrize("owners", [None, 1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_risk_of_a_layout_equals_that_of_its_placement(seed: int, owners: int | None) -> None:
     draw = random.Random(seed)
     layout = arranged({HALVES: 2, THIRDS: 2}, range(10)).without(draw.sample(range(10), draw.randint(0, 5)))
     hosts = {worker: f"host {worker // 3}" for worker in range(12) if worker in layout.used or worker > 9}
     held = placement(layout)
-    expected = None if held.unheld_layers else risk_of(held, hosts)
-    assert layout_risk(layout, hosts, 6) == expected
+    expected = None if held.unheld_layers else risk_of(held, hosts, owners)
+    assert layout_risk(layout, hosts, 6, owners) == expected

@@ -1,4 +1,4 @@
-"""The probability that workers or hosts that are lost together are the last holders of some layer."""
+"""The probability that workers or hosts that are lost together are the last with some layer, or its optimizer state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.shards import new_shards
 
 __all__ = ["HolderSets", "LossRisk", "risk_of"]
 
@@ -91,29 +92,42 @@ def _all_lost(size: int, lost: int, groups: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossRisk:
-    """The holders of the layers of a plan.
+    """What is lost with which workers and hosts under a plan: layers, or slices of their optimizer state.
 
     Attributes:
-        workers: sets of workers that hold some layer.
+        workers: sets of workers that keep some layer, or some slice.
         hosts: sets of hosts that do; None if all workers are on one host, whose loss no plan survives.
+        share_per_peer: see `HolderSets.share_per_peer`; of the holders of layers.
     """
 
     workers: HolderSets
     hosts: HolderSets | None
+    share_per_peer: float = 0.0
 
     @classmethod
-    def of(cls, holders: Collection[Collection[int]], hosts: Mapping[int, str]) -> LossRisk:
+    def of(cls, holders: Collection[Collection[int]], hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:
         """Return the risk of layers.
 
         Args:
             holders: for each layer, the workers that hold it.
             hosts: the host of each live worker, including workers that hold nothing.
+            owners: of a slice of a layer's optimizer state, in a new layout of slices; None: each holder has all of it.
         """
+        own = HolderSets.of(holders, len(hosts))
+        kept = holders if owners is None else {each for layer in holders for each in _owner_sets(layer, hosts, owners)}
         groups = len(set(hosts.values()))
-        on_hosts = HolderSets.of(([hosts[each] for each in own] for own in holders), groups) if groups > 1 else None
-        return cls(workers=HolderSets.of(holders, len(hosts)), hosts=on_hosts)
+        on_hosts = HolderSets.of(([hosts[each] for each in keepers] for keepers in kept), groups)
+        return cls(
+            workers=own if owners is None else HolderSets.of(kept, len(hosts)),
+            hosts=on_hosts if groups > 1 else None,
+            share_per_peer=own.share_per_peer,
+        )
 
 
-def risk_of(placement: Placement, hosts: Mapping[int, str]) -> LossRisk:
-    """Return the risk of a placement in which every layer has a holder; for `hosts` see `LossRisk.of`."""
-    return LossRisk.of({placement.holders(layer) for layer in range(placement.num_layers)}, hosts)
+def risk_of(placement: Placement, hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:
+    """Return the risk of a placement in which every layer has a holder; see `LossRisk.of`."""
+    return LossRisk.of({placement.holders(layer) for layer in range(placement.num_layers)}, hosts, owners)
+
+
+def _owner_sets(holders: Collection[int], hosts: Mapping[int, str], owners: int) -> set[tuple[int, ...]]:
+    return {each.owners for each in new_shards(tuple(sorted(holders)), hosts, owners).slices}

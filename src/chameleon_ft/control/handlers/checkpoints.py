@@ -150,7 +150,7 @@ def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
     hosts = state.hosts()
     live = {worker: hosts[worker] for worker in state.members.live()}
     returns_always = POLICIES[state.settings.recovery.policy].restarts
-    risk = None if returns_always else risk_of(state.active.plan.placement, live)
+    risk = None if returns_always else risk_of(state.active.plan.placement, live, state.active.owners)
     gap_s = return_gap_s(state.history.rate, risk, len(live))
     return Checkpoints(longest_s=math.inf, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
 

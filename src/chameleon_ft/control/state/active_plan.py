@@ -48,6 +48,13 @@ class ActivePlan:
         return self.plan.placement if self.sharding is None else None
 
     @property
+    def owners(self) -> int | None:
+        """The owners of a slice of the optimizer's state, before any loss; None if every holder keeps all of it."""
+        if self.sharding is None:
+            return None
+        return max(len(each.owners) for own in self.sharding.layers for each in own.slices)
+
+    @property
     def migrating_slices(self) -> tuple[SliceMove, ...]:
         """The slices of the optimizer's state that move while the plan trains."""
         if self.sharding is None or self.next_sharding is None:
