@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -499,3 +500,19 @@ def test_the_memory_of_snapshots_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert needed is not None
     assert float(needed[1]) * (1000 if needed[2] == "TB" else 1) > 2 * float(found[1]), "a host has several workers"
     assert "snapshots " not in plan(capsys, *PRESET, "--snapshots", "none")
+
+
+def test_it_says_why_no_snapshots_are_taken_on_hosts_of_little_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def off(*more: str) -> object:
+        return predicted(capsys, *PRESET, *more)["snapshots_off"]
+
+    sizes = predicted(capsys, *PRESET)["snapshot_bytes"].values()
+    enough_gb = math.ceil(2 * sum(sizes) / 1e9)
+    assert off("--host-memory", str(enough_gb)) is None
+    reason = off("--host-memory", "1")
+    assert re.fullmatch(r"those of the workers on host\d would take .* that were available there", str(reason))
+    assert f"none are taken: {reason}"[:40] in plan(capsys, *PRESET, "--host-memory", "1")
+    with_none = plan(capsys, *PRESET, "--host-memory", "1", "--snapshots", "none")
+    assert "snapshots " not in with_none
+    assert main(["plan", *PRESET, "--host-memory", "0"]) == 2
+    assert "--host-memory 0: should be" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.recovery import Checkpoints, FailureModel, Prospect, Snapshots, decide
+from chameleon_ft.estimate import SnapshotRule
+from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, Prospect, Snapshots, decide
 from chameleon_ft.recovery.failure_model import Gap, Wait
 from tests.recovery.contexts import after, context, layer, rate_of
 
@@ -59,6 +60,45 @@ def test_a_faster_plan_with_single_holders_is_chosen_only_with_snapshots() -> No
     assert with_snapshots.step_s is not None
     assert without.step_s is not None
     assert with_snapshots.step_s < without.step_s
+
+
+def test_a_decision_counts_on_snapshots_only_under_plans_for_which_hosts_have_the_memory() -> None:
+    """Of plans on one host each, those with single holders need snapshots, for which the hosts are too small."""
+    before = replace(context(dp=2, pp=2, hosts=2, layers=(layer(10),) * 12), has_checkpoints=False)
+    now = after(before, 3)
+    rate, hosts = rate_of(50_000.0, now, host_failure_fraction=0.9), set(now.costs.cluster.hosts.values())
+
+    def chosen(host_bytes: int, *, at_any_size: bool = False) -> Candidate:
+        rule = SnapshotRule(host_memory=dict.fromkeys(hosts, host_bytes), at_any_size=at_any_size)
+        decision = decide(replace(now, snapshots=replace(SNAPSHOTS, rule=rule)), "chameleon", rate)
+        assert decision.chosen is not None
+        return decision.chosen
+
+    without = decide(now, "chameleon", rate).chosen
+    with_room, lacking = chosen(10**15), chosen(1)
+    assert with_room.has_snapshots
+    assert with_room.host_single_points_of_failure > 0
+    assert not lacking.has_snapshots
+    assert without is not None
+    assert (lacking.policy, lacking.host_single_points_of_failure) == (without.policy, 0)
+    assert chosen(1, at_any_size=True) == with_room
+
+
+@pytest.mark.parametrize("fatal", [0.0, 0.1, 0.3])
+def test_a_plan_without_snapshots_returns_to_a_checkpoint(fatal: float) -> None:
+    ahead = Prospect(
+        failures=MODEL,
+        gap=Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),)),
+        restart_cost_s=100.0,
+        checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0),
+        reference_step_s=1.5,
+        exposed=0.0,
+        has_checkpoints=True,
+        snapshots=SNAPSHOTS,
+    )
+    plain = replace(ahead, snapshots=None)
+    found = ahead.of_plan(step_s=2.0, stall_s=5.0, fatal=fatal, from_checkpoint=False, has_snapshots=False)
+    assert found == plain.of_plan(step_s=2.0, stall_s=5.0, fatal=fatal, from_checkpoint=False)
 
 
 def test_a_layer_without_holder_is_restored_from_a_snapshot_in_the_fastest_plan() -> None:

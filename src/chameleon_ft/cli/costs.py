@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal, Optional, Union
 
 import tyro
 
@@ -43,12 +44,16 @@ from chameleon_ft.profiles import (
 __all__ = [
     "AUTO",
     "NO_PRESET",
+    "HostMemory",
+    "OptimizerRedundancy",
     "Preset",
     "PresetArguments",
     "WorkersPerHost",
+    "bytes_of_host",
     "hosts_of",
     "measured_or_cached",
     "measured_profile",
+    "owners_of",
     "profile_of",
 ]
 
@@ -159,6 +164,48 @@ WorkersPerHost = Annotated[
     int,
     tyro.conf.arg(help="Workers per host. Links between hosts are slower, and a host fails as a whole."),
 ]
+
+HostMemory = Annotated[
+    Optional[float],  # noqa: UP045
+    metavar(
+        "FLOAT",
+        "Memory of a host that is available for its workers, in 10^9 bytes: snapshots that would take more than half "
+        "of it are not taken. Unlimited if not given.",
+    ),
+]
+
+
+OptimizerRedundancy = Annotated[
+    Optional[Union[int, Literal["all"]]],  # noqa: UP007, UP045
+    metavar(
+        "INT|{all}",
+        "Holders of a layer that keep the same part of its optimizer state; by default that of the configuration, or "
+        "2 without one.",
+    ),
+]
+
+
+def owners_of(redundancy: int | Literal["all"] | None, usual: int | None) -> int | None:
+    """Return the owners of a slice of the optimizer's state that --optimizer-redundancy gives; None: there are none.
+
+    Raises ConfigError if it is a number below one.
+    """
+    if redundancy is None:
+        return usual
+    if redundancy == "all":
+        return None
+    if redundancy < 1:
+        raise ConfigError(f"--optimizer-redundancy {redundancy}: should be 1 or more")
+    return redundancy
+
+
+def bytes_of_host(host_memory: float | None) -> int | None:
+    """Return the bytes of --host-memory. Raises ConfigError if it is no positive number."""
+    if host_memory is None:
+        return None
+    if not 0 < host_memory < math.inf:
+        raise ConfigError(f"--host-memory {host_memory:g}: should be a number of 10^9 bytes above 0")
+    return round(host_memory * 1e9)
 
 
 def _read_shape(file: str) -> ModelShape:

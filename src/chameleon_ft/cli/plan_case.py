@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Optional, Union
+from typing import Annotated, Any, Final, Literal, Optional
 
 import tyro
 
@@ -13,19 +13,21 @@ from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, Switch, metava
 from chameleon_ft.cli.costs import (
     AUTO,
     NO_PRESET,
+    HostMemory,
+    OptimizerRedundancy,
     Preset,
     WorkersPerHost,
+    bytes_of_host,
     hosts_of,
     measured_or_cached,
+    owners_of,
     profile_of,
 )
 from chameleon_ft.cli.run_config import read_config_values
 from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SnapshotMemory, part_bytes, snapshot_memory
+from chameleon_ft.estimate import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.plan.shards import shard_optimizer
-from chameleon_ft.plan.snapshots import lay_out_snapshot
 from chameleon_ft.presets import PRECISIONS, ModelShape, device, state_policy
 from chameleon_ft.profiles import Profile, derived_profile, profile_of_run, read_profile
 from chameleon_ft.recovery import uniform_limits
@@ -66,17 +68,12 @@ class PlanArguments:
     """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
     split_backward: Switch = False
     """Run the two halves of the backward separately, whatever CONFIG says."""
-    optimizer_redundancy: Annotated[
-        Optional[Union[int, Literal["all"]]],  # noqa: UP007, UP045
-        metavar(
-            "INT|{all}",
-            "Holders of a layer that keep the same part of its optimizer state; by default that of CONFIG, or all.",
-        ),
-    ] = None
+    optimizer_redundancy: OptimizerRedundancy = None
     snapshots: Annotated[
         Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
         metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
     ] = None
+    host_memory: HostMemory = None
     workers_per_host: WorkersPerHost = 8
     workers: OptionalInt = None
     """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
@@ -110,12 +107,14 @@ class PlanCase:
         costs: of a step on all workers.
         parallel: the layout of equal pipelines; None if one is to be searched for.
         snapshots: how they are kept, if there are any.
+        host_bytes: memory of each host that is available for its workers; None: not known.
     """
 
     profile: Profile
     costs: CostModel
     parallel: Parallel | None
     snapshots: Snapshots = field(default_factory=Snapshots)
+    host_bytes: int | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -141,19 +140,21 @@ class PlanCase:
             split_backward=parallel.split_backward,
         )
 
-    def snapshot_memory_of(self, plan: Plan) -> dict[int, SnapshotMemory]:
-        """Return the memory of hosts that snapshots take under a plan, by worker; empty if there are none.
-
-        Nor are there any by default under a plan that leaves nothing to back up.
-        """
+    def snapshots_of(self, plan: Plan) -> SnapshotChoice | None:
+        """Return the snapshots that a run takes under a plan, or why it takes none; None if none are to be taken."""
         if not self.snapshots.every:
-            return {}
-        workload, hosts, placement = self.costs.workload, self.costs.cluster.hosts, plan.placement
-        owners = workload.owners
-        sharding = None if owners is None else shard_optimizer(placement, hosts, owners)
-        weight, group = part_bytes(workload), self.snapshots.parts
-        layout = lay_out_snapshot(placement, hosts, sharding, group=group, weight=weight)
-        return snapshot_memory(layout, workload) if layout.backups or self.snapshots.every != "auto" else {}
+            return None
+        rule = SnapshotRule(
+            group=self.snapshots.parts,
+            at_any_size=self.snapshots.every != "auto",
+            host_memory={} if self.host_bytes is None else dict.fromkeys(self.hosts.values(), self.host_bytes),
+        )
+        return choose_snapshots(plan.placement, self.costs.workload, self.hosts, rule)
+
+    @property
+    def hosts(self) -> Mapping[int, str]:
+        """The host of each worker."""
+        return self.costs.cluster.hosts
 
     def layouts(self) -> Iterator[Parallel]:
         """Yield all layouts of equal pipelines that the workers can have, the shallowest first."""
@@ -179,8 +180,8 @@ def plan_cases(given: PlanArguments) -> list[PlanCase]:
         ConfigError: the arguments do not fit together; the message says what to change.
         ProfileError: a profile cannot be read, or is of another job; or profiles are of different devices.
     """
-    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size", "optimizer_redundancy"):
-        if (value := getattr(given, name)) not in (None, "all") and value < 1:
+    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size"):
+        if (value := getattr(given, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
     if given.workers is not None and (given.dp is not None or given.pp is not None):
         raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
@@ -282,15 +283,20 @@ def _build(
     for worker in speeds:
         if worker not in hosts:
             raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
-    if given.optimizer_redundancy is not None:
-        owners = None if given.optimizer_redundancy == "all" else given.optimizer_redundancy
+    owners = owners_of(given.optimizer_redundancy, owners)
     workload = replace(profile.workload(micro_batches), owners=owners)
     costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
     if given.snapshots == "none":
         snapshots = Snapshots(every=0)
     elif given.snapshots is not None:
         snapshots = snapshots.model_copy(update={"mode": given.snapshots, "every": snapshots.every or "auto"})
-    return PlanCase(profile=profile, costs=costs, parallel=parallel, snapshots=snapshots)
+    return PlanCase(
+        profile=profile,
+        costs=costs,
+        parallel=parallel,
+        snapshots=snapshots,
+        host_bytes=bytes_of_host(given.host_memory),
+    )
 
 
 def _settled(config: RunConfig) -> RunConfig:

@@ -134,7 +134,7 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        estimate, costs = self.estimate, self.case.costs
+        estimate, costs, snapshots = self.estimate, self.case.costs, self.case.snapshots_of(self.plan)
         return {
             "model": self.case.profile.name,
             "device": self.case.profile.fingerprint.device,
@@ -162,9 +162,10 @@ class Prediction:
             "samples_per_s": self.samples_per_s,
             "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
             "capacity_bytes": {str(worker): costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers},
-            "snapshot_bytes": {
-                str(worker): memory.total_bytes for worker, memory in self.case.snapshot_memory_of(self.plan).items()
-            },
+            "snapshot_bytes": {}
+            if snapshots is None
+            else {str(worker): memory.total_bytes for worker, memory in snapshots.memory.items()},
+            "snapshots_off": None if snapshots is None else snapshots.refusal or None,
             "fits": not self.missing_bytes,
             **({} if self.search is None else self.search.to_json()),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots, return_gap_s
+from chameleon_ft.recovery.checkpoints import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, Snapshots, return_gap_s
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
@@ -20,6 +20,7 @@ from chameleon_ft.recovery.waves import without_shadow_holders
 from chameleon_ft.search import reroute
 
 __all__ = [
+    "LONGEST_BETWEEN_SNAPSHOTS_S",
     "POLICIES",
     "STAY",
     "Candidate",

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import SnapshotRule
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["Checkpoints", "Snapshots", "daly_interval_s", "expected_unsaved_s", "return_gap_s"]
+__all__ = [
+    "LONGEST_BETWEEN_SNAPSHOTS_S",
+    "Checkpoints",
+    "Snapshots",
+    "daly_interval_s",
+    "expected_unsaved_s",
+    "return_gap_s",
+]
+
+LONGEST_BETWEEN_SNAPSHOTS_S: Final = 30 * 86_400.0
+"""Most seconds of steps between two snapshots, if the run chooses the interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,7 @@ class Snapshots:
     Attributes:
         taken: how often, as for checkpoints.
         return_s: seconds of the way back, without the steps since the last one.
+        rule: under which plans they are taken.
 
     Raises:
         ConfigError: a time that is negative or not finite.
@@ -60,6 +73,7 @@ class Snapshots:
 
     taken: Checkpoints
     return_s: float
+    rule: SnapshotRule = SnapshotRule()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.return_s) and self.return_s >= 0):

@@ -156,7 +156,7 @@ def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:
         failures,
         workers=len(context.live),
         after_incident=len(context.lost) > len(context.leaving),
-        held=None if held.unheld_layers else risk_of(held, context.senders.hosts),
+        held=None if held.unheld_layers else risk_of(held, context.senders.hosts, context.costs.workload.owners),
         restart_cost_s=context.restart_cost_s,
         checkpoints=context.checkpoints,
         reference_step_s=total_work_bound_s(context.costs) * context.step_factor,

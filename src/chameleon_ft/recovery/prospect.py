@@ -106,6 +106,7 @@ class Prospect:
         stall_s: float,
         fatal: float,
         from_checkpoint: bool,
+        has_snapshots: bool = True,
         total_loss: float = 0.0,
         share_per_peer: float = 0.0,
         migration_s: float = 0.0,
@@ -133,6 +134,7 @@ class Prospect:
             stall_s: seconds until training resumes, repeated work of the interrupted step included.
             fatal: probability that the next incident takes all holders of some layer once the plan is reached.
             from_checkpoint: whether its state is read from a checkpoint.
+            has_snapshots: whether snapshots are taken once it is reached, if there are any.
             total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
                 and left out, unlike the repeated steps.
             share_per_peer: see `HolderSets.share_per_peer`.
@@ -156,10 +158,13 @@ class Prospect:
             repeat_s, share = repeated(self.checkpoints, fatal + total_loss, before + last[0], after + last[1])
             return_s = (before + after) * self.restart_cost_s + repeat_s
         else:
-            repeat_s, share = repeated(self.checkpoints, total_loss, *last)
-            near_s, own_share = repeated(self.snapshots.taken, fatal, before, after)
-            return_s = (before + after) * self.snapshots.return_s + repeat_s + near_s
-            share += own_share
+            # Under a plan without snapshots, the way back leads to a checkpoint.
+            near, far = (after, 0.0) if has_snapshots else (0.0, after)
+            far_share = total_loss + (0.0 if has_snapshots else fatal)
+            repeat_s, share = repeated(self.checkpoints, far_share, last[0], last[1] + far)
+            near_s, own_share = repeated(self.snapshots.taken, fatal, before, near)
+            return_s = (before + near) * self.snapshots.return_s + far * self.restart_cost_s + repeat_s + near_s
+            share += own_share if has_snapshots else 0.0
         shared_s = (1 - during) * share_per_peer * step_s if self.salvages else 0.0
         left_s = self.gap.left_after(reached_s)
         steps = left_s / step_s

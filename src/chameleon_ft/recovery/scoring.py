@@ -10,7 +10,14 @@ from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, workload_memory
+from chameleon_ft.estimate import (
+    PartsEstimate,
+    TransitionEstimate,
+    estimate_parts,
+    peak_bytes_of,
+    snapshots_fit,
+    workload_memory,
+)
 from chameleon_ft.estimate.transition import received_layers, state_bytes
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -97,6 +104,7 @@ class Candidate:
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
+        has_snapshots: whether snapshots are taken under it, if the run takes any.
         fatal_share: probability that the next incident makes a return to a checkpoint necessary.
         return_s: expected seconds of that return, repeated work included.
         shared_s: expected seconds by which the step that the incident interrupts takes longer; see `Expected`.
@@ -118,6 +126,7 @@ class Candidate:
     moved_bytes: int | None = None
     risk: LossRisk | None = None
     from_checkpoint: bool = False
+    has_snapshots: bool = True
     fatal_share: float = 0.0
     return_s: float = 0.0
     shared_s: float = 0.0
@@ -190,11 +199,19 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         stall_s=stall_s,
         transfer_s=moves_s,
         moved_bytes=_state_bytes(plan, context) if transfer is None else transfer.total_bytes,
-        risk=risk_of(plan.placement, cluster.hosts),
+        risk=risk_of(plan.placement, cluster.hosts, context.costs.workload.owners),
         from_checkpoint=proposal.from_checkpoint,
+        has_snapshots=_has_snapshots(plan, context),
         reason=missing or _describe_missing(missing_in_transfer(transfer, context), "while layers move"),
     )
     return candidate, None if missing else replace(draft, transfer=transfer)
+
+
+def _has_snapshots(plan: Plan, context: DecisionContext) -> bool:
+    if context.snapshots is None:
+        return True
+    costs = context.costs
+    return snapshots_fit(plan.placement, costs.workload, costs.cluster.hosts, context.snapshots.rule)
 
 
 def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionContext) -> Candidate:
@@ -253,8 +270,9 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             stall_s=candidate.stall_s + candidate.delay_s,
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
+            has_snapshots=candidate.has_snapshots,
             total_loss=prospect.failures.total_loss_probability(candidate.risk),
-            share_per_peer=candidate.risk.workers.share_per_peer,
+            share_per_peer=candidate.risk.share_per_peer,
             migration_s=candidate.migrating_s,
             migration_step_s=candidate.migration_step_s,
         )
@@ -272,18 +290,24 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
 def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     """Return the index of the candidate to choose; None if none is feasible.
 
-    The most samples win; of equals the fewest moved bytes, then the earliest. If losing a layer ends the run, a plan
-    with workers that are its only holder is chosen only if there is no other, and of the others one with such hosts
-    only if no host is expected to fail, or the plans without them train nothing.
+    The most samples win; of equals the fewest moved bytes, then the earliest. If losing a layer ends the run, because
+    there are no checkpoints, and no snapshots under a plan, one with workers that are the only holder is chosen only if
+    there is no other, and of the others one with such hosts only if no host is expected to fail, or the plans without
+    them train nothing.
     """
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:
         return None
-    if not prospect.has_checkpoints and prospect.snapshots is None:
-        feasible = [index for index in feasible if not candidates[index].worker_single_points_of_failure] or feasible
+    if not prospect.has_checkpoints:
+        goes_back = {i for i in feasible if prospect.snapshots is not None and candidates[i].has_snapshots}
+        feasible = [
+            i for i in feasible if i in goes_back or not candidates[i].worker_single_points_of_failure
+        ] or feasible
         if prospect.failures.host_failure_fraction:
             feasible = [
-                i for i in feasible if candidates[i].samples > 0 and not candidates[i].host_single_points_of_failure
+                i
+                for i in feasible
+                if i in goes_back or (candidates[i].samples > 0 and not candidates[i].host_single_points_of_failure)
             ] or feasible
     most = max(candidates[index].samples for index in feasible)
     equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * ROUNDING]

@@ -13,7 +13,7 @@ from chameleon_ft.cli.output import Output, compile_kernels, require_places, tel
 from chameleon_ft.cli.plan_case import PlanArguments, PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SNAPSHOT_SHARE, host_bytes, program_memory
+from chameleon_ft.estimate import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
@@ -133,17 +133,24 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if again := list(plan.recompute):
         which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"
         yield "memory", f"{which}, to save memory"
-    if snapshots := prediction.case.snapshot_memory_of(plan):
-        most = max(snapshots.values(), key=lambda each: each.total_bytes)
-        yield (
-            "snapshots",
-            f"{data_size(most.total_bytes)} of host memory for a worker at most: two, each of "
-            f"{data_size(most.own_bytes)} of its own state and {data_size(most.backup_bytes)} of backups",
-        )
-        if prediction.case.snapshots.every == "auto":
-            most_bytes = max(host_bytes(snapshots, prediction.case.costs.cluster.hosts).values())
-            yield "", f"taken if {data_size(most_bytes / SNAPSHOT_SHARE)} are available on the host that needs most"
+    snapshots = prediction.case.snapshots_of(plan)
+    if snapshots is not None and snapshots.memory:
+        yield from _snapshot_facts(snapshots, prediction.case)
     yield "bubble", f"{estimate.bubble:.1%} of the workers' time is idle"
+
+
+def _snapshot_facts(snapshots: SnapshotChoice, case: PlanCase) -> Iterator[tuple[str, str]]:
+    most = max(snapshots.memory.values(), key=lambda each: each.total_bytes)
+    yield (
+        "snapshots",
+        f"{data_size(most.total_bytes)} of host memory for a worker at most: two, each of "
+        f"{data_size(most.own_bytes)} of its own state and {data_size(most.backup_bytes)} of backups",
+    )
+    if snapshots.refusal:
+        yield "", f"none are taken: {snapshots.refusal}"
+    elif case.host_bytes is None and case.snapshots.every == "auto":
+        most_bytes = max(host_bytes(snapshots.memory, case.hosts).values())
+        yield "", f"taken if {data_size(most_bytes / SNAPSHOT_SHARE)} are available on the host that needs most"
 
 
 def _describe_backward(plan: Plan) -> str:

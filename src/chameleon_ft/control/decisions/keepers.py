@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from chameleon_ft.config import RunConfig
+from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
-from chameleon_ft.control.state.snapshots import LONGEST_S
 from chameleon_ft.control.state.state import State
-from chameleon_ft.estimate import SNAPSHOT_SHARE, host_bytes, part_bytes, snapshot_memory, state_bytes
-from chameleon_ft.plan.snapshots import lay_out_snapshot
-from chameleon_ft.quantities import data_size
-from chameleon_ft.recovery import Checkpoints, DecisionContext, without_shadow_holders
+from chameleon_ft.estimate import SnapshotRule, choose_snapshots, state_bytes
+from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, DecisionContext, without_shadow_holders
 from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
 from chameleon_ft.schedule import CostModel
 
@@ -29,8 +26,7 @@ def with_keepers(
 ) -> RecoveryPlan:
     """Return the plan with the layout of snapshots that are taken under it, if any are.
 
-    If the run chooses by itself, none are taken under plans that leave nothing to back up, and none that take more than
-    `SNAPSHOT_SHARE` of the memory of a host.
+    See `SnapshotRule` for when none are, if the run chooses by itself.
 
     Args:
         host_memory: host -> bytes available for its workers, as far as known.
@@ -43,23 +39,14 @@ def with_keepers(
     placement, costs = plan.plan.placement, costs_of(hosts)
     if plan.migration is not None:
         placement = without_shadow_holders(placement, plan.migration)
-    weight, group = part_bytes(costs.workload), snapshots.parts
-    hosts = costs.cluster.hosts
-    layout = lay_out_snapshot(placement, hosts, plan.sharding, group=group, weight=weight)
-    if snapshots.every != "auto":
-        return replace(plan, snapshots=layout)
-    if not layout.backups:
-        return plan
-    needed = host_bytes(snapshot_memory(layout, costs.workload), hosts)
-    lacking = [host for host, size in needed.items() if size > SNAPSHOT_SHARE * host_memory.get(host, math.inf)]
-    if not lacking:
-        return replace(plan, snapshots=layout)
-    host = max(lacking, key=lambda host: needed[host] / host_memory[host])
-    reason = (
-        f"those of the workers on {host} would take {data_size(needed[host])}, more than {SNAPSHOT_SHARE:.0%} of the "
-        f"{data_size(host_memory[host])} that were available there"
-    )
-    return replace(plan, no_snapshots=reason)
+    rule = snapshot_rule(snapshots, host_memory)
+    chosen = choose_snapshots(placement, costs.workload, costs.cluster.hosts, rule, plan.sharding)
+    return replace(plan, snapshots=chosen.layout, no_snapshots=chosen.refusal)
+
+
+def snapshot_rule(snapshots: SnapshotsConfig, host_memory: Mapping[str, int]) -> SnapshotRule:
+    """Return by what a run with these settings decides whether snapshots are taken under a plan."""
+    return SnapshotRule(group=snapshots.parts, at_any_size=snapshots.every != "auto", host_memory=host_memory)
 
 
 def expected_snapshots(state: State, context: DecisionContext, *, has_reports: bool) -> ExpectedSnapshots | None:
@@ -85,10 +72,11 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
     link = cluster.inter_host if len(set(cluster.hosts.values())) > 1 else cluster.intra_host
     unsaved_s = max(0, state.committed - saved) * step_s if has_reports else 0.0
     if every == "auto" and cost_s is not None:
-        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=LONGEST_S, write_s=cost_s)
+        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=LONGEST_BETWEEN_SNAPSHOTS_S, write_s=cost_s)
     else:
         taken = Checkpoints(unsaved_s=unsaved_s, longest_s=step_s if every == "auto" else every * step_s)
     return ExpectedSnapshots(
         taken=taken,
         return_s=context.phases.total_s + link.message_s(most_bytes) * context.transfer_factor,
+        rule=snapshot_rule(state.settings.snapshots, state.members.host_memory()),
     )

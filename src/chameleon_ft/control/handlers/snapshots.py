@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Final
 
 from chameleon_ft.control.handlers.draft import Draft
-from chameleon_ft.control.state.snapshots import LONGEST_S
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
-from chameleon_ft.recovery import POLICIES, Checkpoints, risk_of
+from chameleon_ft.estimate import LEAST_SNAPSHOT_COST
+from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, POLICIES, Checkpoints, risk_of
 
 __all__ = ["committed", "repeat_orders", "switched", "taken"]
-
-_LEAST_COST: Final = 0.1  # of the time that a snapshot takes: steps vary too much to show what it costs them
 
 
 def committed(draft: Draft, message: messages.Committed) -> None:
@@ -56,7 +53,7 @@ def taken(draft: Draft, worker: int, message: messages.SnapshotTaken) -> None:
         draft.set(snapshots=snapshots)
         return
     seconds = draft.at.monotonic_s - snapshots.begun_at_s
-    cost_s = max(snapshots.held_up_s, _LEAST_COST * seconds)
+    cost_s = max(snapshots.held_up_s, LEAST_SNAPSHOT_COST * seconds)
     schedule = snapshots.schedule.ended(message.step, copy_s=cost_s, is_complete=True)
     draft.set(snapshots=replace(snapshots, schedule=schedule))
     draft.tell_live(messages.SnapshotResolved(step=message.step, is_complete=True))
@@ -96,13 +93,16 @@ def _request(draft: Draft) -> None:
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
     """Return the seconds of steps between two snapshots that lose least.
 
-    They serve after incidents that take all holders of some layer, or under the policy `restart` after all.
+    They serve after incidents that take all holders of some layer or all owners of a slice, or under the policy
+    `restart` after all.
     """
     state = draft.state
     assert state.active is not None
     hosts, rate = state.hosts(), state.history.rate
     live = {worker: hosts[worker] for worker in state.members.live()}
+    risk = risk_of(state.active.plan.placement, live, state.active.owners)
     returns_always = POLICIES[state.settings.recovery.policy].restarts
-    fatal = 1.0 if returns_always else rate.fatal_probability(risk_of(state.active.plan.placement, live))
+    fatal = 1.0 if returns_always else rate.fatal_probability(risk)
     gap_s = rate.horizon_s(len(live)) / fatal if fatal else math.inf
-    return Checkpoints(longest_s=LONGEST_S, write_s=cost_s).interval_s(step_s=step_s, return_gap_s=gap_s)
+    taken = Checkpoints(longest_s=LONGEST_BETWEEN_SNAPSHOTS_S, write_s=cost_s)
+    return taken.interval_s(step_s=step_s, return_gap_s=gap_s)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import Self
 
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.plan.snapshots import Restoration, SnapshotLayout
 
-__all__ = ["LONGEST_S", "Snapshot", "Snapshots"]
-
-LONGEST_S: Final = 30 * 86_400.0
-"""Most seconds of steps between two snapshots, if the run chooses the interval."""
+__all__ = ["Snapshot", "Snapshots"]
 
 
 @dataclass(frozen=True, slots=True)
