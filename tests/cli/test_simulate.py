@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -13,6 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from chameleon_ft.cli import main
+from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, simulate_case
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.presets import device, model_shape
 from chameleon_ft.profiles import derived_profile, read_profile, write_profile
@@ -199,6 +202,22 @@ def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str])
     assert slow["policies"]["restart"]["stall_s"] > quick["stall_s"]
 
 
+def test_it_counts_shared_optimizer_state_and_snapshots_as_runs_do(folder: Path) -> None:
+    def case(*more: str) -> SimulateCase:
+        arguments = [*CASE, *more]
+        return simulate_case(parse_arguments(SimulateArguments, arguments, command="simulate"))
+
+    usual = case()
+    assert usual.scene.workload.owners == 2 == usual.facts["optimizer_redundancy"]
+    assert usual.parameters.snapshot_every is None
+    assert usual.parameters.snapshot_cost_s > 0
+    assert usual.parameters.host_memory_bytes == math.inf
+    other = case("--optimizer-redundancy", "all", "--host-memory", "500", "--assume", "snapshot_every=4")
+    assert other.scene.workload.owners is None
+    assert other.parameters.host_memory_bytes == 500e9
+    assert other.parameters.snapshot_every == 4
+
+
 def test_a_measured_profile_takes_the_place_of_model_and_device(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -338,6 +357,9 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--rate", "0"), "--rate 0: should be a number above 0"),
         ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
         ((*CASE, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
+        ((*CASE, "--optimizer-redundancy", "0"), "--optimizer-redundancy 0: should be 1 or more"),
+        ((*CASE, "--host-memory", "-1"), "--host-memory -1: should be a number of 10^9 bytes above 0"),
+        ((*CASE, "--assume", "snapshot_every=1.5"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "restart=1"), "with NAME one of detect_s"),
         ((*CASE, "--assume", "restart_cost_s=soon"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.estimate import estimate_step
-from chameleon_ft.plan import Hop, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.simulate.by_class.fastest_mix import Mixes
@@ -150,3 +151,24 @@ def test_all_workers_are_used_up_with_the_least_estimate(workers: int, micro_bat
         counts, estimate_s = found
         assert sum(depth * number for depth, number in counts.items()) == workers
         assert estimate_s == pytest.approx(best_s, rel=1e-4)
+
+
+def test_a_worker_holds_the_share_of_optimizer_state_of_as_many_pipelines_as_there_can_be() -> None:
+    own = costs(12)
+    shared = CostModel(replace(own.workload, owners=2), own.cluster)
+    whole, divided = (Pipelines(each, split_backward=False) for each in (own, shared))
+    layer, model = own.workload.layers[0], LayerRange(0, 6)
+    for depth, holders in ((1, 12), (3, 4), (6, 2)):
+        rest, share = layer.param_bytes + layer.gradient_bytes, -(-layer.optimizer_bytes * 2 // holders)
+        assert whole.held_bytes(model, depth) == 6 * layer.held_bytes
+        assert divided.held_bytes(model, depth) == 6 * (rest + share)
+        assert divided.state_bytes(depth) == [layer.param_bytes + share] * 6
+    # Three layers take 4.2 GB without activations if nothing is shared, and 2.2 GB with six holders.
+    few = replace(
+        own.cluster, workers=tuple(replace(each, memory_bytes=7 * 10**9 // 2) for each in own.cluster.workers)
+    )
+    fits = [
+        Pipelines(CostModel(each.workload, few), split_backward=False).fits(PipelineClass(Cut((3, 6))), 4)
+        for each in (own, shared)
+    ]
+    assert fits == [False, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,45 @@ def test_snapshots_take_the_place_of_checkpoints(before: Parameters, interval_s:
     assert 0 < result.lost_s <= 11 * result.decisions[0].predicted_step_s, "its steps are the longer ones"
     assert "checkpoint" not in result.lost_by_cause
     assert result.stall_s == pytest.approx(parameters.after_loss.total_s + parameters.snapshot_return_s, abs=1.0)
+
+
+@pytest.mark.parametrize("parameters", [BY_CLASS, EXACT])
+@pytest.mark.parametrize(("owners", "lost", "kind"), [(None, (0, 2), ""), (2, (0, 1), ""), (2, (0, 2), "checkpoint")])
+def test_without_an_owner_of_optimizer_state_all_return(
+    parameters: Parameters, owners: int | None, lost: tuple[int, ...], kind: str
+) -> None:
+    """Four pipelines of one worker each: 0 and 2 own the same slices, 1 and 3 the others."""
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=4, pp=1, micro_batches=24)
+    trace = Trace.from_faults([Fault(lost, 5_000.0)], workers=4, duration_s=10_000.0)
+    shared = replace(workload(), owners=owners)
+    results = simulate(trace, shared, cluster(4), ["chameleon"], parameters=parameters, start=plan)
+    result = results.policies["chameleon"]
+    assert result.decisions[0].chosen == (kind or "reroute")
+    assert ("checkpoint" in result.lost_by_cause) == bool(kind)
+
+
+@pytest.mark.parametrize("before", [BY_CLASS, EXACT])
+def test_snapshots_are_taken_as_in_runs_where_hosts_have_the_memory(before: Parameters) -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=2, micro_batches=24)
+    trace = Trace.from_faults([Fault((0, 2), 5_000.0)], workers=4, duration_s=10_000.0)
+    as_in_runs = replace(before, snapshot_every=None, snapshot_cost_s=0.1)
+
+    def chosen(**changes: Any) -> str:
+        parameters = replace(as_in_runs, **changes)
+        results = simulate(trace, workload(), cluster(4), ["chameleon"], parameters=parameters, start=plan)
+        return results.policies["chameleon"].decisions[0].chosen
+
+    assert chosen() == chosen(host_memory_bytes=1e12) == "snapshot"
+    assert chosen(host_memory_bytes=1e9) == "checkpoint"
+    assert chosen(host_memory_bytes=1e9, snapshot_every=10) == "snapshot"
+
+
+def test_the_interval_of_snapshots_loses_least() -> None:
+    parameters = replace(BY_CLASS, snapshot_every=None, snapshot_cost_s=0.5)
+    steps = parameters.steps_between_snapshots(step_s=2.0, return_gap_s=10_000.0)
+    assert steps == round(daly_interval_s(0.5, 10_000.0) / 2.0)
+    assert parameters.steps_between_snapshots(step_s=2.0, return_gap_s=math.inf) == 30 * 86_400 // 2
+    assert replace(parameters, snapshot_every=7).steps_between_snapshots(step_s=2.0, return_gap_s=1.0) == 7
 
 
 def test_a_snapshot_makes_steps_longer() -> None:

@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Optional, get_type_hints
 
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalPath, OptionalStr, Switch, metavar
-from chameleon_ft.cli.costs import NO_PRESET, Preset, WorkersPerHost, hosts_of, profile_of
+from chameleon_ft.cli.costs import (
+    NO_PRESET,
+    HostMemory,
+    OptimizerRedundancy,
+    Preset,
+    WorkersPerHost,
+    bytes_of_host,
+    hosts_of,
+    owners_of,
+    profile_of,
+)
+from chameleon_ft.config import Parallel
 from chameleon_ft.config.files import present_name
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import LEAST_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
@@ -75,6 +87,8 @@ class SimulateArguments:
     """Policies to compare, or all. (default: all)"""
     micro_batches: OptionalInt = None
     """Micro-batches per step, over all pipelines; 4 per worker if not given."""
+    optimizer_redundancy: OptimizerRedundancy = None
+    host_memory: HostMemory = None
     workers_per_host: WorkersPerHost = 8
     assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
     """Costs of failures that override those in docs/simulator-internals.md, such as restart_cost_s=600."""
@@ -111,7 +125,6 @@ class SimulateCase:
 
 def simulate_case(given: SimulateArguments) -> SimulateCase:
     """Return the case that the arguments describe. Raises ConfigError if they do not fit together."""
-    parameters = _assume(given.assume, Parameters())
     if given.run is not None:
         return _recorded_case(given, given.run)
     per_host, workers = given.workers_per_host, given.workers
@@ -130,7 +143,16 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     micro_batches = _MICRO_BATCHES_PER_WORKER * workers if given.micro_batches is None else given.micro_batches
     if micro_batches < 1:
         raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
-    scene = Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
+    owners = owners_of(given.optimizer_redundancy, Parallel().owners)
+    workload, cluster = replace(profile.workload(micro_batches), owners=owners), profile.cluster(hosts)
+    scene = Scene(trace, workload, cluster)
+    host_bytes = bytes_of_host(given.host_memory)
+    # As runs decide by default.
+    as_in_runs = Parameters(
+        snapshot_every=None,
+        snapshot_cost_s=LEAST_SNAPSHOT_COST * expected_snapshot_s(workload, cluster),
+        host_memory_bytes=math.inf if host_bytes is None else host_bytes,
+    )
     model = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
     name = trace.name or "a trace"
     if given.trace is not None and given.nodes is None and _names_only_failing(given.trace):
@@ -144,12 +166,13 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
             f"{model}, {trace.workers:,} workers, {scene.workload.samples:,} samples a step, "
             f"{trace.duration_s / _DAY_S:,.1f} days of {name}"
         ),
-        parameters=parameters,
+        parameters=_assume(given.assume, as_in_runs),
         facts={
             "model": preset.model,
             "device": preset.device,
             "profile": None if given.profile is None else str(given.profile),
             "micro_batches": scene.workload.micro_batches,
+            "optimizer_redundancy": "all" if owners is None else owners,
             "faults": figures.faults,
             "faults_per_1000_host_days": figures.faults_per_1000_host_days,
             "availability": figures.availability,
@@ -277,9 +300,10 @@ def _assume(text: str, parameters: Parameters) -> Parameters:
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         name, numbers = present_name(name.strip(), "recovery", source="--assume"), _numbers([value])
-        if name not in types or not numbers or (types[name] is int and not numbers[0].is_integer()):
+        is_whole = name in types and types[name] is not float
+        if name not in types or not numbers or (is_whole and not numbers[0].is_integer()):
             raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with NAME one of {', '.join(types)}")
-        given[name] = types[name](numbers[0])
+        given[name] = int(numbers[0]) if is_whole else numbers[0]
     change: Callable[..., Parameters] = replace
     return change(parameters, **given)
 

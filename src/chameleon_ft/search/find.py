@@ -19,7 +19,7 @@ from chameleon_ft.search.placement.candidates import evaluated, figures, predict
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
 from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
 
-__all__ = ["find_plan", "find_plan_of_sizes"]
+__all__ = ["find_plan", "find_plan_of_sizes", "with_shares"]
 
 _FEW_SLOW: Final = 1 / 8  # the largest share of the workers that a plan leaves idle because they are slow
 
@@ -100,14 +100,14 @@ def _search(costs: CostModel, current: Placement | None, options: SearchOptions)
     workload, workers = costs.workload, costs.cluster.workers
     if workload.owners is None or all(worker.memory_bytes is None for worker in workers):
         return _search_all(costs, current, options)
-    first = _search_all(_with_shares(costs), current, options)
+    first = _search_all(with_shares(costs), current, options)
     plans = _fitting(first.plans, costs, current)
     if not first.plans or (plans and plans[0].step_s <= first.plans[0].step_s):
         return replace(first, plans=plans)
     holders, mixes = first.plans[0].plan.placement.fewest_holders, first.mixes
     while holders:
         least = replace(options, least_holders=max(options.least_holders, holders))
-        other = _search_all(_with_shares(costs, holders), current, least)
+        other = _search_all(with_shares(costs, holders), current, least)
         plans += _fitting(other.plans, costs, current)
         mixes += other.mixes
         # As many owners as holders have all of the state each.
@@ -124,7 +124,7 @@ def _search_all(costs: CostModel, current: Placement | None, options: SearchOpti
     return _Searched(plans, search.bound_s, search.complete, search.mixes, CostModel(costs.workload, cluster))
 
 
-def _with_shares(costs: CostModel, holders: int | None = None) -> CostModel:
+def with_shares(costs: CostModel, holders: int | None = None) -> CostModel:
     """Return costs in which each layer has the bytes of one of so many holders; of the most that can be, if None."""
     workload = costs.workload
     if workload.owners is None:
@@ -190,7 +190,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             f"once; got {', '.join(f'{own.micro_batch_size} of {own.samples}' for own in workloads) or 'none'}"
         )
     _require_workers(costs[0])
-    bounds_s = {size: bound_of_best_workers_s(_with_shares(each)) for size, each in sorted(by_size.items())}
+    bounds_s = {size: bound_of_best_workers_s(with_shares(each)) for size, each in sorted(by_size.items())}
     found: dict[int, SearchResult] = {}
     best_s = math.inf
     for size in sorted(bounds_s, key=bounds_s.__getitem__):

@@ -41,6 +41,8 @@ class PolicySimulation:
     _speeds: dict[int, float] = field(init=False)
     _rate: FailureModel = field(init=False)
     _active: Option | None = None
+    # Steps between two snapshots under the active option; zero for none.
+    _snapshot_every: int = 0
     # Whether there has ever been a plan: the job begins as soon as one fits the live workers.
     _has_started: bool = False
     _last_incident_s: float = -math.inf
@@ -218,7 +220,7 @@ class PolicySimulation:
         if option.from_checkpoint and not option.saves_first:
             account.lose_step()
             if option.from_snapshot:
-                account.return_to_snapshot(self.parameters.snapshot_every)
+                account.return_to_snapshot(self._snapshot_every)
             else:
                 account.return_to_checkpoint()
         stall_s = option.still_s + repeat_s
@@ -256,16 +258,19 @@ class PolicySimulation:
 
     @property
     def _overhead_s(self) -> float:
-        return self.parameters.overhead_s if self.planner.salvages else self.parameters.step_overhead_s
+        """Seconds that a step takes beyond its estimate, its share of snapshots included."""
+        parameters, every = self.parameters, self._snapshot_every
+        return parameters.step_overhead_s + (parameters.snapshot_cost_s / every if every else 0.0)
 
     @property
     def _snapshots(self) -> Snapshots | None:
         """The snapshots, as long as there is a plan whose workers have some."""
-        every, active = self.parameters.snapshot_every, self._active
-        if not (every and self.planner.salvages and active is not None):
+        every, active = self._snapshot_every, self._active
+        if not every or active is None:
             return None
         unsaved_s = self.account.unsnapped(every)[1] + self.account.part_s
-        return self.parameters.snapshots(unsaved_s=unsaved_s, step_s=active.step_s + self._overhead_s)
+        step_s = active.step_s + self._overhead_s
+        return self.parameters.snapshots(unsaved_s=unsaved_s, step_s=step_s, rule=self.planner.snapshot_rule)
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -279,10 +284,16 @@ class PolicySimulation:
 
     def _change_to(self, option: Option, *, cause: str, finish_step: bool) -> None:
         parameters = self.parameters
-        returns = 1.0
+        fatal, total = 1.0, 0.0
         if option.risk is not None and not self.restarts:
-            returns = self._rate.fatal_probability(option.risk) + self._rate.total_loss_probability(option.risk)
-        return_gap_s = self._rate.horizon_s(len(self._speeds)) / returns if returns else math.inf
+            fatal = self._rate.fatal_probability(option.risk)
+            total = self._rate.total_loss_probability(option.risk)
+        self._snapshot_every = 0
+        if parameters.takes_snapshots and self.planner.salvages and option.has_snapshots:
+            self._snapshot_every = parameters.steps_between_snapshots(
+                step_s=option.step_s, return_gap_s=self._gap_s(fatal)
+            )
+        return_gap_s = self._gap_s(fatal + total)
         change = Change(
             cause=cause,
             stall_s=option.still_s,
@@ -293,6 +304,10 @@ class PolicySimulation:
         )
         self.account.change(change, finish_step=finish_step, migration_s=option.migration_s)
         self._note_rate(option)
+
+    def _gap_s(self, returns: float) -> float:
+        """Return the mean seconds between two returns, which follow this share of incidents."""
+        return self._rate.horizon_s(len(self._speeds)) / returns if returns else math.inf
 
     def _note_rate(self, option: Option) -> None:
         step_s = option.step_s + self._overhead_s

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import StallModel
-from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
+from chameleon_ft.estimate import SnapshotRule, StallModel
+from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, FailureModel, Snapshots
 
 __all__ = ["Parameters"]
+
+_MAY_BE_INFINITE: Final = ("checkpoint_interval_s", "host_memory_bytes")
+_POSITIVE: Final = ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s", "host_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +41,10 @@ class Parameters:
         checkpoint_interval_s: most seconds of steps between two checkpoints; see `recovery.Checkpoints`. If infinite,
             only `restart` has checkpoints, and a policy that needs one ends.
         snapshot_every: steps between two snapshots in the memory of workers, under policies that salvage; 0 for none.
-            They take the place of checkpoints as long as some plan fits the live workers.
+            None: as runs choose it, at the interval that loses least, and none under plans for which a host lacks the
+            memory. They take the place of checkpoints as long as some plan fits the live workers.
         snapshot_cost_s: seconds by which a snapshot makes steps longer, all together.
+        host_memory_bytes: of each host that are available for its workers; see `SnapshotRule`.
         snapshot_return_s: seconds in which the state of a snapshot moves to where it is needed, after the phases of the
             stall; a guess for a worker's share over a fast link.
         redundant_forward: share of a stage's forward that its neighbour computes again under `redundant`: all of it in
@@ -64,8 +71,9 @@ class Parameters:
     restart_cost_s: float = 300.0
     checkpoint_write_s: float = 1.0
     checkpoint_interval_s: float = 3_600.0
-    snapshot_every: int = 0
+    snapshot_every: int | None = 0
     snapshot_cost_s: float = 0.0
+    host_memory_bytes: float = math.inf
     snapshot_return_s: float = 1.0
     redundant_forward: float = 1.0
     salvage: bool = True
@@ -74,10 +82,12 @@ class Parameters:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            finite = math.isfinite(value) or (each.name == "checkpoint_interval_s" and value == math.inf)
+            if value is None:
+                continue
+            finite = math.isfinite(value) or (each.name in _MAY_BE_INFINITE and value == math.inf)
             if not (finite and value >= 0):
                 raise ConfigError(f"{each.name} must be zero or a positive number; got {value}")
-            if not value and each.name in ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s"):
+            if not value and each.name in _POSITIVE:
                 raise ConfigError(f"{each.name} must be a positive number; got 0")
         if self.host_failure_fraction > 1:
             raise ConfigError(f"host_failure_fraction must be between 0 and 1; got {self.host_failure_fraction}")
@@ -88,19 +98,42 @@ class Parameters:
         return math.isfinite(self.checkpoint_interval_s)
 
     @property
-    def overhead_s(self) -> float:
-        """Seconds that a step takes beyond its estimate, its share of snapshots included."""
-        return self.step_overhead_s + (self.snapshot_cost_s / self.snapshot_every if self.snapshot_every else 0.0)
+    def takes_snapshots(self) -> bool:
+        """Whether snapshots are taken, under policies that salvage."""
+        return self.snapshot_every != 0
 
-    def snapshots(self, *, unsaved_s: float, step_s: float) -> Snapshots:
+    def snapshots(self, *, unsaved_s: float, step_s: float, rule: SnapshotRule) -> Snapshots:
         """Return what decisions count on.
 
         Args:
             unsaved_s: seconds of steps since the last snapshot.
             step_s: seconds of a step.
+            rule: under which plans they are taken.
         """
-        taken = Checkpoints(unsaved_s=unsaved_s, longest_s=self.snapshot_every * step_s)
-        return Snapshots(taken=taken, return_s=self.after_loss.total_s + self.snapshot_return_s)
+        if self.snapshot_every is None:
+            longest_s = LONGEST_BETWEEN_SNAPSHOTS_S
+            taken = Checkpoints(unsaved_s=unsaved_s, longest_s=longest_s, write_s=self.snapshot_cost_s)
+        else:
+            taken = Checkpoints(unsaved_s=unsaved_s, longest_s=self.snapshot_every * step_s)
+        return Snapshots(taken=taken, return_s=self.after_loss.total_s + self.snapshot_return_s, rule=rule)
+
+    def steps_between_snapshots(self, *, step_s: float, return_gap_s: float) -> int:
+        """Return the interval under a plan that has snapshots.
+
+        Args:
+            step_s: seconds of a step.
+            return_gap_s: mean seconds between two returns to a snapshot; infinite if there are none.
+        """
+        if self.snapshot_every is not None:
+            return self.snapshot_every
+        taken = self.snapshots(unsaved_s=0.0, step_s=step_s, rule=SnapshotRule()).taken
+        return max(1, round(taken.interval_s(step_s=step_s, return_gap_s=return_gap_s) / step_s))
+
+    def snapshot_rule(self, hosts: Iterable[str]) -> SnapshotRule:
+        """Return under which plans on these hosts snapshots are taken."""
+        if self.snapshot_every is not None or self.host_memory_bytes == math.inf:
+            return SnapshotRule(at_any_size=self.snapshot_every is not None)
+        return SnapshotRule(host_memory=dict.fromkeys(hosts, round(self.host_memory_bytes)))
 
     @property
     def rate(self) -> FailureModel:

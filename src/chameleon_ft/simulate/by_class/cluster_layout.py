@@ -269,6 +269,8 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
     stays = set(current.pipelines)
     changed = [pipeline for pipeline in new.pipelines if pipeline not in stays]
     held = current.held() if changed else {}
+    depths = {worker: pipeline.cut.depth for pipeline in current.pipelines for worker in pipeline.live}
+    sizes: dict[int, int] = {}  # of what is received of each layer
     total = largest = most = most_idle = 0
     lacking: Counter[int] = Counter()
     for pipeline in changed:
@@ -277,13 +279,15 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
             if worker is None or had == layers:
                 continue
             missing = [layer for layer in layers if had is None or layer not in had]
-            received = sum(pipelines.state_bytes[layer] for layer in missing)
+            depth = pipeline.cut.depth
+            sizes.update((layer, pipelines.state_bytes(depth)[layer]) for layer in missing)
+            received = sum(sizes[layer] for layer in missing)
             lacking.update(missing)
             total += received
             largest = max(largest, received)
-            beside = sum(pipelines.held_bytes(LayerRange(layer, layer + 1)) for layer in missing)
+            beside = sum(pipelines.held_bytes(LayerRange(layer, layer + 1), depth) for layer in missing)
             most, most_idle = (most, max(most_idle, beside)) if had is None else (max(most, beside), most_idle)
-            before = 0 if had is None else pipelines.held_bytes(had)
+            before = 0 if had is None else pipelines.held_bytes(had, depths[worker])
             if pipelines.memory_bytes is not None and before + received > pipelines.memory_bytes:
                 return None
     if not lacking:
@@ -293,17 +297,20 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
         holders.update(dict.fromkeys(layers, count))
     if not lacking.keys() <= holders.keys():
         return None
-    sent = max(-(-count // holders[layer]) * pipelines.state_bytes[layer] for layer, count in lacking.items())
+    sent = max(-(-count // holders[layer]) * sizes[layer] for layer, count in lacking.items())
     return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)), most, most_idle)
 
 
-def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:
+def layout_risk(
+    layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int, owners: int | None = None
+) -> LossRisk | None:
     """Return which workers and hosts hold the layers of a layout; None if some layer has no holder.
 
     Args:
         layout: gaps are allowed.
         hosts: the host of each live worker, also of those outside the layout.
         num_layers: of the model.
+        owners: of a slice of optimizer state; see `LossRisk.of`.
     """
     workers: dict[LayerRange, list[int]] = defaultdict(list)  # by stage
     for worker, layers in layout.held().items():
@@ -312,7 +319,7 @@ def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int
     stages = {tuple(own for own in workers if layer in own) for layer in range(num_layers)}
     if () in stages:
         return None
-    return LossRisk.of([[worker for own in each for worker in workers[own]] for each in stages], hosts)
+    return LossRisk.of([[worker for own in each for worker in workers[own]] for each in stages], hosts, owners)
 
 
 def fitting_estimate(plan: Plan, costs: CostModel) -> tuple[Mapping[int, InFlightLimit], PartsEstimate] | None:

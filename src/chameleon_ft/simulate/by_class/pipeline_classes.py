@@ -18,6 +18,7 @@ from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
+from chameleon_ft.search.find import with_shares
 
 __all__ = [
     "Cut",
@@ -106,11 +107,9 @@ class Pipelines:
         self.per_host = max(Counter(worker.host for worker in workers).values())
         memories = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
         self.memory_bytes = min(memories) if len(memories) == len(workers) else None
-        self.state_bytes = [state_bytes(layer) for layer in workload.layers]
         self._redundant = redundant
         self._layer_s = [layer.forward_s + layer.backward_s for layer in workload.layers]
         # Sums over the first n layers, for each n.
-        self._held = list(accumulate((layer.held_bytes for layer in workload.layers), initial=0))
         activations = {
             Recompute.NONE: [layer.activation_bytes for layer in workload.layers],
             Recompute.SELECTIVE: [layer.activation_bytes for layer in workload.recomputed_selectively().layers],
@@ -123,6 +122,9 @@ class Pipelines:
         self.run = cache(self._fitting_run)
         self.cuts = cache(self._cuts)
         self._costs_at = cache(self._costs_at_speeds)
+        self._shared = cache(self._with_shares)
+        self._held = cache(self._held_before)
+        self.state_bytes = cache(self._state_bytes)
         self._times = cache(self._pipeline_times)
 
     def _cuts(self, depth: int) -> tuple[Cut, ...]:
@@ -131,7 +133,7 @@ class Pipelines:
         mirrored = split_layers(self._layer_s[::-1], depth)
         early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
         # The least size of the largest stage, with recomputation and the in-flight micro-batches of 1F1B.
-        most = self._least_stage_bytes(0, self.num_layers, depth, Recompute.FULL)
+        most = self._least_stage_bytes(depth, 0, self.num_layers, depth, Recompute.FULL)
         least = 1 + bisect_left(range(1, most), True, key=lambda size: bool(self._filled(depth, size)))
         return tuple(Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._filled(depth, least))))
 
@@ -145,7 +147,10 @@ class Pipelines:
         for in_flight in range(depth, 0, -1):
             stop = start
             last = self.num_layers - in_flight + 1
-            while stop < last and self._least_stage_bytes(start, stop + 1, in_flight, Recompute.FULL) <= stage_bytes:
+            while (
+                stop < last
+                and self._least_stage_bytes(depth, start, stop + 1, in_flight, Recompute.FULL) <= stage_bytes
+            ):
                 stop += 1
             if stop == start:
                 return ()
@@ -157,9 +162,27 @@ class Pipelines:
         """Return the cut whose slowest stage is fastest, with longer stages late."""
         return self.cuts(depth)[0]
 
-    def held_bytes(self, layers: LayerRange) -> int:
-        """Return the bytes that a worker holds for a stage between two steps."""
-        return self._held[layers.stop] - self._held[layers.start]
+    def held_bytes(self, layers: LayerRange, depth: int) -> int:
+        """Return the bytes that a worker of a pipeline of this depth holds for a stage between two steps."""
+        held = self._held(depth)
+        return held[layers.stop] - held[layers.start]
+
+    def _with_shares(self, depth: int) -> CostModel:
+        """Return the costs with the share of the optimizer's state that a worker of a pipeline of this depth owns.
+
+        A layer has as many holders as there are pipelines of this depth, if all workers are in such pipelines.
+        """
+        workload = self.costs.workload
+        holders = max(1, min(len(self.costs.cluster.workers) // depth, workload.micro_batches))
+        return with_shares(self.costs, holders)
+
+    def _held_before(self, depth: int) -> list[int]:
+        """Return for each layer the bytes that a worker holds of those before it."""
+        return list(accumulate((layer.held_bytes for layer in self._shared(depth).workload.layers), initial=0))
+
+    def _state_bytes(self, depth: int) -> list[int]:
+        """Return the bytes that a new holder of each layer receives in a pipeline of this depth."""
+        return [state_bytes(layer) for layer in self._shared(depth).workload.layers]
 
     def bound_s(self, own: PipelineClass, micro_batches: int) -> float:
         """Return a lower bound, in seconds, on any order of operations."""
@@ -223,9 +246,8 @@ class Pipelines:
     def _costs_at_speeds(self, speeds: tuple[float, ...]) -> CostModel:
         """Return the costs on workers of these speeds, from the first worker of a host on."""
         places = [(f"host{number // self.per_host}", speed) for number, speed in enumerate(speeds)]
-        return on_workers(
-            self.costs, (Worker(number, *place, self.memory_bytes) for number, place in enumerate(places))
-        )
+        workers = (Worker(number, *place, self.memory_bytes) for number, place in enumerate(places))
+        return on_workers(self._shared(len(speeds)), workers)
 
     def _run(self, own: PipelineClass, micro_batches: int, level: int) -> PipelineRun:
         """Return the run under one of the `limit_levels`, scheduled or on the line through two scheduled runs."""
@@ -271,7 +293,7 @@ class Pipelines:
         """Return a lower bound of the memory of 1F1B: state, and the activations in flight when warm-up ends."""
         depth, recompute = own.cut.depth, own.cut.recompute
         return max(
-            self._least_stage_bytes(stage.start, stage.stop, min(micro_batches, depth - number), recompute)
+            self._least_stage_bytes(depth, stage.start, stage.stop, min(micro_batches, depth - number), recompute)
             + self._redundant_bytes(own.cut, number)
             for number, stage in enumerate(own.cut.stages)
         )
@@ -280,11 +302,12 @@ class Pipelines:
         """Return the bytes of its successor's state that a stage holds."""
         if not self._redundant or cut.depth == 1:
             return 0
-        return sum(self.state_bytes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
+        sizes = self.state_bytes(cut.depth)
+        return sum(sizes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
 
-    def _least_stage_bytes(self, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
-        activations = self._activations[recompute]
-        return self._held[stop] - self._held[start] + in_flight * (activations[stop] - activations[start])
+    def _least_stage_bytes(self, depth: int, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
+        activations, held = self._activations[recompute], self._held(depth)
+        return held[stop] - held[start] + in_flight * (activations[stop] - activations[start])
 
 
 def limit_levels(plan: Plan) -> list[Mapping[int, InFlightLimit]]:

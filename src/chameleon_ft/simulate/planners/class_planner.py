@@ -55,8 +55,8 @@ class ClassPlanner(Planner):
         return None if step_s is None else Option(policy=name, plan=reached, step_s=step_s)
 
     def _risk(self, plan: ClusterLayout, live: Collection[int]) -> LossRisk | None:
-        hosts = self._costs.cluster.hosts
-        return layout_risk(plan, {worker: hosts[worker] for worker in live}, self._world.pipelines.num_layers)
+        hosts, workload = self._costs.cluster.hosts, self._costs.workload
+        return layout_risk(plan, {worker: hosts[worker] for worker in live}, len(workload.layers), workload.owners)
 
     def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option]:
         proposer = ProposalsByClass(

@@ -185,7 +185,9 @@ class ExactPlanner(Planner):
     def _risk(self, plan: RealPlan, live: Collection[int]) -> LossRisk | None:
         placement = plan.plan.placement.without(plan.used.difference(live))
         hosts = self._costs.cluster.hosts
-        return None if placement.unheld_layers else risk_of(placement, {worker: hosts[worker] for worker in live})
+        if placement.unheld_layers:
+            return None
+        return risk_of(placement, {worker: hosts[worker] for worker in live}, self._costs.workload.owners)
 
     def _activate(self, option: Option) -> Option:
         if not self._as_in_run and (self._home is None or _places(option.plan) - _places(self._home)):

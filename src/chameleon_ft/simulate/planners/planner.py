@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chameleon_ft.estimate import lost_share_s, total_work_bound_s
+from chameleon_ft.estimate import lost_share_s, snapshots_fit, total_work_bound_s
 from chameleon_ft.plan import Placement
+from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.recovery import (
     Candidate,
     Checkpoints,
@@ -97,6 +98,7 @@ class Planner(ABC):
 
     Attributes:
         salvages: whether interrupted steps are completed, and layers move beside training.
+        snapshot_rule: under which plans snapshots are taken.
     """
 
     def __init__(self, policy: Policy, world: World, *, start_number: int = 0) -> None:
@@ -107,6 +109,9 @@ class Planner(ABC):
         self._start_number = start_number
         self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
         self.salvages = policy.salvages and world.parameters.salvage
+        self.snapshot_rule = world.parameters.snapshot_rule(world.costs.cluster.hosts.values())
+        # The owners of slices of the optimizer's state under the reached plan; None if every holder has all of it.
+        self._owners: Sharding | None = None
         # The plan whose layers its workers hold; None if nothing is held.
         self._reached: Any = None
         self._decided: Any = None
@@ -121,16 +126,18 @@ class Planner(ABC):
     def decide(self, state: SimulatorState) -> Option | None:
         """Return the best option, which is active then; None if nothing can be done but wait for workers."""
         if not state.interrupted:
-            self._reached = self._decided
-            self._lost = frozenset()
+            self._reach(self._decided)
         before, gone = self._reached, self._lost
+        keeps_state = True
         if self._reached is not None:
             self._lost |= state.lost & self._reached.used
             self._reached = self._without(self._reached, state.lost)
-            option = self._in_place(self._reached, state) if state.in_place and state.speeds else None
+            keeps_state = self._keeps_optimizer_state()
+            option = self._in_place(self._reached, state) if state.in_place and state.speeds and keeps_state else None
             if option is not None:
                 return self._activate(self._salvaged(option, self._placement(before).without(gone), state))
-        options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
+        can_go_on = self._reached is not None and bool(state.speeds) and keeps_state
+        options = self._options(self._reached, state) if can_go_on else []
         near = None if self._reached is None else state.snapshots
         if not options and (self._has_checkpoints or near is not None) and state.speeds:
             options = [
@@ -152,20 +159,44 @@ class Planner(ABC):
             self._reached = None
         return self._activate(best)
 
+    def _reach(self, plan: Any) -> None:
+        """Note that a plan is reached: its workers hold its layers, and own their slices of the optimizer's state."""
+        if plan is not self._reached or self._lost:
+            workload, placement = self._costs.workload, None if plan is None else self._placement(plan)
+            self._owners = None
+            if placement is not None and workload.owners is not None and not placement.unheld_layers:
+                self._owners = shard_optimizer(placement, self._costs.cluster.hosts, workload.owners)
+        self._reached, self._lost = plan, frozenset()
+
+    def _keeps_optimizer_state(self) -> bool:
+        """Return whether the workers that are left own all slices of the optimizer's state."""
+        if self._owners is None or not self._lost:
+            return True
+        return all(
+            not self._lost.issuperset(each.owners) for layer in set(self._owners.layers) for each in layer.slices
+        )
+
+    def _assessed(self, option: Option, speeds: Mapping[int, float]) -> Option:
+        """Return an option with its risk, and whether snapshots are taken under its plan."""
+        hosts, workload = self._costs.cluster.hosts, self._costs.workload
+        rule = self.snapshot_rule
+        # Most often no memory is given, and a placement of thousands of workers takes time.
+        fits = not rule.host_memory or snapshots_fit(self._placement(option.plan), workload, hosts, rule)
+        return replace(option, risk=self._risk(option.plan, speeds), has_snapshots=fits)
+
     def _salvaged(self, option: Option, held: Placement, state: SimulatorState) -> Option:
         """Return an option in place with its costs; `held` has the layers of the workers that were lost just now."""
         return replace(
-            option,
+            self._assessed(option, state.speeds),
             still_s=self._parameters.after_loss.total_s if state.lost else 0.0,
             share_s=lost_share_s(held, state.lost, self._costs),
             in_place=True,
-            risk=self._risk(option.plan, state.speeds),
         )
 
     def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
         """Return the option that `recovery.decide` would choose, with its risk; None if there is none."""
         speeds = state.speeds
-        options = [replace(option, risk=self._risk(option.plan, speeds)) for option in options]
+        options = [self._assessed(option, speeds) for option in options]
         if len(options) < 2:
             return next(iter(options), None)
         whole_speed = sum(worker.speed for worker in self._costs.cluster.workers)
