@@ -151,12 +151,11 @@ class Sharding:
 
     def left_to(self, held: Mapping[int, Collection[int]]) -> Sharding:
         """Return what is left of it when only these workers are, with the layers that each of them holds."""
-        return Sharding(
-            tuple(
-                own.left_to([worker for worker, layers in held.items() if layer in layers])
-                for layer, own in enumerate(self.layers)
-            )
-        )
+        holders: dict[int, set[int]] = defaultdict(set)
+        for worker, layers in held.items():
+            for layer in layers:
+                holders[layer].add(worker)
+        return Sharding(tuple(own.left_to(holders[layer]) for layer, own in enumerate(self.layers)))
 
     def moves_from(self, before: Sharding) -> tuple[SliceMove, ...]:
         """Return what has to be sent so that all owners have their slices, in an order that all workers share.

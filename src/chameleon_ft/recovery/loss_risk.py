@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
@@ -40,9 +41,9 @@ class HolderSets:
     def of(cls, layers: Iterable[Iterable[Hashable]], groups: int) -> HolderSets:
         """Return the sets of the groups that hold each layer; `groups` also counts groups that hold nothing."""
         kept: list[frozenset[Hashable]] = []
-        for each in sorted({frozenset(layer) for layer in layers}, key=len):
-            if not any(smaller <= each for smaller in kept):
-                kept.append(each)
+        for _, same in groupby(sorted({frozenset(layer) for layer in layers}, key=len), key=len):
+            # Different sets of one size do not contain each other, and of owners there are thousands.
+            kept += [each for each in same if not any(smaller <= each for smaller in kept)]
         return cls(groups, FrozenMap(Counter(map(len, kept))))
 
     @property
