@@ -318,6 +318,11 @@ class Command:
             pass
         return self._process.wait()
 
+    def rest(self) -> str:
+        """Wait for the end, and return all that it has printed."""
+        self.wait()
+        return self.printed
+
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

@@ -8,21 +8,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+import psutil  # type: ignore[import-untyped]
 import pytest
-
-from tests.harness import Command
 
 if TYPE_CHECKING:
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-__all__ = ["actors_of", "drain", "ray_cluster", "wait_until"]
+__all__ = ["RAY", "Running", "actors_of", "drain", "end_all", "node_that_does_not_see", "ray_cluster", "wait_until"]
+
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
-_SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
+_SYSTEM = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 10,
+    "worker_niceness": 0,  # as without Ray: at 15, its default, other work of this machine holds workers up
+}
 _NAMED = (
     "import json, sys, ray; ray.init(sys.argv[1], logging_level='error', log_to_driver=False); "
     "print(json.dumps([each['name'] for each in ray.util.list_named_actors(all_namespaces=True)]))"
@@ -52,9 +59,25 @@ def ray_cluster(*cpus: int) -> Iterator[Cluster]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def actors_of(cluster: Cluster) -> list[str]:
-    """Return the names of the actors of a cluster."""
-    done = subprocess.run([sys.executable, "-c", _NAMED, cluster.address], capture_output=True, text=True, check=True)
+@contextmanager
+def node_that_does_not_see(hidden: Path, cluster: Cluster, *, cpus: int) -> Iterator[None]:
+    """Have a cluster a node with an empty directory of its own at `hidden`; skips the test if none can be mounted."""
+    private = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(hidden)]
+    if subprocess.run([*private, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted")
+    flags = (f"--address={cluster.address}", f"--num-cpus={cpus}", "--min-worker-port=0", "--max-worker-port=0")
+    started = subprocess.Popen(
+        [*private, *RAY, "start", *flags, "--block"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        end_all(started)
+
+
+def actors_of(address: str) -> list[str]:
+    """Return the names of the actors of the cluster at an address."""
+    done = subprocess.run([sys.executable, "-c", _NAMED, address], capture_output=True, text=True, check=True)
     names: list[str] = json.loads(done.stdout.splitlines()[-1])
     return names
 
@@ -68,12 +91,33 @@ def drain(cluster: Cluster, node: Node) -> None:
         "reason-message": "a test",
         "deadline-remaining-seconds": 3600,
     }
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
-    subprocess.run([*command, *(f"--{name}={value}" for name, value in flags.items())], check=True, capture_output=True)
+    subprocess.run(
+        [*RAY, "drain-node", *(f"--{name}={value}" for name, value in flags.items())], check=True, capture_output=True
+    )
 
 
-def wait_until(holds: Callable[[], object], command: Command | None = None) -> None:
+def end_all(started: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it has started: a node that is asked to end waits for its actors."""
+    children = psutil.Process(started.pid).children(recursive=True) if started.poll() is None else []
+    for process in (started, *children):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(children)
+    started.wait()
+
+
+class Running(Protocol):
+    """A command, or a job."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def rest(self) -> str:
+        """Return all that it has printed, once it has ended."""
+
+
+def wait_until(holds: Callable[[], object], command: Running | None = None) -> None:
     """Wait until something holds, while a command runs; the time limit of the test bounds this."""
     while not holds():
-        assert command is None or command.is_running, command.wait() and command.printed
+        assert command is None or command.is_running, command.rest()
         time.sleep(0.1)

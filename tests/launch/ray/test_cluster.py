@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from chameleon_ft.observe import RunDirectory
-from tests.harness import Command, Ended, assert_as_the_plain_loop
-from tests.launch.ray.clusters import actors_of, drain, ray_cluster, wait_until
+from chameleon_ft.config import Checkpoint, Parallel, config_to_toml
+from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints
+from tests.harness import Command, Ended, assert_as_the_plain_loop, small_config
+from tests.launch.ray.clusters import actors_of, drain, node_that_does_not_see, ray_cluster, wait_until
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.multiprocess
 
@@ -21,7 +28,7 @@ SMALLER = [
     *("--workers", 6, "--parallel.dp", 3, "--batch.micro-batches", 6, "--steps", 100_000, "--failures", "none"),
     *("--model.dim", 32, "--model.ffn-dim", 64, "--model.seq-len", 32, "--optimizer.lr", 2e-4),
     *("--health.no-detect-slow", "--recovery.worker-mtbf-hours", 1e6, "--timeouts.heartbeat-timeout-s", 10),
-    *("--timeouts.watchdog-min-s", 15),
+    *("--timeouts.watchdog-min-s", 15, "--preflight.least-speed", 0),
 ]
 
 
@@ -60,7 +67,7 @@ def test_nodes_are_lost_and_join_and_are_drained_and_the_coordinator_is_lost(tmp
 
             training.signal(signal.SIGTERM)
             assert training.wait() == os.EX_TEMPFAIL, training.printed
-        wait_until(lambda: not actors_of(cluster))
+        wait_until(lambda: not actors_of(cluster.address))
     assert ended.summary["reason"] == "terminated by SIGTERM, with a checkpoint"
     assert ended.summary["samples_lost"] == ended.summary["samples_repeated"] == 0
     assert ended.steps == list(range(len(ended.steps)))
@@ -71,17 +78,47 @@ def test_nodes_are_lost_and_join_and_are_drained_and_the_coordinator_is_lost(tmp
     assert_as_the_plain_loop(ended, steps=100)
 
 
-def test_what_a_cluster_lacks_is_said_and_waited_for_as_told(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def small_cluster() -> Iterator[Cluster]:
+    """A head, and a node with one CPU."""
     with ray_cluster(1) as cluster:
-        command = ("ray", QUICKSTART, "--address", cluster.address, "--workers-per-node", 4, "--output-dir", run)
-        with Command(*command, "--wait", 0) as refused:
-            assert refused.wait() == 2, refused.printed
-        assert "has too few resources for 2 nodes with 4 CPU each: 0 of its 2 nodes have that" in refused.printed
-        assert "Traceback" not in refused.printed
-        assert not run.exists()
-        with Command(*command) as waiting:
-            waiting.read_until("waiting up to 300 s for 2 nodes with 4 CPU each")
-            waiting.signal(signal.SIGINT)
-            assert waiting.wait() == 130, waiting.printed
-        assert actors_of(cluster) == []
+        yield cluster
+
+
+def test_what_a_cluster_lacks_is_said_and_waited_for_as_told(small_cluster: Cluster, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = ("ray", QUICKSTART, "--address", small_cluster.address, "--workers-per-node", 4, "--output-dir", run)
+    with Command(*command, "--wait", 0) as refused:
+        assert refused.wait() == 2, refused.printed
+    assert "has too few resources for 2 nodes with 4 CPU each: 0 of its 2 nodes have that" in refused.printed
+    assert "Traceback" not in refused.printed
+    assert not run.exists()
+    with Command(*command) as waiting:
+        waiting.read_until("waiting up to 300 s for 2 nodes with 4 CPU each")
+        waiting.signal(signal.SIGINT)
+        assert waiting.wait() == 130, waiting.printed
+    assert actors_of(small_cluster.address) == []
+
+
+def test_a_node_is_examined_and_gets_a_copy_of_a_run_directory_that_it_does_not_see(
+    small_cluster: Cluster, tmp_path: Path
+) -> None:
+    run, hidden, store = RunDirectory(tmp_path / "runs" / "one"), tmp_path / "runs", f"file://{tmp_path}/store"
+    hidden.mkdir()
+    config = small_config(tmp_path, workers=4, steps=20, parallel=Parallel(dp=2, pp=2), checkpoint=Checkpoint(every=10))
+    file = tmp_path / "run.toml"
+    file.write_text(config_to_toml(config))
+    flags = ("--workers-per-node", 2, "--cpus-per-worker", "0.5", "--output-dir", run.path)
+    command = ("ray", file, "--address", str(small_cluster.address), *flags)
+    with node_that_does_not_see(hidden, small_cluster, cpus=1):
+        with Command(*command, "--preflight.most-clock-error-s", "1e-9", "--store.url", store) as unfit:
+            assert unfit.wait() == 1, unfit.printed
+        assert "is not admitted: its clock is" in unfit.printed
+        shutil.rmtree(run.path)
+        with Command(*command, "--store.url", f"{store}-2") as training:
+            assert training.wait() == 0, training.printed
+    ended = Ended(0, run)
+    assert ended.steps == list(range(20))
+    assert len(list(run.logs.glob("worker-*.log"))) == 2, "those of the other node are there"
+    assert complete_checkpoints(checkpoint_storage(run.config(), run)) == [10, 20]
+    assert_as_the_plain_loop(ended)

@@ -13,8 +13,8 @@ import ray
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.errors import ChameleonError
+from chameleon_ft.launch import processes
 from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.processes import start_fork_server
 from chameleon_ft.launch.ray import directory
 from chameleon_ft.launch.ray.cluster import NAMESPACE, give_back, name_of
 from chameleon_ft.observe import ControlAddress, RunDirectory
@@ -55,7 +55,7 @@ class AgentActor:
         self._lifeline = Lifeline()
         self._agent: Agent | None = None
         self._serving: asyncio.Task[AgentEnd] | None = None
-        start_fork_server()
+        processes.start_fork_server()
 
     async def sees(self, mark: str) -> bool:
         """Return whether this node sees the run directory, or serves the run on a copy of it."""
@@ -88,6 +88,7 @@ class AgentActor:
                 tls=control.tls,
                 workers=self._workers,
                 lifeline=self._lifeline.descriptor,
+                examine=processes.examine,
             )
             following = asyncio.create_task(_follow_logs(agent, self._run))
             try:

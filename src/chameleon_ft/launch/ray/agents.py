@@ -147,8 +147,8 @@ class Agents:
         if self._needs_directory:
             raise ConfigError(
                 f"{self._run.path}: node {node.address} does not see this directory, and {self._needs_directory}; put "
-                "the run directory on a file system that all nodes share, by --output-dir, or train without "
-                "checkpoints by --checkpoint.every 0"
+                "the run directory on a file system that all nodes share, by --output-dir, or the checkpoints in an "
+                "object store, by --store.url, or train without them by --checkpoint.every 0"
             )
         if self._archive is None:
             self._archive = ray.put(directory.packed(self._run))

@@ -75,7 +75,6 @@ class CoordinatorActor:
 
     async def _coordinate(self) -> Outcome:
         name, run = name_of(self._run), self._run
-        needs = "checkpoints are written to it and read from it" if self._config.checkpoint.every != 0 else ""
         try:
             if self._takes_over:
                 group = get_placement_group(name)
@@ -86,7 +85,7 @@ class CoordinatorActor:
                 run=run,
                 request=self._request,
                 group=group,
-                needs_directory=needs or ("the run resumes from its checkpoint" if self._resume else ""),
+                needs_directory=self._needs_directory(),
             )
             beside: Beside = partial(self._beside, agents)
             if self._takes_over:
@@ -98,6 +97,14 @@ class CoordinatorActor:
             return error
         except asyncio.CancelledError:
             return "interrupted" if self._signals[-1] == signal.SIGINT else "terminated"
+
+    def _needs_directory(self) -> str:
+        """Return why every node has to see the run directory; nothing if it need not."""
+        if self._config.store.url:  # each node writes to that, and reads from it
+            return ""
+        if self._config.checkpoint.every != 0:
+            return "checkpoints are written to it and read from it"
+        return "the run resumes from its checkpoint" if self._resume else ""
 
     @asynccontextmanager
     async def _beside(
