@@ -263,7 +263,7 @@ def _groups(parts: Iterable[Part], group: int, workers: _Workers) -> list[list[P
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Workers:
-    """The workers of a placement, ascending, and what may keep backups for whom: (n,) indices into `numbers`.
+    """The workers of a placement, ascending, and which may keep backups for which: (n,) indices into `numbers`.
 
     There are thousands of slices and of workers, but few different sets of layers, for which answers are kept.
 

@@ -93,7 +93,7 @@ def _all_lost(size: int, lost: int, groups: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossRisk:
-    """What is lost with which workers and hosts under a plan: layers, or slices of their optimizer state.
+    """The workers and hosts with which layers, or slices of their optimizer state, are lost under a plan.
 
     Attributes:
         workers: sets of workers that keep some layer, or some slice.

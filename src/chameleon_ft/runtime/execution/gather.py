@@ -28,7 +28,7 @@ _POLL_S: Final = 0.01
 _Pieces = Sequence[tuple[int, Tensor]]
 """Layers and elements of their parameters, in place."""
 _Round = tuple[list[tuple[InFlight, Tensor, _Pieces]], list[tuple[InFlight, Tensor]]]
-"""What arrives, with the memory that it fills; and what is sent."""
+"""Messages that arrive, with the memory that they fill, and those that are sent."""
 
 
 class ParameterExchange:
