@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS, with_page_address
+from chameleon_ft.config import RunConfig
+from chameleon_ft.observe import RunDirectory
 from tests.cli.conftest import CommandLine
 from tests.observe.live.lines import new_run
 
-importlib.import_module("chameleon_ft.launch.page")  # before there is a stand-in for the package
+PageServer = importlib.import_module(
+    "chameleon_ft.launch.page"
+).PageServer  # before there is a stand-in for the package
 
 
 @pytest.fixture
@@ -63,6 +71,34 @@ def test_libraries_that_are_missing_are_named(
     assert "--page: uvicorn is not installed; run `pip install 'chameleon-ft[page]'`" in error
 
 
-def test_a_run_that_goes_on_has_its_page_elsewhere(chameleon: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--take-over", "--standby"])
+def test_a_run_that_goes_on_has_its_page_there_with_the_token_of_before(
+    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+) -> None:
     run = new_run(tmp_path)
-    assert "chameleon page RUN" in chameleon.refused("coordinator", "--take-over", run.path, "--page", "127.0.0.1:0")
+    lost = {"address": "10.0.0.1:8790", "token": "of before", "pid": 1}
+    (run.path / "page.json").write_text(json.dumps(lost))
+    pages: list[dict[str, str]] = []
+
+    def look(config: RunConfig, *, run: RunDirectory, host: str | None = None) -> int:
+        pages.append(json.loads((run.path / "page.json").read_text()))
+        with urlopen(f"http://{pages[0]['address']}/api/state", timeout=60) as answer:
+            assert json.load(answer)["report"]["condition"] == "waiting"
+        return 0
+
+    launch = sys.modules["chameleon_ft.launch"]
+    monkeypatch.setattr(launch, "take_over", look, raising=False)
+    monkeypatch.setattr(launch, "stand_by", look)
+    monkeypatch.setattr("chameleon_ft.cli.commands.coordinator.lost_run", RunDirectory.open)
+    monkeypatch.setattr(JoinArguments, "find_coordinator", lambda _: ("127.0.0.1:1", "token", None))
+    assert chameleon("coordinator", flag, run.path, "--page", "127.0.0.1:0") == 0
+    assert [page["token"] for page in pages] == ["of before"]
+    assert not (run.path / "page.json").exists()
+
+
+def test_a_page_leaves_the_file_of_another_one(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with PageServer("127.0.0.1:0").beside(run):
+        other = json.dumps({"address": "10.0.0.1:8790", "token": "t", "pid": 1})
+        (run.path / "page.json").write_text(other)
+    assert (run.path / "page.json").read_text() == other

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.starting import PreparedRun
+from chameleon_ft.observe import RunDirectory
 
-__all__ = ["DEFAULT_ADDRESS", "Page", "shown_on_page", "with_page_address"]
+__all__ = ["DEFAULT_ADDRESS", "Page", "page_beside", "with_page_address"]
 
 DEFAULT_ADDRESS: Final = "127.0.0.1:8790"
 
@@ -36,21 +36,13 @@ def with_page_address(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-@contextmanager
-def shown_on_page(address: str | None) -> Iterator[Callable[[PreparedRun, Callable[..., int]], int]]:
-    """Take the address of the page, if one is wanted; yield what starts a run, with the page beside it.
+def page_beside(address: str | None) -> Callable[[RunDirectory], AbstractContextManager[None]]:
+    """Take the address of the page, if one is wanted; return what serves the page of a run inside a block.
 
     Raises ConfigError if the address cannot be taken.
     """
     if address is None:
-        yield lambda prepared, entry: prepared.start(entry)
-        return
+        return lambda run: nullcontext()
     from chameleon_ft.launch.page import PageServer
 
-    server = PageServer(address)
-
-    def start(prepared: PreparedRun, entry: Callable[..., int]) -> int:
-        with server.beside(prepared.directory):
-            return prepared.start(entry)
-
-    yield start
+    return PageServer(address).beside

@@ -97,8 +97,14 @@ class PageServer:
         self.token = secrets.token_urlsafe(16)
 
     def announce(self, run: RunDirectory) -> None:
-        """Print the address, and write it with the token to a file that only the owner can read."""
+        """Print the address, and write it with the token to a file that only the owner can read.
+
+        If the file is there already, the run has or had another page: this one takes its token, so that browsers that
+        come from there can still act.
+        """
         file = run.path / "page.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self.token = str(json.loads(file.read_text(encoding="utf-8"))["token"])
         values = {"address": self.address, "token": self.token, "pid": os.getpid()}
         with contextlib.suppress(OSError):  # a run of another user is shown all the same
             replace_file(file, json.dumps(values) + "\n", mode=0o600)
@@ -134,7 +140,7 @@ class PageServer:
                 process.kill()
                 process.wait()
             process.stdin.close()
-            (run.path / "page.json").unlink(missing_ok=True)
+            self._withdraw(run)
 
     def serve(self, run: RunDirectory) -> int:
         """Serve the page of a run in this process until it is interrupted. Returns the exit code."""
@@ -142,9 +148,15 @@ class PageServer:
         try:
             serve_page(run, self._listener, host=self.host, token=self.token)
         finally:
-            with contextlib.suppress(OSError):
-                (run.path / "page.json").unlink(missing_ok=True)
+            self._withdraw(run)
         return 0
+
+    def _withdraw(self, run: RunDirectory) -> None:
+        """Remove the file of `announce`, unless another page has written it since."""
+        file = run.path / "page.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(file.read_text(encoding="utf-8"))["address"] == self.address:
+                file.unlink()
 
 
 def serve_page(run: RunDirectory, listener: socket.socket, *, host: str, token: str) -> None:

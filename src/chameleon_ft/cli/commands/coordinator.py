@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar
 from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.cli.live_runs import lost_run, refuse_live_run
-from chameleon_ft.cli.page_flag import Page, shown_on_page, with_page_address
+from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError, LiveRunError
 from chameleon_ft.observe import RunDirectory
@@ -56,19 +56,20 @@ class CoordinatorArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(CoordinatorArguments, with_page_address(arguments), command="coordinator")
-    if given.page is not None and (given.take_over is not None or given.standby is not None):
-        raise ConfigError("--page: is for a run that starts; serve the page of this one by `chameleon page RUN`")
     if given.take_over is not None:
         if flags or given.config is not None or given.resume is not None:
-            raise ConfigError(f"--take-over {given.take_over}: the run goes on as it is; leave out all other arguments")
-        lost = lost_run(given.take_over)
+            raise ConfigError(f"--take-over {given.take_over}: the run goes on as it is; leave out all but --page")
+        lost, shown = lost_run(given.take_over), page_beside(given.page)
         from chameleon_ft.launch import take_over
 
-        return take_over(lost.own(lost.config()), run=lost)
+        with shown(lost):
+            return take_over(lost.own(lost.config()), run=lost)
     if given.standby is not None:
         if flags or given.config is not None or given.resume is not None:
-            raise ConfigError(f"--standby {given.standby}: the run goes on as it is; leave out all but --host")
-        return _stand_by(given.standby, host=given.host)
+            raise ConfigError(
+                f"--standby {given.standby}: the run goes on as it is; leave out all but --host and --page"
+            )
+        return _stand_by(given.standby, host=given.host, page=given.page)
     if given.host is not None:
         raise ConfigError("--host: is for --standby; of this coordinator, set --control.host")
     if given.or_standby:
@@ -77,20 +78,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
-    with shown_on_page(given.page) as start:
-        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-        from chameleon_ft.launch import coordinate
+    shown = page_beside(given.page)
+    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+    from chameleon_ft.launch import coordinate
 
-        return start(prepared, coordinate)
+    with shown(prepared.directory):
+        return prepared.start(coordinate)
 
 
-def _stand_by(path: Path, *, host: str | None) -> int:
+def _stand_by(path: Path, *, host: str | None, page: str | None) -> int:
+    shown = page_beside(page)
     if JoinArguments(run=path).find_coordinator() is None:
         return 0
     directory = RunDirectory.open(path)
     from chameleon_ft.launch import stand_by
 
-    return stand_by(directory.own(directory.config()), run=directory, host=host)
+    with shown(directory):
+        return stand_by(directory.own(directory.config()), run=directory, host=host)
 
 
 def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
@@ -103,7 +107,7 @@ def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) 
         return _coordinate(given, flags)
     except LiveRunError as error:
         print(f"{error}; this coordinator stands by", flush=True)
-        return _stand_by(run.path, host=flags.get("control", {}).get("host"))
+        return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
 
 
 def _give_way(run: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.page_flag import Page, shown_on_page, with_page_address
+from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
 from chameleon_ft.cli.run_config import absolute_job
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     file = given.config
     if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
         file = beside
-    with shown_on_page(given.page) as start:
-        prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
-        from chameleon_ft.launch import train
+    shown = page_beside(given.page)
+    prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
+    from chameleon_ft.launch import train
 
-        return start(prepared, train)
+    with shown(prepared.directory):
+        return prepared.start(train)

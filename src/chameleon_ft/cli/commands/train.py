@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.page_flag import Page, shown_on_page, with_page_address
+from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
 from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 
 __all__ = ["main"]
@@ -28,8 +28,9 @@ class TrainArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(TrainArguments, with_page_address(arguments), command="train")
-    with shown_on_page(given.page) as start:
-        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-        from chameleon_ft.launch import train
+    shown = page_beside(given.page)
+    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+    from chameleon_ft.launch import train
 
-        return start(prepared, train)
+    with shown(prepared.directory):
+        return prepared.start(train)
