@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, config_to_toml
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import Command, Ended, every_process_ends, small_config
 
@@ -36,8 +37,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-def told(*arguments: str | Path) -> str:
-    with Command(*arguments) as command:
+def told(*arguments: str | Path, environ: dict[str, str] | None = None) -> str:
+    with Command(*arguments, environ=environ) as command:
         assert command.wait() == 0, command.printed
         return command.printed
 
@@ -55,6 +56,12 @@ def test_a_live_run_is_watched_saved_and_stopped(endless: Path, run: RunDirector
             assert before["condition"] == "training"
             assert before["workers"] == {"live": [0, 1, 2, 3]}
             assert (before["checkpoint"], before["steps"]) == (None, 100_000)
+            control = run.read_control()
+            token = {TOKEN_VARIABLE: control.token}
+            from_afar = json.loads(told("status", "--coordinator", control.address, "--json", environ=token))
+            assert from_afar["workers"] == before["workers"]
+            assert from_afar["last"]["step"] > before["last"]["step"]
+            assert (from_afar["condition"], from_afar["checkpoint_damage"]) == ("training", None)
             saved = re.search(r"training would resume with step (\d+)", told("checkpoint", run.path, "--wait"))
             assert saved is not None
             assert complete_checkpoints(run.checkpoints) == [int(saved[1])]

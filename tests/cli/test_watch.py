@@ -11,7 +11,7 @@ import pytest
 
 from chameleon_ft.cli.commands.watch import sparkline
 from chameleon_ft.observe import ControlAddress, RunDirectory
-from tests.cli.conftest import CommandLine
+from tests.cli.conftest import CommandLine, nothing_listens
 from tests.observe.live.lines import add, event, failed, new_run, started, stepped
 
 
@@ -104,3 +104,17 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
     assert chameleon("stop", run.path) == 0
     assert chameleon("stop", run.path, "--now", "--wait") == 0
     assert asked == [("stop", False), ("stop", True), "over"]
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_a_run_is_named_once(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    assert "give either RUN" in chameleon.refused(command)
+    assert "give either RUN" in chameleon.refused(command, run.path, "--coordinator", "127.0.0.1:1")
+    assert "a join token is needed" in chameleon.refused(command, "--coordinator", "127.0.0.1:1")
+    assert "write it as HOST:PORT" in chameleon.refused(command, "--coordinator", "nowhere")
+    monkeypatch.setenv("CHAMELEON_TOKEN", "token")
+    chameleon.knocks.append(nothing_listens)
+    told = chameleon.refused(command, "--coordinator", "127.0.0.1:1", code=1)
+    assert "no coordinator answers at 127.0.0.1:1" in told

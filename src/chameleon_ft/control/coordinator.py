@@ -13,6 +13,7 @@ from typing import Any, Final
 import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
+from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.handlers import endings
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
@@ -226,6 +227,9 @@ class Coordinator:
 
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
+        if isinstance(message, messages.ReadRunFile):  # which changes nothing
+            self._begin_task(self._send_part(peer, message))
+            return
         self._peers[peer.number] = peer
         if not self._may_act(partial(self._message_deferred, peer, message)):
             return
@@ -246,6 +250,9 @@ class Coordinator:
                 self._handle(event, received={number: received})
         if received and received % _ACKNOWLEDGE_EVERY == 0 and self._recorder.files.wait():
             self._acknowledge(number)
+
+    async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
+        peer.send(await asyncio.to_thread(read_part, self._recorder.run, request))  # a disk may not answer
 
     def _message_deferred(self, peer: Peer, message: messages.Message) -> None:
         try:

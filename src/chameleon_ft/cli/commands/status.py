@@ -6,25 +6,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import Switch, parse_arguments
 from chameleon_ft.cli.output import Output
+from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import StoreError
 from chameleon_ft.observe import RunDirectory, checkpoint_storage, damage_of
 from chameleon_ft.observe.live.facts import facts_of
-from chameleon_ft.observe.live.watcher import RunWatcher
 
 __all__ = ["main"]
 
 
-@dataclass(frozen=True)
-class StatusArguments:
+@dataclass(frozen=True, kw_only=True)
+class StatusArguments(WatchedRun):
     """Show the state of a run, live or over: progress, pace, workers, failures, checkpoints and the expected end.
 
     Only the files of the run are read, so this works wherever its directory can be read, and costs the run nothing.
+    Elsewhere, --coordinator has them sent by the coordinator of a live run.
     """
 
-    run: RunPath
-    """Run directory."""
     json: Switch = False
     """Print the state as JSON."""
 
@@ -32,11 +31,11 @@ class StatusArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(StatusArguments, arguments, command="status")
-    run = RunDirectory.open(given.run)
-    watcher = RunWatcher(run)
-    watcher.update()
-    report = watcher.report()
-    damage = None if report.checkpoint is None else _damage(run, report.checkpoint.step)
+    with given.watcher() as watcher:
+        watcher.update()
+        run, report = watcher.run, watcher.report()
+    is_here = given.run is not None
+    damage = _damage(run, report.checkpoint.step) if is_here and report.checkpoint is not None else None
     if given.json:
         print(json.dumps({**report.to_json(), "checkpoint_damage": damage}))
         return 0

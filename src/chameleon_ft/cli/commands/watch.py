@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from chameleon_ft.cli.arguments import RunPath, parse_arguments
+from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.story import Told, record_of, tell
@@ -28,37 +28,34 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 _OVER: Final = ("finished", "interrupted", "terminated", "failed")
 
 
-@dataclass(frozen=True)
-class WatchArguments:
+@dataclass(frozen=True, kw_only=True)
+class WatchArguments(WatchedRun):
     """Show the state of a run and its newest events until it is over; Ctrl-C ends only the watching.
 
-    Only the files of the run are read, so any number of terminals can watch, and the run does not notice.
+    Only the files of the run are read, so any number of terminals can watch, and the run does not notice. Where the
+    directory cannot be read, --coordinator has them sent by the coordinator of a live run.
     """
-
-    run: RunPath
-    """Run directory."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(WatchArguments, arguments, command="watch")
-    run = RunDirectory.open(given.run)
-    if not sys.stdout.isatty():
-        raise ConfigError(
-            f"standard output is no terminal; `chameleon status {given.run}` prints the state once, and `tail -f` "
-            "follows events.jsonl"
-        )
     from rich.console import Console
     from rich.live import Live
 
-    watcher = RunWatcher(run)
-    screen = _Screen(watcher)
-    with Live(screen.drawn(), console=Console(highlight=False), auto_refresh=False) as live:
-        while True:
-            live.update(screen.drawn(), refresh=True)
-            if watcher.report().condition in _OVER:
-                return 0
-            time.sleep(_EVERY_S)
+    with given.watcher() as watcher:
+        if not sys.stdout.isatty():
+            raise ConfigError(
+                "standard output is no terminal; `chameleon status` prints the state once, and `tail -f` follows "
+                "events.jsonl of the run"
+            )
+        screen = _Screen(watcher)
+        with Live(screen.drawn(), console=Console(highlight=False), auto_refresh=False) as live:
+            while True:
+                live.update(screen.drawn(), refresh=True)
+                if watcher.report().condition in _OVER:
+                    return 0
+                time.sleep(_EVERY_S)
 
 
 class _Screen:

@@ -41,7 +41,9 @@ __all__ = [
     "Prepare",
     "Probe",
     "Published",
+    "ReadRunFile",
     "Refused",
+    "RunFilePart",
     "SaveCheckpoint",
     "SnapshotResolved",
     "Spawn",
@@ -325,3 +327,22 @@ class Refused(Message):
 
     type: Literal["refused"] = "refused"
     reason: str
+
+
+class ReadRunFile(Message):
+    """Send a file of the run from this byte on. The answer is `RunFilePart`, or `Refused`.
+
+    A command may read the configuration, the metrics, the events and the plans.
+    """
+
+    type: Literal["read_run_file"] = "read_run_file"
+    name: str  # relative to the run directory
+    offset: int = 0
+
+
+class RunFilePart(Message):
+    """Answer to `ReadRunFile`: whole lines, or what there is of the last one."""
+
+    type: Literal["run_file_part"] = "run_file_part"
+    content: str
+    size: int  # bytes of the whole file, 0 if there is none

@@ -38,9 +38,10 @@ class RunWatcher:
 
     def report(self) -> RunReport:
         """Return the state of the run now."""
-        return self.state.report(self._clock(), has_coordinator=self._has_coordinator())
+        return self.state.report(self._clock(), has_coordinator=self.has_coordinator())
 
-    def _has_coordinator(self) -> bool | None:
+    def has_coordinator(self) -> bool | None:
+        """Return whether a coordinator leads the run; None: not known here."""
         try:
             return self.run.read_control().has_process_here()
         except ConfigError:
