@@ -145,6 +145,8 @@ def test_failures_by_phase_and_the_expected_next_one(run: RunDirectory) -> None:
     add(run, event("failure_cost", 3.0, incident_generations=[2], failure_cost_steps=1.5, **cost), stepped(1, 4.0))
     report = watched(run, 4.0).report()
     assert (report.costs.failures, report.costs.incidents, report.costs.steps) == (3, 2, 1.5)
+    assert report.costs.causes == {"SIGKILL": 3}
+    assert ("causes", "SIGKILL (3)") in facts_of(report)
     assert report.costs.phases_s["detect"] == pytest.approx(0.01)
     assert report.costs.phases_s["regroup"] == pytest.approx(0.2)
     assert report.costs.stall_s == pytest.approx(0.01 + 2 * 0.123)

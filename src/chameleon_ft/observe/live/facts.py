@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+from typing import Final
 
 from chameleon_ft.observe.live.report import CONDITIONS, RunReport, Saved
 from chameleon_ft.quantities import counted, duration, in_ranges
 
 __all__ = ["describe_workers", "facts_of"]
+
+_MOST_CAUSES: Final = 5
 
 
 def facts_of(report: RunReport) -> tuple[tuple[str, str], ...]:
@@ -68,6 +72,9 @@ def _failure_facts(report: RunReport) -> Iterator[tuple[str, str]]:
         return
     lost, incidents = counted(costs.failures, "worker"), counted(costs.incidents, "incident")
     yield "failures", f"{lost} lost in {incidents}, which cost {costs.steps:.1f} steps{expected}"
+    causes = [f"{cause} ({number})" for cause, number in islice(costs.causes.items(), _MOST_CAUSES)]
+    more = len(costs.causes) - len(causes)
+    yield "causes", ", ".join(causes) + (f", and {counted(more, 'other')}" if more else "")
     parts = " + ".join(f"{phase} {seconds:.3f}" for phase, seconds in costs.phases_s.items() if seconds)
     yield "stalls", f"{duration(costs.stall_s)} in all; seconds by phase: {parts}"
 

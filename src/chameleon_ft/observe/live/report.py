@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, Self, TypeAlias
@@ -45,25 +46,29 @@ class Costs:
         incidents: recoveries; workers lost together share one.
         steps: cost of all incidents, in steps.
         phases_s: seconds of each phase of the stalls, and of work that was repeated.
+        causes: lost workers by cause, the most frequent first.
     """
 
     failures: int = 0
     incidents: int = 0
     steps: float = 0.0
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    causes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def stall_s(self) -> float:
         """Seconds of all stalls."""
         return sum(seconds for phase, seconds in self.phases_s.items() if phase != "repeat")
 
-    def with_failure(self, phases: Mapping[str, float], *, repeated_s: float, is_first: bool) -> Self:
+    def with_failure(self, phases: Mapping[str, float], *, cause: str, repeated_s: float, is_first: bool) -> Self:
         """Add a lost worker. `is_first`: whether it is the first one of its incident, whose phases count."""
+        causes = dict(Counter({**self.causes, cause: self.causes.get(cause, 0) + 1}).most_common())
         if not is_first:
-            return replace(self, failures=self.failures + 1)
+            return replace(self, failures=self.failures + 1, causes=causes)
         added = {phase.removesuffix("_s"): seconds for phase, seconds in phases.items()} | {"repeat": repeated_s}
         total = {phase: self.phases_s.get(phase, 0.0) + seconds for phase, seconds in added.items()}
-        return replace(self, failures=self.failures + 1, incidents=self.incidents + 1, phases_s=total)
+        incidents = self.incidents + 1
+        return replace(self, failures=self.failures + 1, incidents=incidents, phases_s=total, causes=causes)
 
     def with_steps(self, steps: float) -> Self:
         """Add the cost of an incident in steps."""

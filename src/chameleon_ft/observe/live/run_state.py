@@ -163,7 +163,9 @@ class RunState:
         is_first = fields["generation"] not in self._incident_generations
         self._incident_generations.add(fields["generation"])
         phases = {phase: fields.get(phase) or 0.0 for phase in _PHASES}
-        self._costs = self._costs.with_failure(phases, repeated_s=fields.get("repeated_s") or 0.0, is_first=is_first)
+        self._costs = self._costs.with_failure(
+            phases, cause=fields["cause"], repeated_s=fields.get("repeated_s") or 0.0, is_first=is_first
+        )
 
     def _condition(self, now: float, *, has_coordinator: bool | None) -> tuple[Condition, str]:
         if self.ending is not None:
