@@ -260,6 +260,12 @@ def test_metrics_are_those_of_the_report(page: Served, run: RunDirectory) -> Non
     assert found["chameleon_condition", "lost"] == 1, "nothing coordinates it"
 
 
+def test_an_incident_that_costs_less_than_nothing_can_be_scraped(page: Served, run: RunDirectory) -> None:
+    cost = {"incident_generations": [2], "step": 3, "failure_cost_steps": -0.98, "predicted_steps": None}
+    add(run, failed(3, 2.5), event("failure_cost", 2.6, **cost))
+    assert samples(page)["chameleon_failure_cost_steps", ""] == -0.98
+
+
 def test_dashboard_and_alerts_use_metrics_that_there_are(page: Served, run: RunDirectory) -> None:
     record = outcome_record()
     add(run, event("slow", 2.2, worker=1, speed=0.5), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))

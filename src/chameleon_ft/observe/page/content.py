@@ -139,7 +139,7 @@ def what_if(state: RunState, report: RunReport) -> list[dict[str, Any]]:
         for layer in _layers(ranges):
             held[layer].add(worker)
     found = []
-    for host, workers in sorted(by_host.items()):
+    for host, workers in sorted(by_host.items(), key=lambda each: min(each[1])):
         gone = [layer for layer, holders in held.items() if holders and holders <= set(workers)]
         found.append({"host": host, "workers": in_ranges(workers), "count": len(workers), "layers": in_ranges(gone)})
     return found

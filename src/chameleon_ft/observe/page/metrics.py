@@ -66,12 +66,13 @@ class _Collector(Collector):
         yield speeds
         yield _counter("chameleon_failures", "Lost workers.", costs.failures)
         yield _counter("chameleon_incidents", "Recoveries; workers that are lost together share one.", costs.incidents)
-        yield _counter("chameleon_failure_cost_steps", "Cost of all incidents, in usual steps.", costs.steps)
+        # No counter: an incident costs less than nothing if the step that it interrupted was a quick one.
+        yield _gauge("chameleon_failure_cost_steps", "Cost of all incidents, in usual steps.", costs.steps)
         stalls = CounterMetricFamily(
             "chameleon_failure_cost_seconds", "Seconds of stalls and of repeated work, by phase.", labels=["phase"]
         )
         for phase, seconds in costs.phases_s.items():
-            stalls.add_metric([phase], seconds)
+            stalls.add_metric([phase], max(0.0, seconds))
         yield stalls
         yield from self._predictions()
         for name, saved in (("checkpoint", report.checkpoint), ("snapshot", report.snapshot)):

@@ -110,6 +110,7 @@ export function drawSchedule(canvas, legend, found) {
   context.textAlign = "center";
   for (let part = 0; part <= 4; part += 1)
     context.fillText(duration((longest * part) / 4), Math.min(room - 22, label + 12 + ((longest * part) / 4) * scale), found.workers.length * group + 10);
-  const entries = [...Object.values(KINDS).filter(([name]) => name !== "backward"), ["backward", KINDS.B[1]], REDUCTION, IDLE];
+  const drawn = new Set(found.lanes.flatMap((each) => Object.values(each.operations).flat().map(([kind]) => kind)));
+  const entries = [...Object.entries(KINDS).filter(([kind]) => drawn.has(kind)).map(([, kind]) => kind), REDUCTION, IDLE];
   fill(legend, entries.map(([name, ink]) => element("span", {}, element("i", { style: `background:${ink}` }), name)));
 }

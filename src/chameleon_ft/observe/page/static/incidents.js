@@ -79,7 +79,7 @@ function showDecision(decision) {
       ["stall", duration(outcome.predicted_stall_s), duration(outcome.measured_stall_s), percent(outcome.stall_error)],
       ...(decision.cost ? [["cost, steps", decision.cost.predicted_steps?.toFixed(2) ?? "–", decision.cost.failure_cost_steps.toFixed(2), ""]] : []),
     ], [1, 2, 3])
-    : element("p", { class: "small" }, "What came is not measured yet.");
+    : element("p", { class: "small" }, "No outcome is measured yet.");
   const warning = outcome?.warning ? [element("p", { class: "tone-warning" }, outcome.warning)] : [];
   return [...timeline(decision.losses), facts,
     table(["candidate", "step", "stall", "moves", "samples until then", ""], rows.map((row) => row.cells), [1, 2, 3, 4], rows.map((row) => row.chosen)),

@@ -33,7 +33,7 @@ function showReport(next) {
   $("steps").textContent = `${count(done)} of ${count(report.steps)} steps` +
     (report.eta_s == null ? "" : `, ends in ${duration(report.eta_s)}`);
   const change = report.pace && report.earlier ? report.pace.step_s / report.earlier.step_s - 1 : null;
-  const against = change == null ? "" : `${change >= 0 ? "+" : ""}${(100 * change).toFixed(1)}% against ${report.earlier.since}`;
+  const against = change == null ? "" : `${change >= 0 ? "+" : ""}${(100 * change).toFixed(1)}% against ${report.earlier.since === "before" ? "earlier steps" : report.earlier.since}`;
   const ratio = (saved) => (saved ? `step ${count(saved.step)}` : "none yet");
   const tiles = [
     ["loss", last && last.loss != null ? last.loss.toFixed(4) : "–", last ? `step ${count(last.step)}` : ""],
@@ -138,10 +138,12 @@ function showSpecial() {
 
 function showWhatIf(rows) {
   whatIf = rows;
-  const back = report?.snapshot ?? report?.checkpoint;
+  // Snapshots are in the memory of other workers, checkpoints on a disk.
+  const newest = (...saved) => saved.filter(Boolean).sort((a, b) => b.step - a.step)[0];
   const head = element("tr", {}, ...["host", "workers", "what would be lost", "then"].map((text) => element("th", {}, text)));
   fill($("what-if"), [head, ...rows.map((row) => {
     const all = rows.length === 1;
+    const back = all ? report?.checkpoint : newest(report?.checkpoint, report?.snapshot);
     const lost = all ? "all workers" : row.layers ? `every copy of layers ${row.layers}` : "no layer: other workers hold copies";
     const then = all || row.layers
       ? (back ? `training goes back to step ${count(back.step)}` : "training begins anew: there is no checkpoint yet")
@@ -234,7 +236,7 @@ function connected(text, isBad) {
 function follow() {
   const stream = new EventSource(`/api/events?steps=${cursor.steps}&events=${cursor.events}`);
   const on = (name, handler) => stream.addEventListener(name, (event) => handler(JSON.parse(event.data)));
-  stream.onopen = () => connected("live", false);
+  stream.onopen = () => connected(report && OVER.includes(report.condition) ? "" : "live", false);
   stream.onerror = () => {
     stream.close(); // an EventSource that reconnects by itself would ask for the same points again
     const over = report && OVER.includes(report.condition);
