@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Placement
-from chameleon_ft.plan.shards import UNITS, LayerShards, Sharding, Slice, SliceMove, owned_share, shard_optimizer
+from chameleon_ft.plan.shards import (
+    UNITS,
+    LayerShards,
+    Sharding,
+    Slice,
+    SliceMove,
+    owned_share,
+    owner_sets,
+    shard_optimizer,
+)
 
 SLACK = 64  # units, of rounding: a thousandth of a layer
 
@@ -62,6 +71,7 @@ def test_a_new_layout_shares_equally_and_across_hosts(count: int, redundancy: in
     workers = set(range(count))
     (own,) = shard_optimizer(placement_of([workers]), on_hosts(count, per_host), redundancy).layers
     copies = min(redundancy, count)
+    assert owner_sets(workers, on_hosts(count, per_host), redundancy) == {each.owners for each in own.slices}
     assert {len(set(each.owners)) for each in own.slices} == {copies}
     assert all(abs(load - copies * UNITS / count) <= SLACK for load in loads(own).values())
     most_on_a_host = min(per_host, count)

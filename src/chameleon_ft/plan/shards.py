@@ -25,7 +25,7 @@ from typing import Final
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import Placement
 
-__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "new_shards", "owned_share", "shard_optimizer"]
+__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "owned_share", "owner_sets", "shard_optimizer"]
 
 UNITS: Final = 1 << 16
 """Units to the vector of a layer's trained parameters."""
@@ -197,7 +197,7 @@ def shard_optimizer(
             found.append(_kept(former, holders, hosts, redundancy))
             continue
         if holders not in by_holders:
-            by_holders[holders] = new_shards(holders, hosts, redundancy)
+            by_holders[holders] = _new(holders, hosts, redundancy)
         found.append(by_holders[holders])
     return Sharding(tuple(found))
 
@@ -209,19 +209,28 @@ def owned_share(num_bytes: int, holders: int, redundancy: int | None) -> int:
     return -(-num_bytes * redundancy // holders)
 
 
-def new_shards(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
-    """Slice a layer of these holders equally; the owners of a slice are as far apart as possible, sorted by host."""
-    ring = sorted(holders, key=lambda holder: (hosts[holder], holder))
-    count, copies = len(ring), min(redundancy, len(ring))
+def owner_sets(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> set[tuple[int, ...]]:
+    """Return the different owners of slices in a new layout of a layer; quick for thousands of holders."""
+    return {tuple(sorted(owners)) for owners in _new_owners(holders, hosts, redundancy)}
+
+
+def _new(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
+    """Slice a layer equally."""
+    count = len(holders)
     slices = (
-        Slice(
-            UNITS * number // count,
-            UNITS * (number + 1) // count,
-            tuple(ring[(number + copy * count // copies) % count] for copy in range(copies)),
-        )
-        for number in range(count)
+        Slice(UNITS * number // count, UNITS * (number + 1) // count, owners)
+        for number, owners in enumerate(_new_owners(holders, hosts, redundancy))
     )
     return LayerShards(holders, _joined(slices))
+
+
+def _new_owners(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> Iterator[tuple[int, ...]]:
+    """Yield the owners of each slice: as far apart as possible in the holders sorted by host."""
+    ring = sorted(holders, key=lambda holder: (hosts[holder], holder))
+    count, copies = len(ring), min(redundancy, len(ring))
+    apart = [copy * count // copies for copy in range(copies)]
+    for number in range(count):
+        yield tuple(ring[(number + each) % count] for each in apart)
 
 
 def _kept(before: LayerShards, holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:

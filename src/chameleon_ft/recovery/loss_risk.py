@@ -10,7 +10,7 @@ from itertools import groupby
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.shards import new_shards
+from chameleon_ft.plan.shards import owner_sets
 
 __all__ = ["HolderSets", "LossRisk", "risk_of"]
 
@@ -115,7 +115,7 @@ class LossRisk:
             owners: of a slice of a layer's optimizer state, in a new layout of slices; None: each holder has all of it.
         """
         own = HolderSets.of(holders, len(hosts))
-        kept = holders if owners is None else {each for layer in holders for each in _owner_sets(layer, hosts, owners)}
+        kept = holders if owners is None else {each for layer in holders for each in owner_sets(layer, hosts, owners)}
         groups = len(set(hosts.values()))
         on_hosts = HolderSets.of(([hosts[each] for each in keepers] for keepers in kept), groups)
         return cls(
@@ -128,7 +128,3 @@ class LossRisk:
 def risk_of(placement: Placement, hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:
     """Return the risk of a placement in which every layer has a holder; see `LossRisk.of`."""
     return LossRisk.of({placement.holders(layer) for layer in range(placement.num_layers)}, hosts, owners)
-
-
-def _owner_sets(holders: Collection[int], hosts: Mapping[int, str], owners: int) -> set[tuple[int, ...]]:
-    return {each.owners for each in new_shards(tuple(sorted(holders)), hosts, owners).slices}
