@@ -25,14 +25,19 @@ def train(
     policy: PolicyName = "reroute",
     salvage: bool = True,
     timeout_s: float,
+    command: Sequence[str] = ("train",),
 ) -> RunDirectory:
-    """Run ``chameleon train`` to its end in the directory `run` and return it. Exits if it fails."""
+    """Run ``chameleon train``, or another command, to its end in the directory `run` and return it. Exits if it fails.
+
+    Args:
+        command: with its own flags.
+    """
     run.parent.mkdir(parents=True, exist_ok=True)
     recovery = config.recovery.model_copy(update={"policy": policy, "salvage": salvage})
     config = config.model_copy(update={"failures": tuple(failures), "recovery": recovery})
     file = write_config(config, run.with_suffix(".toml"))
-    command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)]
-    run_child(command, log=run.with_suffix(".log"), timeout_s=timeout_s)
+    started = [sys.executable, "-m", "chameleon_ft", *command, str(file), "--output-dir", str(run)]
+    run_child(started, log=run.with_suffix(".log"), timeout_s=timeout_s)
     return RunDirectory.open(run)
 
 
