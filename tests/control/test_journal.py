@@ -83,6 +83,17 @@ def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> 
     assert LastEntry.read(path) == LastEntry(last, moment(2.0), {7: 2}, [("metrics", {"step": 1})])
 
 
+def test_a_change_that_is_not_due_is_written_with_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *_, last = states(steps=2)
+    with journal_at(path) as journal:
+        journal.write(first, moment(1.0), received={7: 1})
+        journal.write(replace(first, committed=1), moment(2.0), received={7: 2}, is_due=False)
+        assert LastEntry.read(path) == LastEntry(first, moment(1.0), {7: 1}, [])
+        journal.write(last, moment(3.0), received={8: 1})
+    assert LastEntry.read(path) == LastEntry(last, moment(3.0), {7: 2, 8: 1}, [])
+
+
 def test_only_what_has_changed_is_written_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     first, *others = states(steps=2)

@@ -77,7 +77,7 @@ class Leader:
     def handle(self, event: Event, received: dict[int, int] | None = None) -> None:
         state, orders = step(self.state, event)
         records = [line_of(order.record) for order in orders if isinstance(order, Record)]
-        self.journal.write(state, event.at, received=received, records=records, waits=bool(orders))
+        self.journal.write(state, event.at, received=received, records=records, is_due=bool(orders))
         self.state = state
         if self.stops_before_orders:
             self.stops_before_orders = self.holds = False
@@ -166,8 +166,10 @@ class Terms(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def acknowledge(self, worker: int) -> None:
         peer = self.peers[worker]
-        if peer.leader is not None and peer.leader.holds and peer.leader.files.wait():
-            peer.leader.acknowledge(peer.connection)
+        if peer.leader is not None and peer.leader.holds:
+            peer.leader.journal.write(peer.leader.state, AT)
+            if peer.leader.files.wait():
+                peer.leader.acknowledge(peer.connection)
 
     @rule(in_the_middle=st.booleans())
     def stop(self, in_the_middle: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,26 +47,6 @@ def test_everything_is_done_in_its_order_when_a_method_returns(tmp_path: Path) -
         assert files.ask(path, path.read_text).result(0) == "b\nc\n"
         assert not files.is_late
         assert files.news() is None
-
-
-def test_a_line_that_is_not_waited_for_comes_before_the_next_operation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, answers, write = tmp_path / "lines", threading.Event(), os.write
-
-    def slowly(descriptor: int, line: bytes) -> int:
-        if threading.current_thread().name == "files":
-            answers.wait(10.0)
-        return write(descriptor, line)
-
-    monkeypatch.setattr(os, "write", slowly)
-    with FileQueue() as files:
-        for number in range(3):
-            files.append(path, f"{number}\n", waits=False)
-        assert files.num_waiting == 3
-        assert not files.is_late
-        answers.set()
-        assert files.ask(path, path.read_text).result(10.0) == "0\n1\n2\n"
 
 
 def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ class Coordinator:
     """Takes a run from its first worker to its end.
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
-    event is handled. Every change is written to `journal` first, if the disk answers; see there. All file operations go
-    through the queue of the recorder, so that no disk can stop the event loop. With `last`, the entry of a journal, the
-    coordinator continues the run of one that is lost.
+    event is handled. Before that, every change is written to `journal`, if the disk answers; see there. All file
+    operations go through the queue of the recorder, so that no disk can stop the event loop. With `last`, the entry of
+    a journal, the coordinator continues the run of one that is lost.
 
     While `leadership` does not hold, the coordinator does nothing: whatever happens is handled once it holds again, as
     after a time in which the process did not run. Without it, as in tests, there is no other coordinator.
@@ -248,7 +248,7 @@ class Coordinator:
             case _:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
-        if received and received % _ACKNOWLEDGE_EVERY == 0 and self._recorder.files.wait():
+        if _is_acknowledged({number: received}) and self._recorder.files.wait():
             self._acknowledge(number)
 
     async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
@@ -318,7 +318,8 @@ class Coordinator:
             self._commands.require_costs(self.state, event, state)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                self._journal.write(state, event.at, received=received, records=records, waits=bool(orders))
+                is_due = bool(orders) or isinstance(event, events.Ticked) or _is_acknowledged(received)
+                self._journal.write(state, event.at, received=received, records=records, is_due=is_due)
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)
             # The process may have been stopped since the event, for so long that another coordinator leads.
@@ -423,3 +424,8 @@ class Coordinator:
     def _now(self) -> events.Moment:
         monotonic_s = asyncio.get_running_loop().time() + self._clock_ahead_s
         return events.Moment(unix_s=time.time(), monotonic_s=monotonic_s)
+
+
+def _is_acknowledged(received: Mapping[int, int] | None) -> bool:
+    """Return whether a peer is told that so many of its messages, by connection, are in the journal."""
+    return any(number and number % _ACKNOWLEDGE_EVERY == 0 for number in (received or {}).values())

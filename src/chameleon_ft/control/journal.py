@@ -119,12 +119,12 @@ class Journal:
         *,
         received: Mapping[int, int] | None = None,
         records: Sequence[RecordLine] = (),
-        waits: bool = True,
+        is_due: bool = True,
     ) -> None:
-        """Write what has changed since the last call.
+        """Write what has changed since the last line.
 
-        Without `waits`, for a change that has no commands, this does not wait for the disk: each survivor of a loss
-        reports, and all wait for the last report.
+        Unless it `is_due`, a change may be written with the next one: nothing follows from it yet, and its message is
+        not acknowledged. Each survivor of a loss reports, and all wait for the last report.
 
         Changes of the clock and of what detectors have observed are written with the next one of anything else: every
         message of a worker leads to some, and another coordinator observes anew.
@@ -132,7 +132,7 @@ class Journal:
         self._received |= received or {}
         self._unwritten |= received or {}
         last = self._last
-        if last is not None and not records and _told(state) == _told(last):
+        if last is not None and not records and (not is_due or _told(state) == _told(last)):
             return
         is_whole = last is None or self._num_bytes > self._longest_bytes or self._files.is_late
         if is_whole:
@@ -151,7 +151,7 @@ class Journal:
         else:
             text = _line(line)
             self._num_bytes += len(text)
-            self._files.append(self._path, text, waits=waits)
+            self._files.append(self._path, text)
         self._last, self._unwritten = state, {}
 
     def _begun_anew(self, line: Mapping[str, Any]) -> str:

@@ -134,17 +134,14 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         """How many operations are not done."""
         return len(self._waiting)
 
-    def append(self, path: Path, line: str, *, waits: bool = True) -> None:
-        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left.
-
-        Without `waits` this returns at once; a later operation waits for the line, too.
-        """
+    def append(self, path: Path, line: str) -> None:
+        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left."""
         encoded = line.encode()
         if self._bytes + len(encoded) > self._longest_bytes:
             self._dropped += 1
             return
         operation = _Operation(path, lambda: self._write(operation), line=encoded)
-        self._put(operation, waits=waits)
+        self._put(operation)
 
     def replace(self, path: Path, text: Callable[[], str], *, mode: int) -> int:
         """Replace the content of a file by `text()`, called in the thread. Returns a number for `cancel`."""
@@ -249,7 +246,7 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         if not self.is_late:
             self._thread.join()
 
-    def _put(self, operation: _Operation, *, waits: bool = True) -> int:
+    def _put(self, operation: _Operation) -> int:
         with self._changed:
             self._next += 1
             if self._is_abandoned:
@@ -258,8 +255,7 @@ class FileQueue(AbstractContextManager["FileQueue"]):
             self._bytes += len(operation.line)
             self._changed.notify_all()
             number = self._next
-        if waits:
-            self.wait()
+        self.wait()
         return number
 
     def _late(self) -> Late | None:
