@@ -120,7 +120,7 @@ class Planner:
             leaving: workers that are to leave, which are not among `live`.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
-        costs = self._costs(hosts)
+        costs, live = self._costs(hosts), frozenset(live)
         cluster = costs.cluster
         workers = tuple(worker for worker in cluster.workers if worker.id in live)
         every = self._config.checkpoint.every

@@ -125,7 +125,8 @@ def _prepare(draft: Draft) -> None:
     draft.set(next=generation)
     if plan.migration is not None and draft.state.active is not None:
         # Those that train have no memory for more layers before they train that generation.
-        newcomers = tuple(worker for worker in plan.participants if worker not in draft.state.active.plan.workers)
+        training = draft.state.active.plan.placement.ranges
+        newcomers = tuple(worker for worker in plan.participants if worker not in training)
         draft.do(commands.Migrate(generation.number, plan, newcomers))
     draft.do(commands.Task.PREPARE_GENERATION)
 
@@ -308,11 +309,12 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     else:
         _follow_outcome(draft, active)
     draft.do(commands.Task.BEGIN_GENERATION)
+    had_layers = before.plan.placement.ranges
     for worker in active.participants:
-        if worker not in before.plan.workers:
+        if worker not in had_layers:
             draft.send(worker, messages.Begin(generation=upcoming.number, first_step=active.first_step))
     if active.migration is not None:
-        trained = tuple(worker for worker in active.plan.workers if worker in before.plan.workers)
+        trained = tuple(worker for worker in active.plan.workers if worker in had_layers)
         draft.do(commands.Migrate(upcoming.number, active, trained))
         _migrating(draft)
     checkpoints.switched(draft)

@@ -180,5 +180,6 @@ class ProposalsOnWorkers:
             )
         except NoHolderError as error:
             return Proposal(name=name, reason=str(error))
-        limits = {worker: limit for worker, limit in in_flight_limits.items() if worker in rerouted.workers}
+        left = rerouted.placement.ranges
+        limits = {worker: limit for worker, limit in in_flight_limits.items() if worker in left}
         return Proposal(name=name, plan=rerouted, in_flight_limits=limits)
