@@ -9,7 +9,7 @@ from typing import Any
 
 from chameleon_ft.estimate import lost_share_s, snapshots_fit, total_work_bound_s
 from chameleon_ft.plan import Placement
-from chameleon_ft.plan.shards import Sharding, shard_optimizer
+from chameleon_ft.plan.shards import owner_sets
 from chameleon_ft.recovery import (
     Candidate,
     Checkpoints,
@@ -110,10 +110,10 @@ class Planner(ABC):
         self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
         self.salvages = policy.salvages and world.parameters.salvage
         self.snapshot_rule = world.parameters.snapshot_rule(world.costs.cluster.hosts.values())
-        # The owners of slices of the optimizer's state under the reached plan; None if every holder has all of it.
-        self._owners: Sharding | None = None
         # The plan whose layers its workers hold; None if nothing is held.
         self._reached: Any = None
+        # That plan when it was reached, before any loss.
+        self._whole: Any = None
         self._decided: Any = None
         # Workers of the reached plan that were lost since. Workers that are back hold nothing.
         self._lost: frozenset[int] = frozenset()
@@ -126,7 +126,8 @@ class Planner(ABC):
     def decide(self, state: SimulatorState) -> Option | None:
         """Return the best option, which is active then; None if nothing can be done but wait for workers."""
         if not state.interrupted:
-            self._reach(self._decided)
+            self._reached = self._whole = self._decided
+            self._lost = frozenset()
         before, gone = self._reached, self._lost
         keeps_state = True
         if self._reached is not None:
@@ -159,22 +160,14 @@ class Planner(ABC):
             self._reached = None
         return self._activate(best)
 
-    def _reach(self, plan: Any) -> None:
-        """Note that a plan is reached: its workers hold its layers, and own their slices of the optimizer's state."""
-        if plan is not self._reached or self._lost:
-            workload, placement = self._costs.workload, None if plan is None else self._placement(plan)
-            self._owners = None
-            if placement is not None and workload.owners is not None and not placement.unheld_layers:
-                self._owners = shard_optimizer(placement, self._costs.cluster.hosts, workload.owners)
-        self._reached, self._lost = plan, frozenset()
-
     def _keeps_optimizer_state(self) -> bool:
         """Return whether the workers that are left own all slices of the optimizer's state."""
-        if self._owners is None or not self._lost:
+        owners = self._costs.workload.owners
+        if owners is None or len(self._lost) < owners:
             return True
-        return all(
-            not self._lost.issuperset(each.owners) for layer in set(self._owners.layers) for each in layer.slices
-        )
+        placement, hosts = self._placement(self._whole), self._costs.cluster.hosts
+        held = {placement.holders(layer) for layer in range(placement.num_layers)}
+        return not any(self._lost.issuperset(own) for each in held for own in owner_sets(each, hosts, owners))
 
     def _assessed(self, option: Option, speeds: Mapping[int, float]) -> Option:
         """Return an option with its risk, and whether snapshots are taken under its plan."""
