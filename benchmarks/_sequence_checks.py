@@ -24,6 +24,7 @@ __all__ = ["Findings", "look_at"]
 
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
+_ABSENCES: Final = ("stalled", "took_over", "reclaimed")  # of a coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +195,14 @@ def _lost_workers(records: _Records) -> Iterator[str]:
     unnoticed = Counter(fault["worker"] for fault in hangs if fault["time"] > noticed_s)
     # While the coordinator may have been out of reach, a worker whose connection is cut may make another one.
     patience_s = records.config.timeouts.heartbeat_timeout_s
-    absences = [event["time"] for event in records.events if event["event"] in ("stalled", "took_over")]
+    absences = [event["time"] for event in records.events if event["event"] in _ABSENCES]
     kept = Counter(
         fault["worker"]
         for fault in records.faults
         if fault["kind"] == "disconnect" and any(abs(fault["time"] - end) <= patience_s for end in absences)
     )
-    if lost - failed or failed - lost - unnoticed - kept:
+    left = Counter(event["worker"] for event in records.of_kind("left"))
+    if lost - failed or failed - lost - unnoticed - kept - left:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
     losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss

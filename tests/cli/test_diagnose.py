@@ -178,6 +178,11 @@ since   2026-01-01 12:01:10 UTC
 why     it did not run for 25.00 s
 action  no worker was given up for that
 
+Did not lead: the coordinator
+since   2026-01-01 12:01:11 UTC
+why     it could not renew its term in time, and led no more
+action  it leads in term 3, and no worker was given up for that
+
 Records were late: /data/run/metrics.jsonl
 since   2026-01-01 12:01:20 UTC, for 41.00 s
 why     [Errno 28] No space left on device
@@ -203,13 +208,14 @@ def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: Co
             happened("waiting", 65, worker=3, doing="loading layers", since_s=10.0),
             happened("waiting", 66, worker=3, doing="loading layers", since_s=20.0),
             happened("stalled", 70, stall_s=25.0),
+            happened("reclaimed", 71, term=3),
             happened("records_late", 80, file="/data/run/metrics.jsonl", reason="[Errno 28] No space left on device"),
             happened("records_written", 121, late_s=41.0, dropped=3),
         ]
     )
     assert told(chameleon, run).partition("\n")[2] == CONDITIONS.lstrip()
     kinds = [condition["kind"] for condition in json.loads(told(chameleon, run, "--json"))["conditions"]]
-    assert kinds == ["slow", "slow", "took_over", "waiting", "stalled", "records_late"]
+    assert kinds == ["slow", "slow", "took_over", "waiting", "stalled", "reclaimed", "records_late"]
 
 
 OTHERS = """

@@ -59,7 +59,7 @@ async def test_what_happens_meanwhile_is_handled_once_it_leads_again(stage: Stag
     before, sent = stage.coordinator.state, stage.ranks[0].count(Stop)
     term.leads = False
     stage.commit(3)
-    stage.depart(stage.ranks[1])
+    stage.reap(1)
     assert stage.coordinator.state is before
     assert stage.ranks[0].count(Stop) == sent
     assert len(stage.run.steps()) == 3
@@ -153,6 +153,10 @@ async def test_peers_are_let_go_only_if_another_coordinator_may_lead(stage: Stag
     term.leads = False
     stage.coordinator._lapsed()
     assert stage.live() == []
+    for rank in stage.ranks.values():
+        stage.depart(rank)
+    term.regain()
+    assert stage.coordinator.state.members.live() == (0, 1, 2, 3), "they come back"
 
 
 @scene()

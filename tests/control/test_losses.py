@@ -380,6 +380,19 @@ async def test_a_worker_may_go_once_it_has_finished(stage: Stage) -> None:
     for worker in (0, 2, 3):
         stage.say(stage.ranks[worker], Finished(generation=1))
     assert stage.ended == ("finished", "all steps are trained")
+    assert stage.failures == []
+    assert [(event["worker"], event["cause"]) for event in stage.events("left")] == [(1, "SIGKILL")]
+
+
+@scene(steps=3)
+async def test_workers_that_are_all_lost_before_the_last_checkpoint_have_trained_all_steps(stage: Stage) -> None:
+    stage.train(steps=3)
+    for worker in range(4):
+        stage.reap(worker)
+    assert stage.ended is not None
+    status, reason = stage.ended
+    assert status == "failed"
+    assert reason.startswith("no worker is left; all steps are trained")
 
 
 # --- where it goes on ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import Acknowledge, Launch, Resign, Task
-from chameleon_ft.control.events import Disconnected, EndRequested, Interrupted, TermClaimed
+from chameleon_ft.control.events import Disconnected, EndRequested, Interrupted, TermClaimed, TookOver
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import (
     Begin,
@@ -516,3 +516,38 @@ def test_a_connection_that_was_not_acknowledged_before_the_coordinator_was_lost_
     history.say(900, Hello(worker=2, host="10.0.0.1", incarnation=1, resumes=acknowledged, known=1, term=2))
     assert history.sent(Refused) == []
     assert history.state.members[2].connection == 900
+
+
+def test_connections_that_end_while_this_coordinator_does_not_lead_are_made_again() -> None:
+    history = training(steps=9)
+    history.wait(0.1)
+    connections = [AGENT, *map(history.connection, history.live())]
+    history.happen(TermClaimed(at=history.at, term=2))
+    for connection in connections:
+        history.depart(connection)
+    assert history.state.returning == frozenset(connections)
+    history.return_agent()
+    for worker in history.live():
+        history.return_worker(worker, known=1)
+    history.commit()
+    history.finish()
+    assert history.state.ended == ("finished", "all steps are trained")
+    assert history.failures == []
+    assert [event["term"] for event in history.events("reclaimed")] == [2]
+
+
+def test_one_that_is_not_made_again_is_a_loss() -> None:
+    history = training()
+    history.happen(TermClaimed(at=history.at, term=2))
+    history.depart(history.connection(2))
+    history.wait(6.0)
+    assert history.live() == (0, 1, 3)
+
+
+def test_a_coordinator_that_stood_by_does_no_longer_once_it_leads() -> None:
+    history = training()
+    for number, address in enumerate(("10.0.0.8:7", "10.0.0.9:7")):
+        history.say(50 + number, StandbyHello(address=address))
+    history.happen(TookOver(at=history.at, term=2, address="10.0.0.8:7"))
+    assert history.state.standbys == {51: "10.0.0.9:7"}
+    assert 50 not in history.state.returning

@@ -6,8 +6,9 @@ import json
 import shutil
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from chameleon_ft.control.commands import Acknowledge, Command, Record, Resign, Send
-from chameleon_ft.control.events import Event, Moment, Received, TermClaimed, TookOver
+from chameleon_ft.control.events import Disconnected, Event, Moment, Received, TermClaimed, TookOver
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.state_machine import step
@@ -50,6 +51,8 @@ class Peer:
             self.obeyed.append(leader.term)
 
     def accept(self, leader: Leader, connection: int, received: int) -> None:
+        if leader is not self.leader and connection == self.number:
+            return  # that connection has ended
         if leader.term < self.term:
             self.leader = None
             return
@@ -69,7 +72,7 @@ class Leader:
         self.run, self.peers, self.term, self.state = run, peers, term, state
         self.holds, self.is_over = True, False
         self.stops_before_orders = False
-        self.deferred: list[tuple[int, Message]] = []
+        self.deferred: list[Callable[[], None]] = []
         self.received: dict[int, int] = {}
         self.files = FileQueue(may_write=lambda: self.holds)
         self.journal = Journal(run.journal_file(term), self.files)
@@ -81,9 +84,27 @@ class Leader:
         self.state = state
         if self.stops_before_orders:
             self.stops_before_orders = self.holds = False
+            self.deferred += [partial(self.execute, order) for order in orders]
             return
         for order in orders:
             self.execute(order)
+
+    def lapse(self) -> None:
+        """Cut all connections, because the term has run out and another coordinator may lead."""
+        self.holds = False
+        for peer in self.peers:
+            if peer.leader is self:
+                peer.leader = None
+                self.deferred.append(partial(self.handle, Disconnected(at=AT, connection=peer.connection)))
+
+    def regain(self) -> None:
+        """Lead again, in the next term."""
+        self.holds, self.term = True, self.term + 1
+        deferred, self.deferred = self.deferred, []
+        self.handle(TermClaimed(at=AT, term=self.term))
+        while deferred and self.holds:
+            deferred.pop(0)()
+        self.deferred += deferred
 
     def execute(self, order: Command) -> None:
         match order:
@@ -105,7 +126,7 @@ class Leader:
 
     def message(self, connection: int, message: Message) -> None:
         if not self.holds:
-            self.deferred.append((connection, message))
+            self.deferred.append(partial(self.message, connection, message))
             return
         if isinstance(message, Hello):
             count = self.received.get(message.resumes or 0, 0)
@@ -178,6 +199,15 @@ class Terms(RuleBasedStateMachine):
         else:
             self.newest.holds = False
 
+    @rule()
+    def lapse(self) -> None:
+        self.newest.lapse()
+
+    @precondition(lambda self: not self.newest.holds)
+    @rule()
+    def regain(self) -> None:
+        self.newest.regain()
+
     @precondition(lambda self: not self.newest.holds)
     @rule()
     def take_over(self) -> None:
@@ -221,7 +251,7 @@ class Terms(RuleBasedStateMachine):
         assert sum(leader.holds for leader in self.leaders) <= 1
         for peer in self.peers:
             assert peer.obeyed == sorted(peer.obeyed)
-            assert peer.leader is None or peer.leader.term == peer.term
+            assert peer.leader is None or peer.leader.term == peer.term or not peer.leader.holds
 
     def teardown(self) -> None:
         self.newest.holds = False

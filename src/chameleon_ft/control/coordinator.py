@@ -100,7 +100,8 @@ class Coordinator:
             self._finish(*last.state.ended)
         self._commands.orders.continue_from(last.state)
         # The new journal has to know these, too, until the peers have come back.
-        self._handle(events.TookOver(at=self._now(), term=self._term), received=self._received)
+        address = "" if self._leadership is None else self._leadership.claim.address
+        self._handle(events.TookOver(at=self._now(), term=self._term, address=address), received=self._received)
 
     @property
     def first_connection(self) -> int:

@@ -79,9 +79,13 @@ class Ticked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TookOver(Event):
-    """This coordinator continues the run of one that is lost, in a higher term; all connections are lost, too."""
+    """This coordinator continues the run of one that is lost, in a higher term; all connections are lost, too.
+
+    `address`: where this one stood by.
+    """
 
     term: int
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,11 +82,10 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             _silent(draft, connection, since_s)
         case events.Ticked():
             _ticked(draft)
-        case events.TookOver(term=term):
-            takeover.took_over(draft, term)
+        case events.TookOver(term=term, address=address):
+            takeover.took_over(draft, term, address)
         case events.TermClaimed(term=term):
-            draft.set(term=term)
-            draft.announce()
+            takeover.reclaimed(draft, term)
         case events.Decided():
             regrouping.decided(draft, event)
         case events.DecisionFailed():

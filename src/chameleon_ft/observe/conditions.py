@@ -29,6 +29,7 @@ ROUTINE: Final = frozenset(
             "draining",
             "drained",
             "host_drained",
+            "left",
             "interrupt",
             "termination",
         ),
@@ -160,6 +161,11 @@ def _stalled(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     return "the coordinator", f"it did not run for {duration(event['stall_s'])}", "no worker was given up for that"
 
 
+def _reclaimed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    why = "it could not renew its term in time, and led no more"
+    return "the coordinator", why, f"it leads in term {event['term']}, and no worker was given up for that"
+
+
 def _waiting(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     why = f"it has been {event['doing']} for {duration(event['since_s'])} or longer"
     return f"worker {event['worker']}", why, "none; there is no limit to that"
@@ -287,6 +293,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "slow_link": _slow_link,
     "took_over": _took_over,
     "stalled": _stalled,
+    "reclaimed": _reclaimed,
     "waiting": _waiting,
     "records_late": _records_late,
     "state_differs": _state_differs,

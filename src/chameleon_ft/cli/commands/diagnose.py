@@ -22,6 +22,7 @@ _TITLES: Final[Mapping[str, str]] = {
     "slow": "Slow",
     "took_over": "Replaced",
     "stalled": "Held up",
+    "reclaimed": "Did not lead",
     "records_late": "Records were late",
     "waiting": "Slow disk",
     "state_differs": "Silent corruption",

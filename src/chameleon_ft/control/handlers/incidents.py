@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from chameleon_ft.control import commands
 from chameleon_ft.control.detectors import base as signals
@@ -27,6 +28,9 @@ __all__ = [
     "quiesced",
     "stop",
 ]
+
+
+_ALL_TRAINED: Final = "; all steps are trained, and --resume repeats those after the newest checkpoint, if any"
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -103,6 +107,10 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
         return
+    if number in state.finished and state.next is None:
+        message = f"worker {number} has left after it had finished: {cause}"
+        draft.record("left", worker=number, step=state.committed, cause=cause, message=message)
+        return
     fault = state.fault_of(worker)
     loss = Loss(
         worker=number,
@@ -141,8 +149,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
         draft.set(phase=Phase.STOPPING, quiesced=quiesced)
         _await_reports(draft)
     elif worker in state.needed:
-        if worker not in state.finished or state.next is not None:  # the next generation needs it, too
-            stop(draft)
+        stop(draft)
     elif state.phase is Phase.TRAINING:
         assert state.active is not None
         switches.participant_lost(draft, worker)
@@ -237,7 +244,8 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
         return  # a culprit was fenced, and its loss is already handled
     if not live:
-        end(draft, "failed", "no worker is left")
+        is_done = state.committed >= state.settings.steps
+        end(draft, "failed", f"no worker is left{_ALL_TRAINED if is_done else ''}")
         return
     if not _find_placement(draft, max(report.placed for report in state.quiesced.values())):
         end(draft, "failed", "the plan that workers follow is not in the journal of the run; resume it")

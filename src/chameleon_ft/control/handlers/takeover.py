@@ -36,6 +36,7 @@ __all__ = [
     "host_returned",
     "is_expected_back",
     "missing",
+    "reclaimed",
     "replaced",
     "standby_joined",
     "standby_left",
@@ -44,9 +45,15 @@ __all__ = [
 ]
 
 
-def took_over(draft: Draft, term: int) -> None:
-    """Continue in a higher term from the last state of a coordinator that is lost, with all of its connections."""
-    state, now = draft.state, draft.at.monotonic_s
+def took_over(draft: Draft, term: int, address: str) -> None:
+    """Continue in a higher term from the last state of a coordinator that is lost, with all of its connections.
+
+    Args:
+        address: where this coordinator stood by; it does no longer.
+    """
+    now = draft.at.monotonic_s
+    draft.set(standbys={each: other for each, other in draft.state.standbys.items() if other != address})
+    state = draft.state
     draft.set(
         term=term,
         returning=frozenset(state.connections),
@@ -70,6 +77,16 @@ def took_over(draft: Draft, term: int) -> None:
     _orders_lost(draft)
 
 
+def reclaimed(draft: Draft, term: int) -> None:
+    """Continue in the next term, after a time in which another coordinator might have led.
+
+    Peers may have left this one, or have been let go, to look for that one; so they have a while to come back.
+    """
+    draft.set(term=term, stalled_at_s=draft.at.monotonic_s)
+    draft.record("reclaimed", term=term, message=f"the coordinator had not led for a while; it does in term {term}")
+    draft.announce()
+
+
 def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
     """Note that a coordinator stands by at an address, perhaps again, and tell all peers."""
     state = draft.state
@@ -88,8 +105,8 @@ def standby_left(draft: Draft, connection: int) -> None:
 def is_expected_back(draft: Draft, connection: int, *, will_return: bool) -> bool:
     """Return whether a lost connection is to be made again.
 
-    Its peer has said so, or has had no answer while this coordinator stalled. It has a while for that, in which it is
-    not lost.
+    Its peer has said so, or has had no answer while this coordinator stalled or did not lead. It has a while for that,
+    in which it is not lost.
     """
     state, now, patience_s = draft.state, draft.at.monotonic_s, draft.state.settings.timeouts.heartbeat_timeout_s
     is_member = connection in state.members.agents or state.members.worker_of(connection) is not None

@@ -153,7 +153,7 @@ class State:
     waiting_hosts: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that joins once these are back or lost
     examining: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that examines its host
     examined: Mapping[str, HostReport] = FrozenMap({})  # host that was admitted -> what its agent has found there
-    stalled_at_s: float | None = None  # when this coordinator had not run for long, the last time; likewise
+    stalled_at_s: float | None = None  # when this coordinator had not run, or led, for a while; likewise
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:

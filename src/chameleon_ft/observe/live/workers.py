@@ -67,7 +67,7 @@ class WorkerBoard:
                 self._set("draining", *fields["workers"])
             case "drain_failed":
                 self._set("live", *fields["workers"])
-            case "drained":
+            case "drained" | "left":
                 self._set("left", fields["worker"])
             case "slow":
                 self.speeds[fields["worker"]] = fields["speed"]
