@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
+from chameleon_ft.control.wire.address import bearer
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
@@ -21,7 +24,7 @@ from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, eve
 
 pytestmark = pytest.mark.multiprocess
 
-LEASE_S = 6.0  # longer than a busy machine stalls a process
+LEASE_S = 3.0
 SLOW = Batch(
     micro_batches=64, micro_batch_size=2
 )  # the lines of its steps do not fill a pipe that is not read for long
@@ -68,6 +71,48 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
     assert_complete(Ended(0, run), steps=steps)
     assert len(Ended(0, run).events("took_over")) == 1
     assert not run.control_file.exists()
+
+
+def test_a_coordinator_that_has_to_claim_the_next_term_loses_no_worker(tmp_path: Path) -> None:
+    run, steps, lease_s = RunDirectory(tmp_path / "run"), 300, 1.0
+    # For so long the standby counts as one that may lead, so that the leader lets its peers go.
+    timeouts = PATIENT.model_copy(update={"heartbeat_timeout_s": 40.0, "watchdog_min_s": 50.0, "reconnect_s": 20.0})
+    config = written(tmp_path, steps=steps, control=Control(lease_s=lease_s), timeouts=timeouts)
+    with ExitStack() as stack:
+        leader = stack.enter_context(Command("coordinator", config, "--output-dir", run.path))
+        leader.read_until("waiting for 2 workers")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path))
+        standby.read_until("standing by at 127.0.0.1:")
+        standby.signal(signal.SIGSTOP)
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2"))
+        leader.read_until(r"^\s+5\s")
+        away = run.terms.rename(tmp_path / "away")
+        run.terms.write_text("in the way")
+        while leads_now(run):
+            time.sleep(0.01)
+        run.terms.unlink()
+        away.rename(run.terms)
+        leader.read_until("it does in term 2")
+        leader.read_until(rf"^\s+{steps - 10}\s")
+        leader.signal(signal.SIGSTOP)  # meanwhile the workers finish
+        time.sleep(2 * lease_s)
+        leader.signal(signal.SIGCONT)
+        assert leader.wait() == 0, leader.printed
+        assert agent.wait() == 0, agent.printed
+        standby.signal(signal.SIGCONT)
+        assert standby.wait() == 0, standby.printed
+    ended = Ended(0, run)
+    assert_complete(ended, steps=steps)
+    assert len(ended.events("reclaimed")) >= 2
+
+
+def leads_now(run: RunDirectory) -> bool:
+    """Ask the coordinator of a run whether it leads."""
+    control = run.read_control()
+    connection = HTTPConnection(control.address, timeout=30.0)
+    connection.request("GET", "/", headers=bearer(control.token))
+    with closing(connection):
+        return connection.getresponse().status != HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
