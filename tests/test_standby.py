@@ -144,7 +144,9 @@ def test_an_agent_hosts_a_standby(tmp_path: Path) -> None:
     assert len(Ended(0, run).events("took_over")) == 1
 
 
-def test_sigterm_to_an_agent_whose_coordinator_leads_drains_it_and_leaves_the_run_to_others(tmp_path: Path) -> None:
+def test_sigterm_to_a_coordinator_and_to_an_agent_whose_coordinator_leads_leaves_the_run_to_others(
+    tmp_path: Path,
+) -> None:
     run, layout = RunDirectory(tmp_path / "run"), {"workers": 4, "parallel": Parallel(dp=4, pp=1)}
     with ExitStack() as stack:
         config = written(tmp_path, steps=100_000, **layout)
@@ -155,8 +157,8 @@ def test_sigterm_to_an_agent_whose_coordinator_leads_drains_it_and_leaves_the_ru
             agents.append(stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", "--standby")))
             agents[-1].read_until("standing by at 127.0.0.1:")
         first.read_until(r"^\s+5\s")
-        first.signal(signal.SIGKILL)
-        first.wait()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == DEPOSED, first.printed
         leader, other = agents if leads(run, agents[0]) else agents[::-1]
         with every_process_ends(leader.session()):
             leader.signal(signal.SIGTERM)

@@ -110,6 +110,7 @@ def test_a_terminal_that_is_closed_ends_a_run_with_a_checkpoint(tmp_path: Path, 
         assert training.wait(60) == os.EX_TEMPFAIL
     ended = Ended(os.EX_TEMPFAIL, run)
     assert (ended.summary["status"], ended.failures) == ("terminated", [])
+    assert ended.summary["reason"] == "terminated by SIGHUP, with a checkpoint"
     assert complete_checkpoints(run.checkpoints) == [len(ended.steps)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.wire.messages import Acknowledged, Committed, Hello, StandbyHello, Stop
+from chameleon_ft.control.wire.messages import Acknowledged, Committed, Drain, Hello, StandbyHello, Stop
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import DeposedError
@@ -34,6 +35,7 @@ class Term:
     coordinator: Coordinator
     term: int = 0
     leads: bool = True
+    is_released: bool = False
 
     def __post_init__(self) -> None:
         self.coordinator._leadership = cast(Any, self)
@@ -43,6 +45,9 @@ class Term:
 
     def end(self) -> None:
         self.leads = False
+
+    async def release(self) -> None:
+        self.leads, self.is_released = False, True
 
     async def keep(self, **_: Any) -> None:
         await asyncio.Event().wait()
@@ -121,14 +126,44 @@ async def test_a_coordinator_that_is_deposed_does_nothing_any_more(stage: Stage)
 @scene()
 async def test_a_coordinator_hands_over_to_one_that_stands_by(stage: Stage) -> None:
     stage.train()
-    Term(stage.coordinator, term=1)
+    term = Term(stage.coordinator, term=1)
     waiting = asyncio.create_task(stage.coordinator.wait())
     stage.coordinator.message(cast(Peer, Puppet("standby")), StandbyHello(address="10.0.0.9:7"))
     stage.coordinator.hand_over()
+    stage.commit(3)
     with pytest.raises(DeposedError, match=r"the coordinator at 10\.0\.0\.9:7 leads the run"):
         await waiting
+    assert term.is_released
+    assert len(stage.run.steps()) == 4, "until it leaves, it leads"
     assert stage.coordinator.state.ending is None
     assert not stage.events("termination")
+
+
+@scene()
+async def test_it_ends_the_run_if_the_one_that_stands_by_leaves_at_the_same_time(stage: Stage) -> None:
+    stage.train()
+    Term(stage.coordinator, term=1)
+    standby = Puppet("standby")
+    stage.coordinator.message(cast(Peer, standby), StandbyHello(address="10.0.0.9:7"))
+    stage.coordinator.hand_over(signal.SIGHUP)
+    stage.depart(standby)
+    await asyncio.sleep(2.0)
+    assert (stage.coordinator.state.ending, stage.coordinator.state.ending_signal) == ("terminated", "SIGHUP")
+    stage.commit(3)
+    assert stage.ended is None
+
+
+@scene()
+async def test_it_ends_the_run_if_all_workers_have_to_leave_at_the_same_time(stage: Stage) -> None:
+    stage.train()
+    term = Term(stage.coordinator, term=1)
+    stage.coordinator.message(cast(Peer, Puppet("standby")), StandbyHello(address="10.0.0.9:7"))
+    stage.coordinator.hand_over()
+    stage.say(stage.host, Drain())
+    await asyncio.sleep(2.0)
+    assert stage.coordinator.state.ending == "terminated"
+    assert stage.ended is None, "the checkpoint is waited for"
+    assert not term.is_released
 
 
 @scene()

@@ -34,13 +34,24 @@ def training(*, hosts: int = 1) -> History:
 
 
 def terminate(history: History) -> None:
-    history.happen(Interrupted(at=history.at, is_termination=True))
+    history.happen(Interrupted(at=history.at, signal="SIGTERM"))
 
 
 def finish(history: History) -> None:
     assert list(history.sent(Finish)), "the workers do not know that the run is to end"
     history.commit()
     history.finish()
+
+
+@pytest.mark.parametrize("by", ["coordinator", "agent"])
+def test_the_reason_names_the_signal(by: str) -> None:
+    history = training()
+    if by == "coordinator":
+        history.happen(Interrupted(at=history.at, signal="SIGHUP"))
+    else:
+        history.say(AGENT, Drain(signal="SIGHUP"))
+    finish(history)
+    assert history.state.ended == ("terminated", "terminated by SIGHUP, with a checkpoint")
 
 
 @pytest.mark.parametrize("by", ["coordinator", "agent", "agents", "workers", "all"])

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from chameleon_ft.control.leadership import Leadership, Tenure, Watch
+from chameleon_ft.control.leadership import Leadership, Tenure, Watch, wait_for_silence
 from chameleon_ft.control.lease import Claim
 from chameleon_ft.errors import DeposedError, LeaseError
 from tests.examples import examples
@@ -43,6 +43,9 @@ class Place:
             return False
         self.claims[claim.term] = replace(now, renewals=now.renewals + 1)
         return max(self.claims) == claim.term
+
+    async def release(self, claim: Claim) -> None:
+        self.claims[claim.term] = replace(self.claims[claim.term], is_released=True)
 
     def last(self) -> Claim | None:
         return self.claims[max(self.claims)] if self.claims else None
@@ -231,6 +234,18 @@ def test_a_coordinator_that_was_stopped_claims_the_next_term() -> None:
         assert leadership.term == 2
 
     assert kept(scene) == ["lapsed", "regained"]
+
+
+def test_a_coordinator_that_releases_its_term_does_not_claim_another() -> None:
+    async def scene(place: Place, clock: Clock, leadership: Leadership, told: list[str]) -> None:
+        await leadership.release()
+        assert not leadership.holds()
+        clock.now += LEASE_S + 1
+        await turns()
+        assert max(place.claims) == 1
+        assert await wait_for_silence(place, lease_s=LEASE_S) == place.last()
+
+    assert kept(scene) == []
 
 
 def test_a_coordinator_that_was_stopped_ends_if_another_one_leads() -> None:

@@ -247,10 +247,10 @@ class Runs(MemberRuns):
         faults = (*self.history.state.faults, Fault(worker, kind, self.history.at.unix_s))  # type: ignore[arg-type]
         self.history.happen(FaultsInjected(at=self.history.at, faults=faults))
 
-    @rule(rarely=RARELY, is_termination=st.booleans())
-    def interrupt(self, rarely: bool, is_termination: bool) -> None:
+    @rule(rarely=RARELY, signal=st.sampled_from(["", "SIGTERM", "SIGHUP"]))
+    def interrupt(self, rarely: bool, signal: str) -> None:
         if rarely:
-            self.history.happen(Interrupted(at=self.history.at, is_termination=is_termination))
+            self.history.happen(Interrupted(at=self.history.at, signal=signal))
 
     @rule(rarely=RARELY)
     def end(self, rarely: bool) -> None:

@@ -77,7 +77,7 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
         for _ in range(2):  # within a second, they are one
             signal.raise_signal(number)
         agent.pipe.send.assert_called_once_with(DRAIN)
-        coordinator.pipe.send.assert_called_with(signal.SIGTERM)
+        coordinator.pipe.send.assert_called_with(number)
         coordinator.process.kill.assert_not_called()
         if ends == "another signal":
             launcher._signalled_s = [at_s - 2 * SAME_SIGNAL_S for at_s in launcher._signalled_s]

@@ -140,14 +140,17 @@ class Agent:
             term=term,
         )
 
-    def drain(self) -> bool:
+    def drain(self, number: signal.Signals = signal.SIGTERM) -> bool:
         """Ask the coordinator to drain this agent's workers; `serve` returns once they have left.
 
         If none would be left in the run, it ends with a checkpoint. Returns False if this agent is not connected.
+
+        Args:
+            number: the signal that asks for it: SIGTERM or SIGHUP.
         """
         if not self._is_connected:
             return False
-        self._connection.send(Drain())
+        self._connection.send(Drain.model_validate({"signal": number.name}))
         return True
 
     async def end_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -30,6 +31,7 @@ __all__ = ["Coordinator"]
 
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _REQUESTS: Final = 4  # of an object store, one after the other, may be slow before the end of the run
+_SAME_SIGNAL_S: Final = 1.0  # in which a batch system reaches all processes
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 
 
@@ -68,6 +70,7 @@ class Coordinator:
         self._last_sent: tuple[messages.Message, str] | None = None  # often all peers are sent the same message
         self._rejected = 0
         self._leadership = leadership
+        self._is_to_hand_over = self._is_leaving = False  # whether it will leave, or leaves, the run to another one
         self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
@@ -114,7 +117,7 @@ class Coordinator:
 
     def leads(self) -> bool:
         """Return whether this coordinator leads the run now."""
-        return self._leadership is None or self._leadership.holds()
+        return self._leadership is None or (self._leadership.holds() and not self._is_leaving)
 
     async def wait(self) -> RunStatus:
         """Return how the run ended, once it has; all records are written by then.
@@ -152,20 +155,38 @@ class Coordinator:
         if self._may_act(self.interrupt):
             self._handle(events.Interrupted(at=self._now()))
 
-    def terminate(self) -> None:
-        """End the run like `interrupt`, for whoever runs its machines; the user may resume it."""
-        if self._may_act(self.terminate):
-            self._handle(events.Interrupted(at=self._now(), is_termination=True))
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the run like `interrupt`, for whoever runs its machines and has sent a signal; the user may resume it."""
+        if self._may_act(partial(self.terminate, number)):
+            self._handle(events.Interrupted(at=self._now(), signal=number.name))
 
-    def hand_over(self) -> None:
-        """Leave the run to a coordinator that stands by, which leads after the lease; without one, `terminate`."""
-        if not self._may_act(self.hand_over):
+    def hand_over(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Leave the run to a coordinator that stands by; without one, `terminate`."""
+        if not self._may_act(partial(self.hand_over, number)):
             return
-        standbys, is_ending = self.state.standbys, self.state.ending is not None or self.state.phase is Phase.OVER
-        if standbys and not is_ending:
-            self._depose(DeposedError(self._term, " or ".join(standbys.values())))
-        else:
-            self.terminate()
+        if not self.state.standbys or self._is_ending or self._leadership is None:
+            self.terminate(number)
+        elif not self._is_to_hand_over:
+            self._is_to_hand_over = True
+            self._begin_task(self._hand_over(number, self._leadership))
+
+    async def _hand_over(self, number: signal.Signals, leadership: Leadership) -> None:
+        """Wait until it is known whether the signal has reached others, too; then release the term, or `terminate`."""
+        await asyncio.sleep(_SAME_SIGNAL_S)
+        self._is_to_hand_over = False
+        if self._is_ending:
+            return
+        if not (standbys := self.state.standbys):
+            self.terminate(number)
+            return
+        self._is_leaving = True
+        await self._recorder.catch_up()
+        await leadership.release()
+        self._depose(DeposedError(self._term, " or ".join(standbys.values())))
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.state.ending is not None or self.state.phase is Phase.OVER
 
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
@@ -213,6 +234,8 @@ class Coordinator:
                 peer.drop()
 
     def _regained(self) -> None:
+        if self._is_leaving:
+            return
         deferred, self._deferred = self._deferred, deque()
         self._handle(events.TermClaimed(at=self._now(), term=self._term))
         for call in deferred:

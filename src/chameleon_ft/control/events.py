@@ -167,9 +167,9 @@ class OperationsMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted(Event):
-    """The user wants the run to end, or with `is_termination`, whoever runs its machines."""
+    """The user wants the run to end, or if there is a `signal`, whoever runs its machines; SIGTERM or SIGHUP."""
 
-    is_termination: bool = False
+    signal: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

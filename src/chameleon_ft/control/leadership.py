@@ -4,7 +4,8 @@ Leadership is a term, see `lease`. What keeps two coordinators from leading at t
 
 - A leader acts only while `Tenure.holds`: by its own clock, its newest renewal began less than the lease ago.
 - Another coordinator claims the next term only once the number of renewals has not changed for the lease by the clock
-  of that coordinator, which began to count after the renewal had. Or it knows that the process has ended.
+  of that coordinator, which began to count after the renewal had. Or it knows that the process has ended, or has
+  released its term, after which that one does nothing.
 - A leader whose tenure has run out, for example because its process was stopped, does nothing until it has claimed the
   next term itself, and ends if another coordinator has.
 
@@ -136,8 +137,15 @@ class Leadership:
         """Do not lead any more: another coordinator does."""
         self._is_over = True
 
+    async def release(self) -> None:
+        """Do not lead any more, so that another coordinator can claim the next term at once; or after the lease."""
+        self.end()
+        with contextlib.suppress(LeaseError, TimeoutError):
+            async with asyncio.timeout(self._tenure.lease_s):
+                await self._lease.release(self.claim)
+
     async def keep(self, regained: Callable[[], None], lapsed: Callable[[], None]) -> None:
-        """Renew the term until another coordinator leads.
+        """Renew the term until another coordinator leads, or it is released.
 
         Args:
             regained: called after the tenure had run out, and this coordinator has claimed the next term.
@@ -146,7 +154,7 @@ class Leadership:
         Raises:
             DeposedError: another coordinator leads.
         """
-        while True:
+        while not self._is_over:
             if not self.holds():
                 lapsed()
                 await self._regain()
@@ -204,7 +212,8 @@ async def wait_for_silence(
 ) -> Claim | None:
     """Wait until the leader of a run is gone, and return its claim; None if no term was claimed.
 
-    It is gone if it has shown no sign of life for `lease_s`, or was a process of this host that has ended.
+    It is gone if it has shown no sign of life for `lease_s`, was a process of this host that has ended, or has released
+    its term.
 
     Args:
         lives: called with the claim of a leader at each sign of life.
@@ -212,7 +221,7 @@ async def wait_for_silence(
     found = await lease.newest()
     began_s = time.monotonic()
     watch = Watch(lease_s, found, began_s)
-    while (claim := watch.claim) is not None and not claim.has_ended() and not watch.is_silent(began_s):
+    while (claim := watch.claim) is not None and not claim.is_left() and not watch.is_silent(began_s):
         await asyncio.sleep(lease_s / POLLS)
         looked_s = time.monotonic()
         with contextlib.suppress(LeaseError):  # a look that fails says nothing about the leader

@@ -110,8 +110,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
             draft.set(faults=faults)
-        case events.Interrupted(is_termination=is_termination):
-            endings.request(draft, "terminated" if is_termination else "interrupted")
+        case events.Interrupted(signal=signal):
+            endings.request(draft, "terminated" if signal else "interrupted", signal)
         case events.EndRequested(status=status, reason=reason):
             incidents.end(draft, status, reason)
     return draft.state, tuple(draft.commands)

@@ -99,11 +99,11 @@ async def _run_agent(
         if standby is not None:
             standby.send(signal.SIGINT)
 
-    def terminate() -> None:
+    def terminate(number: signal.Signals) -> None:
         nonlocal terminated_s
         if standby is not None and serving.done():
-            standby.send(signal.SIGTERM)
-        if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain()):
+            standby.send(number)
+        if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain(number)):
             serving.cancel()
         elif terminated_s == math.inf and not serving.done():
             print("draining the workers of this agent; SIGTERM or Ctrl-C ends them at once", flush=True)

@@ -51,8 +51,8 @@ def run_coordinator(
             match order:
                 case signal.SIGINT:
                     interrupts.request("launcher")
-                case signal.SIGTERM:
-                    coordinator.terminate()
+                case signal.Signals():
+                    coordinator.terminate(order)
                 case str():
                     coordinator.end("failed", order)
                 case bytes():
@@ -73,7 +73,14 @@ def run_coordinator(
             return leadership
         view = TerminalView(steps=start.config.steps, files=str(start.run.path))
         return await serve_run(
-            start, control, listener=listener, view=view, beside=obey, processes=FORK, leadership=leadership
+            start,
+            control,
+            listener=listener,
+            view=view,
+            beside=obey,
+            processes=FORK,
+            leadership=leadership,
+            terminate=Coordinator.terminate,  # all workers of the run are on this machine, and end with it
         )
 
     control = replace(control, pid=os.getpid())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -140,7 +141,7 @@ async def serve_run(
     beside: Beside,
     processes: BaseContext,
     leadership: Leadership | None = None,
-    terminate: Callable[[Coordinator], None] = Coordinator.terminate,
+    terminate: Callable[[Coordinator, signal.Signals], None] = Coordinator.hand_over,
 ) -> RunStatus:
     """Coordinate a run until it ends.
 
@@ -149,7 +150,7 @@ async def serve_run(
         beside: entered once the coordinator listens.
         processes: starts the process of background work.
         leadership: a term that this process has claimed to continue the run of another coordinator; None: begin it.
-        terminate: called when this process is asked to end.
+        terminate: called when this process is asked to end; by default it leaves the run to one that stands by.
 
     Raises:
         DeposedError: another coordinator leads, or is to lead.

@@ -243,7 +243,7 @@ class _Launcher:
         waited_s = time.monotonic() - self._signalled_s[0]
         number = 1 + sum(after > before + SAME_SIGNAL_S for before, after in itertools.pairwise(self._signalled_s))
         has_begun, lease_s = self._silent_s is not None, self._start.config.control.lease_s
-        is_termination = self._signals[-1] == signal.SIGTERM
+        is_termination = self._signals[-1] != signal.SIGINT
         if number <= _MOST_SIGNALS and has_begun:
             return
         if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():

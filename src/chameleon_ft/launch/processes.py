@@ -151,8 +151,10 @@ def signals_deferred() -> Iterator[None]:
 
 
 @contextmanager
-def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], object]) -> Iterator[None]:
-    """Call these functions at signals inside the block.
+def signals_handled(
+    *, interrupt: Callable[[], object], terminate: Callable[[signal.Signals], object]
+) -> Iterator[None]:
+    """Call these functions at signals inside the block: `terminate` at SIGTERM and SIGHUP.
 
     After it, SIGTERM and SIGHUP are ignored until `unattended` restores them: it is decided how this process ends. In
     another thread than the main one, in which Python handles signals, nothing is called.
@@ -161,8 +163,9 @@ def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], 
         yield
         return
     loop, endings = asyncio.get_running_loop(), terminations()
-    for number in (signal.SIGINT, *endings):
-        loop.add_signal_handler(number, interrupt if number == signal.SIGINT else terminate)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for number in endings:
+        loop.add_signal_handler(number, terminate, number)
     try:
         yield
     finally:
@@ -175,14 +178,18 @@ def signals_handled(*, interrupt: Callable[[], object], terminate: Callable[[], 
 
 @contextmanager
 def signals_passed_to(handler: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `handler` with SIGINT, or with SIGTERM at any signal that asks to end, inside the block.
+    """Call `handler` with each SIGINT, SIGTERM and SIGHUP inside the block.
 
-    After it, the latter are ignored until `unattended` restores them: it is decided how this process ends.
+    After it, the latter two are ignored until `unattended` restores them: it is decided how this process ends.
     """
+
+    def handle(number: int, _: object) -> None:
+        handler(signal.Signals(number))
+
     endings = terminations()
-    before = signal.signal(signal.SIGINT, lambda *_: handler(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, handle)
     for number in endings:
-        signal.signal(number, lambda *_: handler(signal.SIGTERM))
+        signal.signal(number, handle)
     try:
         yield
     finally:

@@ -18,7 +18,6 @@ from websockets.asyncio.server import Server, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.leadership import POLLS, Leadership, wait_for_silence
 from chameleon_ft.control.lease import Lease, lease_of
@@ -78,7 +77,6 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
                 beside=_alone,
                 processes=get_context("spawn"),
                 leadership=leadership,
-                terminate=Coordinator.hand_over,
             )
 
     return run_coordinator(stood_by())

@@ -143,9 +143,9 @@ class ControlClient:
         """Wait until everything sent so far has been handed to the network."""
         asyncio.run_coroutine_threadsafe(self._connection.flush(), self._loop).result(timeout_s)
 
-    def drain(self) -> None:
-        """Ask the coordinator to take this rank out of the run; it trains on until told to exit."""
-        self.send(Drain())
+    def drain(self, number: signal.Signals) -> None:
+        """Ask the coordinator to take this rank out of the run because of a signal; it trains on until told to exit."""
+        self.send(Drain.model_validate({"signal": number.name}))
 
     def disconnect(self) -> None:
         """Cut the connection without a word, as a lost network would."""

@@ -141,7 +141,7 @@ def _drain_on_termination(client: ControlClient) -> None:
     """
     own, first_s = os.getpid(), math.inf
 
-    def drain(*_: object) -> None:
+    def drain(number: int, _: object) -> None:
         nonlocal first_s
         now = time.monotonic()
         if os.getpid() != own or now - first_s > SAME_SIGNAL_S:  # a process that the job has forked has no connection
@@ -149,7 +149,7 @@ def _drain_on_termination(client: ControlClient) -> None:
             signal.raise_signal(signal.SIGTERM)
         elif first_s == math.inf:
             first_s = now
-            client.drain()
+            client.drain(signal.Signals(number))
 
     for number in terminations():
         signal.signal(number, drain)

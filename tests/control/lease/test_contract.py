@@ -108,6 +108,27 @@ def test_renewals_grow_for_all_to_see_until_a_higher_term_is_claimed(place: Plac
     asyncio.run(scene())
 
 
+def test_a_term_that_is_released_is_seen_to_be(place: Place) -> None:
+    async def scene() -> None:
+        leader, other = place.lease(), place.lease()
+        assert await leader.claim(claim_of(1))
+        assert not (await newest_of(other)).is_left()
+        await leader.release(claim_of(1))
+        assert (await newest_of(other)).is_left()
+        await leader.renew(claim_of(1))  # that was under way
+        assert (await newest_of(other)).is_left()
+        assert await other.claim(claim_of(2, contender=1))
+        assert not (await newest_of(leader)).is_left()
+
+    asyncio.run(scene())
+
+
+async def newest_of(lease: Lease) -> Claim:
+    claim = await lease.newest()
+    assert claim is not None
+    return claim
+
+
 def test_a_term_of_another_process_cannot_be_renewed(place: Place) -> None:
     async def scene() -> None:
         assert await place.lease().claim(claim_of(1))
@@ -159,7 +180,7 @@ def test_the_process_of_a_claim_is_this_one() -> None:
     claim = Claim.of_this_process(term=2, address="10.0.0.1:29400")
     assert claim.pid == os.getpid()
     assert claim.host.split()[0] == socket.gethostname()
-    assert not claim.has_ended()
+    assert not claim.is_left()
     assert Claim.from_json(claim.to_json()) == claim
 
 
@@ -167,9 +188,9 @@ def test_only_a_process_that_would_be_seen_here_is_known_to_have_ended() -> None
     with subprocess.Popen(["true"]) as process:
         process.wait()
     claim = replace(Claim.of_this_process(term=2, address="10.0.0.1:29400"), pid=process.pid)
-    assert claim.has_ended()
+    assert claim.is_left()
     for host in (socket.gethostname(), f"{claim.host}1", "other"):
-        assert not replace(claim, host=host).has_ended(), "a container may have the name of its host"
+        assert not replace(claim, host=host).is_left(), "a container may have the name of its host"
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     workers = _named_workers(draft.state, message) if own is None else own
     if own is not None and _needs_all(draft.state, workers):
         draft.do(Send(connection, message))
-        endings.request(draft, "terminated")
+        endings.request(draft, "terminated", message.signal)
         return
     if own is None and (reason := _reason_against(draft.state, message, workers)) is not None:
         draft.do(Send(connection, Refused(reason=reason)))
         return
     if own is not None:
-        draft.set(members=draft.state.members.with_drain_request(connection))
+        draft.set(members=draft.state.members.with_drain_request(connection, message.signal))
     is_new = any(not worker.draining for worker in workers)
     for worker in workers:
         draft.change_worker(worker, draining=True)
@@ -139,10 +139,10 @@ def give_up(draft: Draft, reason: str) -> None:
     message = f"there is no plan without the workers {names}, which stay: {reason}; drain fewer, or add others first"
     draft.record("drain_failed", workers=kept, reason=reason, message=message)
     members = draft.state.members
-    ends = (end for number in kept for end in (members[number].agent, members[number].connection))
-    requests = members.drain_requests.intersection(ends)
-    if requests:
-        endings.request(draft, "terminated")
+    ends = [end for number in kept for end in (members[number].agent, members[number].connection) if end is not None]
+    signals = [members.drain_requests[end] for end in ends if end in members.drain_requests]
+    if signals:
+        endings.request(draft, "terminated", signals[0])
 
 
 def release(draft: Draft) -> None:

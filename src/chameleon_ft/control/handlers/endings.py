@@ -15,18 +15,21 @@ __all__ = ["UNSAVED", "finish", "finished", "request"]
 _SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
 UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
 """The last words on a run whose last state is in no checkpoint."""
-_BY: Final[dict[RunStatus, str]] = {"interrupted": "interrupted by the user", "terminated": "terminated by SIGTERM"}
 
 
-def request(draft: Draft, status: RunStatus) -> None:
-    """End the run after the current step with a checkpoint; if asked again, or before training, at once."""
+def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
+    """End the run after the current step with a checkpoint; if asked again, or before training, at once.
+
+    Args:
+        signal: that asks for it, if the run is terminated.
+    """
     state, now = draft.state, draft.at.monotonic_s
     if status == state.ending == "terminated" and now - state.ending_since_s < _SAME_S:
         return
     if state.nothing_trained or state.ending is not None:
-        incidents.end(draft, status, _BY[status])
+        incidents.end(draft, status, _by(status, signal))
         return
-    draft.set(ending=status, ending_since_s=now)
+    draft.set(ending=status, ending_signal=signal, ending_since_s=now)
     name = "interrupt" if status == "interrupted" else "termination"
     draft.record(name, message="ending after this step with a checkpoint; again to end at once")
     draft.tell_live(Finish())
@@ -36,7 +39,7 @@ def finish(draft: Draft, connection: int, message: Finish) -> None:
     """Answer a command that asks for the end of the run, and end it; asking again changes nothing."""
     draft.do(Send(connection, message))
     if message.at_once:
-        incidents.end(draft, "interrupted", _BY["interrupted"])
+        incidents.end(draft, "interrupted", _by("interrupted"))
     elif draft.state.ending is None:
         request(draft, "interrupted")
 
@@ -62,4 +65,8 @@ def _end(draft: Draft) -> None:
     else:
         status = state.ending or "interrupted"
         how = "with a checkpoint" if is_saved else f"but {UNSAVED}"
-        incidents.end(draft, status, f"{_BY[status]}, {how}")
+        incidents.end(draft, status, f"{_by(status, state.ending_signal)}, {how}")
+
+
+def _by(status: RunStatus, signal: str = "") -> str:
+    return f"terminated by {signal}" if status == "terminated" else "interrupted by the user"

@@ -117,7 +117,8 @@ def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None
         draft.do(Send(agent, Exit(reason=reason, is_drained=True)))
         draft.set(members=members.fence_connection(agent))
     elif is_leaving:
-        draft.set(members=members.with_drain_request(agent) if before in members.drain_requests else members)
+        if before is not None and (signal := members.drain_requests.get(before)) is not None:
+            draft.set(members=members.with_drain_request(agent, signal))
         joined(draft, agent, hello.model_copy(update={"slots": len(live)}))
     else:
         joined(draft, agent, hello)

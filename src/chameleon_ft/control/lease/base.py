@@ -36,6 +36,7 @@ class Claim:
             host may have the same name.
         pid: its process.
         renewals: grows with each renewal, by any amount. Only its changes mean something.
+        is_released: whether the coordinator has left the run to another one.
     """
 
     term: int
@@ -43,6 +44,7 @@ class Claim:
     host: str
     pid: int
     renewals: int = 0
+    is_released: bool = False
 
     def __post_init__(self) -> None:
         numbers = {"term": (self.term, 1), "pid": (self.pid, 1), "renewals": (self.renewals, 0)}
@@ -63,9 +65,9 @@ class Claim:
         """Return whether both are of one term and one process, whatever the renewals."""
         return other is not None and self._identity() == other._identity()
 
-    def has_ended(self) -> bool:
-        """Return whether its process is known to have ended, because this one would see it otherwise."""
-        return self.host == _own_host() and not Path(f"/proc/{self.pid}").exists()
+    def is_left(self) -> bool:
+        """Return whether it is released, or its process has ended: on this host, this one would see it otherwise."""
+        return self.is_released or (self.host == _own_host() and not Path(f"/proc/{self.pid}").exists())
 
     def to_json(self) -> str:
         """Return the claim as one JSON object."""
@@ -103,6 +105,9 @@ class Lease(Protocol):
 
         A claim that was removed from the place is made again. `claim.renewals` is not used.
         """
+
+    async def release(self, claim: Claim) -> None:
+        """Note that the coordinator of a claim has left the run to another one."""
 
 
 def _own_host() -> str:

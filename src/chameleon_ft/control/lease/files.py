@@ -24,6 +24,7 @@ class FileLease:
     where the exclusive creation of a file need not be (see open(2), O_EXCL). A renewal sets the modification time of
     the file to a later second, so that a full disk does not take the leadership away; this time is no measure of
     anything. Readers open the file first, because an NFS client asks the server for the times of a file that it opens.
+    A claim is released by a file beside it, as terms/000001.released.
 
     An NFS client may list a directory as it was up to a minute ago. A reader then sees an old term for so long, but
     cannot claim one that is taken.
@@ -50,6 +51,10 @@ class FileLease:
         A claim that was removed is made again.
         """
         return await in_thread(lambda: self._renew(claim))
+
+    async def release(self, claim: Claim) -> None:
+        """Note that the coordinator of a claim has left the run to another one."""
+        await in_thread(lambda: self._release(claim))
 
     def _newest(self) -> Claim | None:
         with self._told():
@@ -89,13 +94,17 @@ class FileLease:
             os.utime(self._path(claim.term), (renewed_s, renewed_s))
             return self._last_term() == claim.term
 
+    def _release(self, claim: Claim) -> None:
+        with self._told():
+            self._release_of(claim.term).touch()
+
     def _read(self, term: int) -> Claim:
         path = self._path(term)
         with path.open(encoding="utf-8", errors="replace") as file:
             renewals = int(os.fstat(file.fileno()).st_mtime)
             content = file.read()
         try:
-            return replace(Claim.from_json(content), renewals=renewals)
+            return replace(Claim.from_json(content), renewals=renewals, is_released=self._release_of(term).exists())
         except LeaseError as error:
             raise LeaseError(f"{path}: {error}; remove the file if no coordinator of the run is alive") from None
 
@@ -106,6 +115,9 @@ class FileLease:
 
     def _path(self, term: int) -> Path:
         return self._directory / f"{term:06}.json"
+
+    def _release_of(self, term: int) -> Path:
+        return self._path(term).with_suffix(".released")
 
     def _sync(self) -> None:
         """Have the names of the directory on the disk."""

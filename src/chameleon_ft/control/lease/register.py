@@ -37,6 +37,10 @@ class RegisterLease(ABC, Generic[_Version]):
         """
         return await in_thread(lambda: self._claim(claim, is_renewal=True))
 
+    async def release(self, claim: Claim) -> None:
+        """Note that the coordinator of a claim has left the run to another one."""
+        await in_thread(lambda: self._claim(replace(claim, is_released=True), is_renewal=True))
+
     @abstractmethod
     def _read(self) -> tuple[Claim | None, _Version]:
         """Return the value and its version, which is another one after each write. Raises LeaseError."""
@@ -52,7 +56,8 @@ class RegisterLease(ABC, Generic[_Version]):
             if current is not None and claim.is_same_leader(current):
                 if not is_renewal:
                     return True
-                following = replace(current, renewals=current.renewals + 1)
+                is_released = current.is_released or claim.is_released
+                following = replace(current, renewals=current.renewals + 1, is_released=is_released)
             elif current is not None and current.term >= claim.term:
                 return False
             if self._swap(following, version):

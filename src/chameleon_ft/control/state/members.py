@@ -64,12 +64,13 @@ class Members:
     agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
     fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
     drained_agents: frozenset[int] = frozenset()  # of these, connections of agents that were told to exit
-    drain_requests: frozenset[int] = frozenset()  # connections of agents and workers that asked to be drained
+    drain_requests: Mapping[int, str] = FrozenMap({})  # connection of an agent or a worker to be drained -> its signal
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
         object.__setattr__(self, "agents", FrozenMap(self.agents))
         object.__setattr__(self, "agent_ids", FrozenMap(self.agent_ids))
+        object.__setattr__(self, "drain_requests", FrozenMap(self.drain_requests))
 
     def __getitem__(self, worker: int) -> Worker:
         return self.workers[worker]
@@ -251,7 +252,7 @@ class Members:
             former=tuple(map(moved, self.former)),
             agents={connection if each == before else each: host for each, host in self.agents.items()},
             agent_ids={name: connection if each == before else each for name, each in self.agent_ids.items()},
-            drain_requests=frozenset(connection if each == before else each for each in self.drain_requests),
+            drain_requests={connection if each == before else each: name for each, name in self.drain_requests.items()},
         )
 
     def without_agent(self, agent: int) -> Self:
@@ -273,9 +274,9 @@ class Members:
         members = self.without_agent(agent).fence_connection(agent)
         return replace(members, drained_agents=members.drained_agents | {agent})
 
-    def with_drain_request(self, connection: int) -> Self:
-        """Note that an agent or a worker has asked to be drained."""
-        return replace(self, drain_requests=self.drain_requests | {connection})
+    def with_drain_request(self, connection: int, signal: str) -> Self:
+        """Note that an agent or a worker has asked to be drained, because of a signal."""
+        return replace(self, drain_requests=updated(self.drain_requests, {connection: signal}))
 
     def fence(self, worker: int) -> Self:
         """Mark a worker as lost, and ignore its connection from now on."""

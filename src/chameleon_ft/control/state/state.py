@@ -141,6 +141,7 @@ class State:
     health: Health = Health()  # noqa: RUF009 - frozen
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
     ending: RunStatus | None = None  # the status with which the run is to end after the current step; None: it goes on
+    ending_signal: str = ""  # that has asked for it, if the run is terminated
     ending_since_s: float = 0.0  # since when, in monotonic seconds
     term: int = 0  # in which this coordinator leads
     standbys: Mapping[int, str] = FrozenMap({})  # connection -> address of each coordinator that stands by

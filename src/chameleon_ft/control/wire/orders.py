@@ -280,11 +280,14 @@ class Drain(Message):
 
     An agent names none and means all of its workers; a rank, likewise, means itself. The answer is this message with
     all workers that it concerns, or `Refused`, which may follow later: there is no plan without them, and they stay.
+
+    `signal`: which one the agent or the rank has received.
     """
 
     type: Literal["drain"] = "drain"
     workers: tuple[int, ...] = ()
     host: str | None = None
+    signal: Literal["SIGTERM", "SIGHUP"] = "SIGTERM"
 
 
 class Examine(Message):

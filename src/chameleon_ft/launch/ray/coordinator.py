@@ -141,7 +141,7 @@ class CoordinatorActor:
             if number == signal.SIGINT:
                 self._interrupts.request("driver")
             else:
-                self._coordinator.terminate()
+                self._coordinator.terminate(number)
         self._obeyed = max(self._obeyed, len(self._signals))
 
     async def _watch_driver(self) -> None:
