@@ -85,9 +85,12 @@ async def test_orders_wait_if_the_term_runs_out_while_they_are_worked_out(stage:
     stage.coordinator._journal = cast(Any, SimpleNamespace(write=write))
     stage.reap(1)
     assert stage.ranks[0].count(Stop) == 0
-    stage.coordinator._journal = None
+    lost: list[int] = []
+    journal = SimpleNamespace(write=lambda *_, **__: lost.append(len(stage.events("lost"))))
+    stage.coordinator._journal = cast(Any, journal)
     term.regain()
     assert stage.ranks[0].count(Stop) == 1
+    assert lost[0] == 1, "the next entry of the journal does not have that record"
 
 
 @scene()

@@ -73,6 +73,7 @@ class Leader:
         self.holds, self.is_over = True, False
         self.stops_before_orders = False
         self.deferred: list[Callable[[], None]] = []
+        self.late_orders: tuple[Command, ...] = ()
         self.received: dict[int, int] = {}
         self.files = FileQueue(may_write=lambda: self.holds)
         self.journal = Journal(run.journal_file(term), self.files)
@@ -84,7 +85,7 @@ class Leader:
         self.state = state
         if self.stops_before_orders:
             self.stops_before_orders = self.holds = False
-            self.deferred += [partial(self.execute, order) for order in orders]
+            self.late_orders = orders
             return
         for order in orders:
             self.execute(order)
@@ -100,6 +101,9 @@ class Leader:
     def regain(self) -> None:
         """Lead again, in the next term."""
         self.holds, self.term = True, self.term + 1
+        late_orders, self.late_orders = self.late_orders, ()
+        for order in late_orders:
+            self.execute(order)
         deferred, self.deferred = self.deferred, []
         self.handle(TermClaimed(at=AT, term=self.term))
         while deferred and self.holds:

@@ -72,6 +72,7 @@ class Coordinator:
         self._leadership = leadership
         self._is_to_hand_over = self._is_leaving = False  # whether it will leave, or leaves, the run to another one
         self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
+        self._late_orders: Callable[[], None] | None = None  # likewise, of an event that is in the journal
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
@@ -219,7 +220,7 @@ class Coordinator:
 
     def _may_act(self, call: Callable[[], None]) -> bool:
         """Return whether this coordinator leads; if not, `call` is made once it leads again."""
-        if self.leads() and not self._deferred:
+        if self.leads() and not self._deferred and self._late_orders is None:
             return True
         self._deferred.append(call)
         return False
@@ -236,10 +237,19 @@ class Coordinator:
     def _regained(self) -> None:
         if self._is_leaving:
             return
+        self._carry_out_late_orders()
+        if self._late_orders is not None:
+            return  # it does not lead any more
         deferred, self._deferred = self._deferred, deque()
         self._handle(events.TermClaimed(at=self._now(), term=self._term))
         for call in deferred:
             call()
+
+    def _carry_out_late_orders(self) -> None:
+        """Do that before anything else: the journal tells another coordinator only the records of its last entry."""
+        late_orders, self._late_orders = self._late_orders, None
+        if late_orders is not None:
+            late_orders()
 
     def _depose(self, error: DeposedError) -> None:
         if self._leadership is not None:
@@ -347,10 +357,10 @@ class Coordinator:
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)
             # The process may have been stopped since the event, for so long that another coordinator leads.
-            if not orders or self._may_act(partial(self._carry_out, orders, waiting, is_late=True)):
-                self._carry_out(orders, waiting)
-            else:
+            if orders and not self.leads():
+                self._late_orders = partial(self._carry_out, orders, waiting, is_late=True)
                 return
+            self._carry_out(orders, waiting)
 
     def _carry_out(
         self, orders: Iterable[commands.Command], waiting: deque[events.Event], *, is_late: bool = False
