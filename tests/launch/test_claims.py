@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +52,8 @@ def test_of_two_that_resume_a_run_at_once_one_leads_and_the_other_says_so(tmp_pa
         (leader,) = (each for each in found if isinstance(each, Leadership))
         (error,) = (each for each in found if isinstance(each, LiveRunError))
         assert (leader.term, leader.holds()) == (5, True)
-        assert f"{first.run.path}: this run is still live in process " in str(error)
+        holder = f"process {os.getpid()} on {socket.gethostname()}, which leads in term 5"
+        assert f"{first.run.path}: this run is still live in {holder}; " in str(error)
         newest = await lease_of(first.config, first.run).newest()
         assert newest is not None
         assert newest.is_same_leader(leader.claim), "no harm is done to it"

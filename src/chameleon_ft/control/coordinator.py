@@ -16,6 +16,7 @@ from chameleon_ft.control import commands, events
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.handlers import endings
+from chameleon_ft.control.handlers.endings import SAME_S
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.state.incident import Fault
@@ -31,7 +32,6 @@ __all__ = ["Coordinator"]
 
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _REQUESTS: Final = 4  # of an object store, one after the other, may be slow before the end of the run
-_SAME_SIGNAL_S: Final = 1.0  # in which a batch system reaches all processes
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 
 
@@ -173,7 +173,7 @@ class Coordinator:
 
     async def _hand_over(self, number: signal.Signals, leadership: Leadership) -> None:
         """Wait until it is known whether the signal has reached others, too; then release the term, or `terminate`."""
-        await asyncio.sleep(_SAME_SIGNAL_S)
+        await asyncio.sleep(SAME_S)
         self._is_to_hand_over = False
         if self._is_ending:
             return

@@ -212,7 +212,9 @@ async def _claim(start: RunStart, address: str) -> Leadership:
     lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
 
     def lives(claim: Claim) -> NoReturn:
-        raise LiveRunError(start.run.path, f"process {claim.pid} on {claim.host}, which leads in term {claim.term}")
+        raise LiveRunError(
+            start.run.path, f"process {claim.pid} on {claim.host.split()[0]}, which leads in term {claim.term}"
+        )
 
     while True:
         before = await lease.newest()

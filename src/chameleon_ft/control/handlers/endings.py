@@ -10,9 +10,10 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["UNSAVED", "finish", "finished", "request"]
+__all__ = ["SAME_S", "UNSAVED", "finish", "finished", "request"]
 
-_SAME_S: Final = 1.0  # a batch system sends SIGTERM to all processes, some of which pass it on
+SAME_S: Final = 1.0
+"""Seconds in which signals count once: a batch system sends SIGTERM to all processes, some of which pass it on."""
 UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
 """The last words on a run whose last state is in no checkpoint."""
 
@@ -24,7 +25,7 @@ def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
         signal: that asks for it, if the run is terminated.
     """
     state, now = draft.state, draft.at.monotonic_s
-    if status == state.ending == "terminated" and now - state.ending_since_s < _SAME_S:
+    if status == state.ending == "terminated" and now - state.ending_since_s < SAME_S:
         return
     if state.nothing_trained or state.ending is not None:
         incidents.end(draft, status, _by(status, signal))
