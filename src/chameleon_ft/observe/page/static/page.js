@@ -168,13 +168,15 @@ function addNews(all) {
 }
 
 async function loadIncidents() {
-  const answer = await fetch("/api/incidents");
+  const answer = await fetch("/api/incidents").catch(() => null);
+  if (!answer) return; // the stream ends, too, and all is loaded anew when the page is there again
   const found = await answer.json();
   showIncidents($("incident-list"), answer.ok ? found : [], answer.ok ? "" : found.error);
 }
 
 async function loadSchedule() {
-  const answer = await fetch("/api/schedule");
+  const answer = await fetch("/api/schedule").catch(() => null);
+  if (!answer) return;
   const found = await answer.json();
   if (!answer.ok || !found) {
     $("schedule-facts").textContent = found?.error ?? "No whole step has been recorded yet; a run records some if timelines.every is above 0.";
