@@ -57,7 +57,7 @@ from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["Measured"]
+__all__ = ["Measured", "measure"]
 
 _STAGES: Final = 8
 _PER_HOST: Final = 8
@@ -157,7 +157,8 @@ def main() -> int:
     measured = []
     for ranks in given.ranks:
         progress(f"{ranks} ranks")
-        measured.append(neighbours.undisturbed(partial(_measure, ranks, given), folder / str(ranks)))
+        one = partial(measure, ranks, losses=given.losses, heartbeats_s=given.heartbeats_s)
+        measured.append(neighbours.undisturbed(one, folder / str(ranks)))
     if given.picture is not None:
         draw(given.picture, measured)
     report = Report(
@@ -180,7 +181,13 @@ def main() -> int:
     return report.emit(folder, as_json=given.json)
 
 
-def _measure(ranks: int, given: argparse.Namespace, folder: Path) -> Measured:
+def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Measured:
+    """Measure the control plane of a run with so many ranks, whose directory is then `folder / "run"`.
+
+    Args:
+        losses: ranks that are lost, one after the other.
+        heartbeats_s: seconds for which heartbeats are measured.
+    """
     folder.mkdir()
     run = RunDirectory(folder / "run")
     config = write_config(_config(ranks), folder / "config.toml")
@@ -194,32 +201,32 @@ def _measure(ranks: int, given: argparse.Namespace, folder: Path) -> Measured:
         joined_s = peers.last("orders", generation) - begun_s
         peers.last("started", generation)
         _rest(coordinator)
-        heartbeats = _share(coordinator, given.heartbeats_s)
+        heartbeats = _share(coordinator, heartbeats_s)
         before_s = _processor_s(coordinator)
         for step in range(_STEPS):
             peers.step(step)
             peers.last("committed", step)
         _rest(coordinator)
         step_s = (_processor_s(coordinator) - before_s) / _STEPS
-        losses, processor_s = [], []
-        for number in range(given.losses):
+        losses_s, processor_s = [], []
+        for number in range(losses):
             generation += 1
             before_s = _processor_s(coordinator)
             noticed_s = peers.lose(number % _STAGES + number * _APART * _STAGES % ranks)
-            losses.append(peers.last("orders", generation) - noticed_s)
+            losses_s.append(peers.last("orders", generation) - noticed_s)
             processor_s.append(_processor_s(coordinator) - before_s)
             peers.last("started", generation)
             peers.step(_STEPS + number)
             peers.last("committed", _STEPS + number)
             _rest(coordinator)
-            progress(f"{ranks} ranks: loss {losses[-1]:.2f} s")
+            progress(f"{ranks} ranks: loss {losses_s[-1]:.2f} s")
         helpers = sum(each.memory_info().rss for each in coordinator.children(recursive=True))
         return Measured(
             ranks=ranks,
             joined_s=joined_s,
             heartbeats=heartbeats,
             step_s=step_s,
-            losses=Spread(tuple(losses)),
+            losses=Spread(tuple(losses_s)),
             loss_processor_s=statistics.median(processor_s),
             peak_bytes=_peak_bytes(coordinator.pid),
             helper_bytes=helpers,
