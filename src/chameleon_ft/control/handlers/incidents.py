@@ -107,7 +107,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
         return
-    if number in state.finished and state.next is None:
+    if state.phase is Phase.TRAINING and number in state.finished and state.next is None:
         message = f"worker {number} has left after it had finished: {cause}"
         draft.record("left", worker=number, step=state.committed, cause=cause, message=message)
         return
