@@ -120,18 +120,28 @@ class _Ranks:
         """Return when the first process has told this, once all have."""
         return min(self._times(name, about, processes=len(self._processes)))
 
+    def next_generation(self, after: int) -> int:
+        """Return the next generation that the first ranks get orders of: one may have been prepared in between."""
+        until_s = time.monotonic() + _LONGEST_S
+        while not (begun := [about for name, about in self._seen if name == "orders" and about > after]):
+            self._hear(f"orders after {after}", until_s)
+        return min(begun)
+
     def _times(self, name: str, about: int, *, processes: int) -> list[float]:
         """Return when so many processes have told this; one may be ahead, and have told what comes later."""
-        found, until_s = self._seen[name, about], time.monotonic() + _LONGEST_S
-        while len(found) < processes:
-            try:
-                told = self._told.get(timeout=max(0.0, until_s - time.monotonic()))
-            except queue.Empty:
-                raise SystemExit(f"{name} {about}: not all ranks have come so far within {_LONGEST_S:g} s") from None
-            if told is None:
-                raise SystemExit(f"{name} {about}: a process of ranks has ended; see ranks-*.txt")
-            self._seen[told.name, told.about].append(told.at_s)
+        until_s = time.monotonic() + _LONGEST_S
+        while len(found := self._seen.get((name, about), [])) < processes:
+            self._hear(f"{name} {about}", until_s)
         return found
+
+    def _hear(self, awaited: str, until_s: float) -> None:
+        try:
+            told = self._told.get(timeout=max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            raise SystemExit(f"{awaited}: not all ranks have come so far within {_LONGEST_S:g} s") from None
+        if told is None:
+            raise SystemExit(f"{awaited}: a process of ranks has ended; see ranks-*.txt")
+        self._seen[told.name, told.about].append(told.at_s)
 
     def step(self, number: int) -> None:
         """Have all ranks commit a step."""
@@ -210,9 +220,9 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
         step_s = (_processor_s(coordinator) - before_s) / _STEPS
         losses_s, processor_s = [], []
         for number in range(losses):
-            generation += 1
             before_s = _processor_s(coordinator)
             noticed_s = peers.lose(number % _STAGES + number * _APART * _STAGES % ranks)
+            generation = peers.next_generation(generation)
             losses_s.append(peers.last("orders", generation) - noticed_s)
             processor_s.append(_processor_s(coordinator) - before_s)
             peers.last("started", generation)
