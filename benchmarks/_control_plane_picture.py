@@ -36,6 +36,7 @@ def draw(path: Path, measured: Sequence[Measured]) -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(ranks, [str(each) for each in ranks])
+        axes.set_yticks(values, [f"{each:.2g}" for each in values])
         axes.minorticks_off()
         axes.set_title(title, fontsize=9, color=TEXT, loc="left")
         axes.tick_params(labelsize=7, colors=PALE, width=0.5, length=2.5)
