@@ -34,7 +34,7 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import address_of_host
-from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LeaseError
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, DamagedCheckpointError, LeaseError
 from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage, link_checkpoint, sound_checkpoint
 from chameleon_ft.observe.run_lock import RunLock
 from chameleon_ft.profiles import costs_of_run, profile_of_run
@@ -239,6 +239,8 @@ def _forked_run(
             "--fork: needs the run to continue and a new directory, and no configuration file; write --resume RUN "
             "--fork --output-dir DIRECTORY, and give any changes as flags"
         )
+    if is_url(path):
+        raise ConfigError(f"--resume {path} --fork: a fork needs the directory of the run; resume it there first")
     source = RunDirectory.open(Path(path))
     config = _recorded_config(flags, source, job=job)
     out = Path(config.output_dir or "").absolute()
@@ -267,7 +269,7 @@ def _forked_run(
         link_checkpoint(checkpoint_storage(before, source), step, checkpoint_storage(config, directory))
         config = directory.own(config)
         prepare_data_of(config)
-    except OSError as error:
+    except (OSError, DamagedCheckpointError) as error:
         shutil.rmtree(out)
         raise CheckpointError(
             f"--resume {path} --fork: its checkpoint of step {step} cannot be copied: {error}"

@@ -79,6 +79,9 @@ def fetch_run(store: Store, path: Path) -> RunDirectory:
         values = read_recorded_toml(run.config_file)
         values["store"] = {**values.get("store", {}), "url": store.url}  # the folder may have been moved
         run.write_config(run.own(parse_config(config_type(values), values, source=f"{store.url}/config.toml")))
+    except ConfigError:
+        shutil.rmtree(run.path, ignore_errors=True)  # so that the same command works once that is mended
+        raise
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)
         raise ConfigError(f"--resume {store.url}: its records cannot be fetched: {error}") from None

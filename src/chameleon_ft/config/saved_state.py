@@ -54,6 +54,9 @@ class Store(Section):
     @classmethod
     def _require_folder(cls, url: str) -> str:
         protocol, separator, path = url.partition("://")
+        user, at, _ = path.partition("/")[0].rpartition("@")
+        if at and ":" in user:
+            raise PydanticCustomError("store", "has a password, which messages would show; give it in the environment")
         if not url or (protocol and separator and path.strip("/")):
             if protocol != "memory":
                 return url.rstrip("/")

@@ -95,6 +95,7 @@ class PageServer:
         self.host = host
         self.address = join_address(host, self._listener.getsockname()[1])
         self.token = secrets.token_urlsafe(16)
+        self._announced: dict[str, object] = {}
 
     def announce(self, run: RunDirectory) -> None:
         """Print the address, and write it with the token to a file that only the owner can read.
@@ -105,7 +106,8 @@ class PageServer:
         file = run.path / "page.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             self.token = str(json.loads(file.read_text(encoding="utf-8"))["token"])
-        values = {"address": self.address, "token": self.token, "pid": os.getpid()}
+        values = {"address": self.address, "token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._announced = values
         with contextlib.suppress(OSError):  # a run of another user is shown all the same
             replace_file(file, json.dumps(values) + "\n", mode=0o600)
         url = f"http://{self.address}/"
@@ -154,8 +156,8 @@ class PageServer:
     def _withdraw(self, run: RunDirectory) -> None:
         """Remove the file of `announce`, unless another page has written it since."""
         file = run.path / "page.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(file.read_text(encoding="utf-8"))["address"] == self.address:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(file.read_text(encoding="utf-8")) == self._announced:
                 file.unlink()
 
 

@@ -263,6 +263,8 @@ def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Stora
         _link_folder(source.path / _folder(step), sink.path / _folder(step))
         return
     mark = _mark_of(source, step)
+    if "layers" not in mark:
+        raise DamagedCheckpointError(f"{source.place(_folder(step))} is of an earlier version, without checksums")
     slices = [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
     parts = [layer_part(step, layer) for layer in range(mark["layers"])]
     for part in (*parts, *(slice_part(step, *place) for place in slices)):

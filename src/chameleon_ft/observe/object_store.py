@@ -175,6 +175,8 @@ class ObjectStore:
             raise StoreError(f"{self.url}: {error}; {_INSTALL}") from None
         except ValueError as error:
             raise StoreError(f"{self.url}: {error}; use s3://, gs://, abfs:// or file://") from None
+        except Exception as error:  # noqa: BLE001 - some connect at once, and each library has its own
+            raise StoreError(f"{self.url}: cannot be opened: {_described(error)}; {_RIGHTS}") from None
         return fs, str(path).rstrip("/")
 
     def _replace(self, name: str, act: Callable[[Any, str, Callback], object]) -> None:
@@ -207,7 +209,7 @@ class ObjectStore:
                 is_last, problem = attempt == _ATTEMPTS, f"{_described(error)}, {_ATTEMPTS} times"
             if is_last and self._gives_up:
                 raise StoreError(f"{place}: {problem}")
-            time.sleep(min(_BACK_OFF_S * 2 ** (attempt - 1), _BACK_OFF_MAX_S))
+            time.sleep(min(_BACK_OFF_S * 2 ** min(attempt - 1, 16), _BACK_OFF_MAX_S))  # it may try for days
         raise AssertionError("unreachable")
 
 

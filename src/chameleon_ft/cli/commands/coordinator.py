@@ -107,7 +107,8 @@ def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) 
         return _coordinate(given, flags)
     except LiveRunError as error:
         print(f"{error}; this coordinator stands by", flush=True)
-        return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
+    # Not above: the error keeps what has failed, and with it the address of a page.
+    return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
 
 
 def _give_way(run: RunDirectory) -> None:

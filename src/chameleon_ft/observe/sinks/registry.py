@@ -92,7 +92,7 @@ def _checked(url: str) -> str:
 SINKS: Final[Mapping[str, SinkType]] = {
     "tensorboard": SinkType(title="TensorBoard", make=_tensorboard, package="tensorboard"),
     "wandb": SinkType(title="Weights & Biases", make=_wandb, package="wandb"),
-    "otel": SinkType(title="the OpenTelemetry collector", make=_otel, package="opentelemetry.exporter.otlp"),
+    "otel": SinkType(title="the OpenTelemetry collector", make=_otel, package="opentelemetry.exporter.otlp.proto.http"),
     "webhook": SinkType(title="the webhook", make=_webhook, is_for_news=True),
 }
 """The sinks, each by the name of its flag of `chameleon track` and of its extra."""
