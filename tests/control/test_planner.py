@@ -247,8 +247,9 @@ def test_a_worker_knows_which_gradients_it_is_sent_again() -> None:
         step = complete_step(plan, progress, left, default_limits(plan))
         assert step is not None
         sent = [each for own in step.scheduled.resends.values() for each in own if not each.forward]
+        rests = Rest.of(step.rest, step.scheduled, progress, rest_s=step.rest_s)
         for worker in progress:
-            known = Rest.of(step.rest, step.scheduled, worker, rest_s=step.rest_s).resent_gradients
+            known = rests[worker].resent_gradients
             assert sorted(known) == sorted((each.micro_batch, each.layer) for each in sent if each.receiver == worker)
         seen += len(sent)
     assert seen

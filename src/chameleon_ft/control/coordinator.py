@@ -19,6 +19,7 @@ from chameleon_ft.control.handlers import endings
 from chameleon_ft.control.handlers.endings import SAME_S
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
+from chameleon_ft.control.lease.base import in_thread
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
@@ -147,7 +148,7 @@ class Coordinator:
         checkpoints = self._commands.checkpoints
         is_settled = await checkpoints.settled(_REQUESTS * self._config.store.timeout_s)
         error = checkpoints.unmarked.get(self.state.committed, None if is_settled else "the store does not answer")
-        if error is None:
+        if error is None or endings.UNSAVED in reason:
             return status, reason
         return "failed" if status == "finished" else status, f"{reason}, but {endings.UNSAVED}: {error}"
 
@@ -282,11 +283,14 @@ class Coordinator:
             case _:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
-        if _is_acknowledged({number: received}) and self._recorder.files.wait():
-            self._acknowledge(number)
+        if received and received % _ACKNOWLEDGE_EVERY == 0:
+            if self._journal is not None:  # it may lack changes that were not due
+                self._journal.write(self.state, self._now(), received={number: received})
+            if self._recorder.files.wait() and self.leads():
+                self._acknowledge(number)
 
     async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
-        peer.send(await asyncio.to_thread(read_part, self._recorder.run, request))  # a disk may not answer
+        peer.send(await in_thread(partial(read_part, self._recorder.run, request)))  # a disk may not answer
 
     def _message_deferred(self, peer: Peer, message: messages.Message) -> None:
         try:
@@ -352,7 +356,7 @@ class Coordinator:
             self._commands.require_costs(self.state, event, state)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                is_due = bool(orders) or isinstance(event, events.Ticked) or _is_acknowledged(received)
+                is_due = bool(orders) or isinstance(event, events.Ticked)
                 self._journal.write(state, event.at, received=received, records=records, is_due=is_due)
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)
@@ -458,8 +462,3 @@ class Coordinator:
     def _now(self) -> events.Moment:
         monotonic_s = asyncio.get_running_loop().time() + self._clock_ahead_s
         return events.Moment(unix_s=time.time(), monotonic_s=monotonic_s)
-
-
-def _is_acknowledged(received: Mapping[int, int] | None) -> bool:
-    """Return whether a peer is told that so many of its messages, by connection, are in the journal."""
-    return any(number and number % _ACKNOWLEDGE_EVERY == 0 for number in (received or {}).values())

@@ -114,11 +114,15 @@ class RunCheckpoints:
             self._complete = complete_checkpoints(self._storage)
             return
 
+        found: Future[None] = Future()
+
         def add() -> None:
             self._complete = sorted({*self._complete, *complete_checkpoints(self._storage)})
+            found.set_result(None)
 
-        with contextlib.suppress(TimeoutError, StoreError):
-            self._queue.ask(self._path, add).result(_TAKE_OVER_S)
+        self._queue.submit(self._path, add)  # tried again until the store answers
+        with contextlib.suppress(TimeoutError):
+            found.result(_TAKE_OVER_S)
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending; those known before if the disk does not answer."""
@@ -193,4 +197,5 @@ class RunCheckpoints:
 
     def _prune(self, agreed: int | None) -> None:
         with contextlib.suppress(OSError):  # the next checkpoint brings another attempt
-            prune_checkpoints(self._storage, keep=self._keep, agreed=agreed, base=self._base)
+            removed = prune_checkpoints(self._storage, keep=self._keep, agreed=agreed, base=self._base)
+            self._complete = [step for step in self._complete if step not in removed]

@@ -233,8 +233,8 @@ def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
 
 def prune_checkpoints(
     checkpoints: Path | Storage, *, keep: int, agreed: int | None = None, base: int | None = None
-) -> None:
-    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones.
+) -> set[int]:
+    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones; return their steps.
 
     Args:
         agreed: the newest complete one up to this step stays, too.
@@ -243,14 +243,15 @@ def prune_checkpoints(
     storage = storage_of(checkpoints)
     complete = complete_checkpoints(storage)
     if len(complete) < keep:
-        return
+        return set()
     known = None if agreed is None else max((step for step in complete if step <= agreed), default=None)
-    for step in _steps(storage):
-        if step < complete[-keep] and step not in (known, base):
-            # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
-            storage.remove(f"{_folder(step)}/{_COMPLETE}")
-            with contextlib.suppress(OSError):
-                storage.remove(_folder(step))
+    old = {step for step in _steps(storage) if step < complete[-keep] and step not in (known, base)}
+    for step in sorted(old):
+        # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
+        storage.remove(f"{_folder(step)}/{_COMPLETE}")
+        with contextlib.suppress(OSError):
+            storage.remove(_folder(step))
+    return old
 
 
 def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Storage) -> None:

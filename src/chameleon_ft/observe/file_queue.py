@@ -77,10 +77,9 @@ class _Operation:
 class FileQueue(AbstractContextManager["FileQueue"]):
     """Carries out file operations in their order, in a thread of its own.
 
-    While the disk is quick, each method returns when its operation is done, unless told not to wait. An operation that
-    takes longer than `patience_s`, or fails, makes the queue late: from then on no method waits, until all operations
-    are done. One that fails because of the file system is tried again until it succeeds. The methods are called from
-    one thread.
+    While the disk is quick, each method returns when its operation is done. An operation that takes longer than
+    `patience_s`, or fails, makes the queue late: from then on no method waits, until all operations are done. One that
+    fails because of the file system is tried again until it succeeds. The methods are called from one thread.
 
     **Files of a coordinator that does not lead any more.** `may_write` says right before each operation whether this
     process may still write; until it may, operations wait, and after `abandon` none is carried out. A process that is

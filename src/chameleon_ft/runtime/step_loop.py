@@ -314,7 +314,7 @@ class StepLoop:
         if applied.vote.checkpoint and not applied.vote.finish:
             self.writer.answered = request
             self._begin_checkpoint()
-        elif self.writer.left_out == self.committer.committed:
+        elif self.writer.left_out == self.committer.committed and not applied.vote.finish:  # the last one is written
             self._leave_out_checkpoint()
         if self.snapshots is not None and applied.vote.takes_snapshot:
             self.snapshots.begin(self.committer.committed, request=self.client.snapshot_request)

@@ -288,10 +288,12 @@ class PolicySimulation:
         if option.risk is not None and not self.restarts:
             fatal = self._rate.fatal_probability(option.risk)
             total = self._rate.total_loss_probability(option.risk)
+        if self._snapshot_every:
+            self.account.end_snapshots(self._snapshot_every)
         self._snapshot_every = 0
         if parameters.takes_snapshots and self.planner.salvages and option.has_snapshots:
             self._snapshot_every = parameters.steps_between_snapshots(
-                step_s=option.step_s, return_gap_s=self._gap_s(fatal)
+                step_s=option.step_s + self._overhead_s, return_gap_s=self._gap_s(fatal)
             )
         return_gap_s = self._gap_s(fatal + total)
         change = Change(

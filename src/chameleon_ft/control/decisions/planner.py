@@ -22,6 +22,7 @@ from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.plan.shards import UNITS, Sharding
+from chameleon_ft.plan.snapshots import SnapshotShare
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
@@ -309,9 +310,12 @@ class Planner:
             gather=recovery_plan.gather,
             rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
         )
+        rests: dict[int, Rest] = {}
+        if rest is not None:
+            rests = Rest.of(rest.rest, rest.scheduled, recovery_plan.participants, rest_s=rest.rest_s)
         moving, former = costs.workload.moving_layers, transition and transition.sharding
         former_shards = former and pack_shards(former)
-        shares = {} if recovery_plan.snapshots is None else recovery_plan.snapshots.shares()
+        shares = None if recovery_plan.snapshots is None else recovery_plan.snapshots.shares()
         # Copies share what all workers have to know, which grows with their number; see `encode_alike`.
         return planned, {
             worker: common.model_copy(
@@ -324,8 +328,9 @@ class Planner:
                         moves=transition.moves_of(worker, moving),
                         shards=former_shards,
                     ),
-                    "snapshots": shares.get(worker),
-                    "rest": rest and Rest.of(rest.rest, rest.scheduled, worker, rest_s=rest.rest_s),
+                    # A worker whose layers are still arriving has no share, but it votes for snapshots, too.
+                    "snapshots": None if shares is None else shares.get(worker, SnapshotShare()),
+                    "rest": rests.get(worker),
                 }
             )
             for worker in recovery_plan.participants

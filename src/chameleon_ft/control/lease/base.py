@@ -126,5 +126,5 @@ async def in_thread(call: Callable[[], _Result]) -> _Result:
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             result.set_exception(error)
 
-    threading.Thread(target=run, name="lease", daemon=True).start()
+    threading.Thread(target=run, name="waiting", daemon=True).start()
     return await asyncio.wrap_future(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -186,19 +187,26 @@ class Rest(MessagePart):
     sources: tuple[tuple[GradientKey, int], ...]  # gradients whose sum is known: the worker that gives it to the others
 
     @classmethod
-    def of(cls, rest: RestOfStep, scheduled: ScheduledRest, worker: int, *, rest_s: float) -> Self:
-        """Return the part of a worker; `rest_s` as the attribute."""
-        every = (each for own in scheduled.resends.values() for each in own)
-        return cls(
-            operations=pack_operations(scheduled.program.records_of(worker)),
-            rest_s=rest_s,
-            resends=scheduled.resends.get(worker, ()),
-            resent_gradients=tuple(
-                (each.micro_batch, each.layer) for each in every if (each.forward, each.receiver) == (False, worker)
-            ),
-            counted=tuple(route.micro_batch for route in rest.routes if route.is_counted),
-            sources=rest.sources,
-        )
+    def of(
+        cls, rest: RestOfStep, scheduled: ScheduledRest, workers: Iterable[int], *, rest_s: float
+    ) -> dict[int, Self]:
+        """Return the parts of workers; `rest_s` as the attribute."""
+        resent: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for each in chain.from_iterable(scheduled.resends.values()):
+            if not each.forward:
+                resent[each.receiver].append((each.micro_batch, each.layer))
+        counted = tuple(route.micro_batch for route in rest.routes if route.is_counted)
+        return {
+            worker: cls(
+                operations=pack_operations(scheduled.program.records_of(worker)),
+                rest_s=rest_s,
+                resends=scheduled.resends.get(worker, ()),
+                resent_gradients=tuple(resent[worker]),
+                counted=counted,
+                sources=rest.sources,
+            )
+            for worker in workers
+        }
 
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program for the rest."""

@@ -125,7 +125,7 @@ class ParameterExchange:
         assert not self._in_flight, "an exchange ends before the next one begins"
         self._sent = False
         if self._rounds > _IN_FLIGHT:
-            self._start_thread()
+            self._start_thread(self._exchange)
         else:
             # A thread of its own would wait for a processor, and all others for its messages.
             self._guarded(self._begin_rounds)
@@ -154,15 +154,15 @@ class ParameterExchange:
     def close(self) -> None:
         """End the exchange; if not all is exchanged, interrupt the communicators for that."""
         if self._thread is None and not self._sent and self._error is None:
-            self._start_thread()  # which an interruption wakes
+            self._start_thread(self._end_rounds)  # which an interruption wakes
         while self._thread is not None and self._thread.is_alive():
             if not self._sent:
                 self._communicators.interrupt()
             self._thread.join(_POLL_S)
         self._in_flight.clear()
 
-    def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._guarded, args=(self._exchange,), name="parameters", daemon=True)
+    def _start_thread(self, part: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._guarded, args=(part,), name="parameters", daemon=True)
         self._thread.start()
 
     def _guarded(self, part: Callable[[], None]) -> None:
@@ -182,6 +182,14 @@ class ParameterExchange:
         while self._in_flight:
             self._end_round()
             self._begin_rounds()
+
+    def _end_rounds(self) -> None:
+        """End the rounds in flight, but for those that another thread ends in `wait`."""
+        with self._condition:
+            if self._error is not None:
+                raise self._error
+            while self._in_flight:
+                self._end_round()
 
     def _begin_rounds(self) -> None:
         """Send and receive the messages of the next rounds, until enough are in flight."""

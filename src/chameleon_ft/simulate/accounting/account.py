@@ -100,6 +100,7 @@ class Account:
     _writing_s: float = 0.0
     # Steps since the last checkpoint, and their seconds: the loss of a return to it.
     _unsaved: int = 0
+    _snapped: int = 0  # the step of a snapshot from which the next ones are counted
     _unsaved_s: float = 0.0
 
     @property
@@ -190,10 +191,14 @@ class Account:
     def unsnapped(self, every: int) -> tuple[int, float]:
         """Return the steps since the last snapshot, or checkpoint if that is later, and their seconds.
 
-        A snapshot follows after each step whose number is a multiple of `every`.
+        One follows every `every` steps after the last one under the plan before.
         """
-        steps = min(self.steps % every, self._unsaved)
+        steps = min((self.steps - self._snapped) % every, self._unsaved)
         return steps, steps * self._unsaved_s / self._unsaved if self._unsaved else 0.0
+
+    def end_snapshots(self, every: int) -> None:
+        """Note the last snapshot at this interval: others may follow at another one."""
+        self._snapped = self.steps - (self.steps - self._snapped) % every
 
     def return_to_snapshot(self, every: int) -> None:
         """Give up all steps since the last snapshot; `lose_step` comes first."""

@@ -270,7 +270,7 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
     changed = [pipeline for pipeline in new.pipelines if pipeline not in stays]
     held = current.held() if changed else {}
     depths = {worker: pipeline.cut.depth for pipeline in current.pipelines for worker in pipeline.live}
-    sizes: dict[int, int] = {}  # of what is received of each layer
+    sizes: dict[int, int] = {}  # the most that a worker receives of each layer
     total = largest = most = most_idle = 0
     lacking: Counter[int] = Counter()
     for pipeline in changed:
@@ -280,8 +280,9 @@ def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) ->
                 continue
             missing = [layer for layer in layers if had is None or layer not in had]
             depth = pipeline.cut.depth
-            sizes.update((layer, pipelines.state_bytes(depth)[layer]) for layer in missing)
-            received = sum(sizes[layer] for layer in missing)
+            own = pipelines.state_bytes(depth)
+            sizes.update((layer, max(sizes.get(layer, 0), own[layer])) for layer in missing)
+            received = sum(own[layer] for layer in missing)
             lacking.update(missing)
             total += received
             largest = max(largest, received)
