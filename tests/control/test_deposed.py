@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.wire.messages import Acknowledged, Committed, Drain, Hello, StandbyHello, Stop
+from chameleon_ft.control.wire.messages import Acknowledged, Committed, Drain, Hello, Publish, StandbyHello, Stop
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import DeposedError
@@ -212,3 +212,26 @@ async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_i
     coordinator._recorder.files._late_since_s = None
     coordinator._acknowledge(returned.number)
     assert returned.last(Acknowledged).written == handled + 1
+
+
+@scene()
+async def test_what_a_peer_is_told_to_be_in_the_journal_has_been_written(stage: Stage) -> None:
+    stage.train()
+    coordinator, rank = stage.coordinator, stage.ranks[0]
+    written: list[tuple[dict[int, int], bool]] = []
+
+    def write(*_: Any, received: dict[int, int] | None = None, is_due: bool = True, **__: Any) -> None:
+        written.append((received or {}, is_due))
+
+    coordinator._journal = cast(Any, SimpleNamespace(write=write))
+    coordinator._received[rank.number] = 63
+    # It changes nothing, but a report before it may not have been due.
+    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
+    assert written == [({rank.number: 64}, True)]
+    assert rank.last(Acknowledged).received == 64
+
+    term = Term(coordinator)
+    coordinator._received[rank.number] = 127
+    term.leads = False
+    coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
+    assert rank.last(Acknowledged).received == 64, "it does not lead"
