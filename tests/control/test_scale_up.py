@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Parallel, PolicyName, Recovery
+from chameleon_ft.config import Batch, Parallel, PolicyName, Recovery, Snapshots
 from chameleon_ft.control.wire.messages import (
     Begin,
     Crashed,
@@ -39,6 +39,7 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import read_generation_plans
 from chameleon_ft.plan.shards import UNITS
+from chameleon_ft.plan.snapshots import SnapshotShare
 from chameleon_ft.profiles import Fingerprint, Profile
 from chameleon_ft.workload import LayerCost
 from tests.control.stage import Puppet, Stage, play, scene
@@ -191,6 +192,16 @@ async def test_slices_of_the_optimizer_move_to_a_worker_that_comes_back_while_al
     (moved,) = stage.events("migration")
     assert (moved["layers"], moved["slices"]) == (len(order.moves), len(order.slices))
     assert len(stage.failures) == 1
+
+
+@scene(**RESPAWNING, snapshots=Snapshots(every=3))
+async def test_a_worker_whose_layers_are_still_arriving_votes_for_snapshots_too(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await come_back(stage)
+        orders = orders_of(stage, 3)
+        assert orders[1].snapshots == SnapshotShare()
+        assert all(orders[worker].snapshots not in (None, SnapshotShare()) for worker in orders if worker != 1)
 
 
 @scene(**STEADY)

@@ -1,4 +1,4 @@
-"""A rank leaves a generation that is over between two operations, even if none of those left needs a message."""
+"""What a rank does between operations and between steps, beside all that whole runs show."""
 
 from __future__ import annotations
 
@@ -75,3 +75,20 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
     progress = committer.state.progress(())
     # What the last operation has made counts.
     assert len(progress.saved) + len(progress.deferred) + len(progress.contributed) > 0
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_a_checkpoint_that_is_left_out_is_reported_unless_the_last_one_follows(finish: bool) -> None:
+    left_out = []
+    loop: Any = SimpleNamespace(
+        _report_committed=lambda *_, **__: None,
+        _leave_out_checkpoint=lambda: left_out.append(8),
+        committer=SimpleNamespace(committed=8),
+        generation=SimpleNamespace(order=SimpleNamespace(first_step=0)),
+        writer=SimpleNamespace(left_out=8),
+        snapshots=None,
+    )
+    applied: Any = SimpleNamespace(vote=SimpleNamespace(checkpoint=False, finish=finish))
+    unused: Any = None
+    StepLoop._committed(loop, applied, unused, request=0, start_s=0.0)
+    assert left_out == ([] if finish else [8])
