@@ -27,7 +27,7 @@ def test_after_a_loss_layers_move_in_two_waves(tmp_path: Path) -> None:
         profile=tmp_path / "profile.json",
         workers=8,
         steps=100_000,
-        parallel=Parallel(dp=4, pp=2),
+        parallel=Parallel(dp=4, pp=2, optimizer_redundancy="all"),
         batch=Batch(micro_batches=32, micro_batch_size=1),
         recovery=Recovery(policy="chameleon", worker_mtbf_hours=1e6),
         emulation=Emulation(time_scale=0.25),
