@@ -40,7 +40,8 @@ _FRAME: Final = re.compile(
 )
 _THREAD: Final = re.compile(r"^(?=(?:Current thread|Thread) )", re.MULTILINE)
 _STANDARD_LIBRARY: Final = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<")
-_FRAMEWORK: Final = re.compile(r"/(?:site|dist)-packages/torch/|/chameleon_ft/(?!models/|data/|optim\.py)")
+# wandb replaces `sys.exit`.
+_FRAMEWORK: Final = re.compile(r"/(?:site|dist)-packages/(?:torch|wandb)/|/chameleon_ft/(?!models/|data/|optim\.py)")
 _ENTRY_POINT: Final = "rank_main"  # a function of the training thread
 
 
