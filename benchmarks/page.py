@@ -1,4 +1,4 @@
-"""What does the page of a run cost, and how fast is it?
+"""How much does serving a run's page cost, and how fast does the page load?
 
 Three parts; --parts picks some.
 

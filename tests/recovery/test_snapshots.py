@@ -15,20 +15,21 @@ from tests.recovery.contexts import after, context, layer, rate_of
 
 MODEL = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 SNAPSHOTS = Snapshots(taken=Checkpoints(unsaved_s=3.0, longest_s=8.0), return_s=0.5)
+AHEAD = Prospect(
+    failures=MODEL,
+    gap=Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),)),
+    restart_cost_s=100.0,
+    checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0),
+    reference_step_s=1.5,
+    exposed=0.5,
+    has_checkpoints=True,
+    snapshots=SNAPSHOTS,
+)
 
 
 @pytest.mark.parametrize(("stall_s", "fatal", "total_loss"), [(0.0, 0.1, 0.0), (5.0, 0.02, 0.05), (40.0, 0.3, 0.1)])
 def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: float, total_loss: float) -> None:
-    ahead = Prospect(
-        failures=MODEL,
-        gap=Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),)),
-        restart_cost_s=100.0,
-        checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0),
-        reference_step_s=1.5,
-        exposed=0.5,
-        has_checkpoints=True,
-        snapshots=SNAPSHOTS,
-    )
+    ahead = AHEAD
     generator = random.Random(1)
     steps = return_s = 0.0
     draws = 200_000
@@ -86,16 +87,7 @@ def test_a_decision_counts_on_snapshots_only_under_plans_for_which_hosts_have_th
 
 @pytest.mark.parametrize("fatal", [0.0, 0.1, 0.3])
 def test_a_plan_without_snapshots_returns_to_a_checkpoint(fatal: float) -> None:
-    ahead = Prospect(
-        failures=MODEL,
-        gap=Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),)),
-        restart_cost_s=100.0,
-        checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0),
-        reference_step_s=1.5,
-        exposed=0.0,
-        has_checkpoints=True,
-        snapshots=SNAPSHOTS,
-    )
+    ahead = replace(AHEAD, exposed=0.0)
     plain = replace(ahead, snapshots=None)
     found = ahead.of_plan(step_s=2.0, stall_s=5.0, fatal=fatal, from_checkpoint=False, has_snapshots=False)
     assert found == plain.of_plan(step_s=2.0, stall_s=5.0, fatal=fatal, from_checkpoint=False)

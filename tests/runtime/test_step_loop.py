@@ -1,4 +1,4 @@
-"""What a rank does between operations and between steps, beside all that whole runs show."""
+"""The step loop of a rank, in cases that whole runs rarely reach."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from websockets.exceptions import WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
-from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.connection import blocking_connection
 from chameleon_ft.control.wire.messages import ReadRunFile, Refused, RunFilePart
-from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import RecordLine, RunDirectory
 from chameleon_ft.observe.live.report import RunReport
@@ -34,14 +33,7 @@ def remote_watcher(address: str, token: str, *, tls: Path | None) -> Iterator[Re
     """
     try:
         with (
-            connect(
-                websocket_url(address, tls=tls is not None),
-                ssl=tls_context(tls),
-                additional_headers=bearer(token),
-                proxy=None,
-                compression=None,
-                max_size=None,
-            ) as connection,
+            blocking_connection(address, token, tls=tls) as connection,
             tempfile.TemporaryDirectory(prefix="chameleon-watch-") as folder,
         ):
             copy = _RunCopy(RunDirectory(Path(folder)), connection)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from websockets.exceptions import InvalidStatus, WebSocketException
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
-from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
+from chameleon_ft.control.wire.connection import blocking_connection
 from chameleon_ft.control.wire.messages import Drain, Finish, Message, Refused, SaveCheckpoint
-from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
@@ -149,13 +148,7 @@ def knock(address: str, token: str, *, tls: Path | None) -> None:
         OSError: none answers.
     """
     try:
-        connect(
-            websocket_url(address, tls=tls is not None),
-            ssl=tls_context(tls),
-            additional_headers=bearer(token),
-            proxy=None,
-            open_timeout=_ANSWER_TIMEOUT_S,
-        ).close()
+        blocking_connection(address, token, tls=tls, open_timeout_s=_ANSWER_TIMEOUT_S).close()
     except InvalidStatus as error:
         raise ControlError(
             f"the coordinator at {address} rejects this process: {error.response.reason_phrase or error}; "
@@ -172,13 +165,7 @@ def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
     """Yield a connection to the run's coordinator. Raises ConfigError if the run is not live, or ends in the block."""
     control = run.read_control()
     try:
-        with connect(
-            websocket_url(control.address, tls=control.tls is not None),
-            ssl=tls_context(control.tls),
-            additional_headers=bearer(control.token),
-            proxy=None,
-            compression=None,
-        ) as connection:
+        with blocking_connection(control.address, control.token, tls=control.tls) as connection:
             yield connection
     except (OSError, WebSocketException, EOFError) as error:
         raise ConfigError(

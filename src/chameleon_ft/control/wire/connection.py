@@ -11,6 +11,7 @@ from typing import Final
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.sync import client as blocking
 
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
@@ -18,7 +19,7 @@ from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, wa
 from chameleon_ft.control.wire.messages import Acknowledged, Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 
-__all__ = ["ControlConnection", "control_connection"]
+__all__ = ["ControlConnection", "blocking_connection", "control_connection"]
 
 # Until the coordinator has told its lease, by which its silence is measured then.
 _PING_EVERY_S: Final = 10.0
@@ -37,6 +38,30 @@ class _Connection(HeardConnection, ClientConnection):
         await watch_heartbeat(
             self, every_s=_PING_EVERY_S, timeout_s=_PING_TIMEOUT_S, silent=lambda _: self.transport.abort()
         )
+
+
+def blocking_connection(
+    coordinator: str, token: str, *, tls: Path | None, open_timeout_s: float = 10.0
+) -> blocking.ClientConnection:
+    """Connect a command, which asks and leaves, to the coordinator at host:port.
+
+    Args:
+        tls: as for `control_connection`.
+        open_timeout_s: seconds for the answer to the handshake.
+
+    Raises:
+        ConfigError: the directory of `tls` cannot be used.
+        OSError, WebSocketException: no coordinator answers, or it rejects the token.
+    """
+    return blocking.connect(
+        websocket_url(coordinator, tls=tls is not None),
+        ssl=tls_context(tls),
+        additional_headers=bearer(token),
+        proxy=None,
+        compression=None,
+        max_size=None,
+        open_timeout=open_timeout_s,
+    )
 
 
 def control_connection(coordinator: str, token: str, *, tls: Path | None = None) -> connect:
