@@ -188,13 +188,14 @@ class Committer:
             )
         grad_norm = _grad_norm(vote)
         self.activity.begin(f"the optimizer in step {self.committed}")
-        self.faults.at("optimizer", self.committed)
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
         self.buffers.scale(clip / vote.terms)
         if self.gather is not None:
             self.gather.restart()
             self.missing = self.held.layers
-        return self._applied(vote, grad_norm, self.held.update(self.committed))
+        lr = self.held.update(self.committed)
+        self.faults.at("optimizer", self.committed)  # after the update, which may round a flipped bit away
+        return self._applied(vote, grad_norm, lr)
 
     def begin_exchange(self, *, again: bool = False) -> None:
         """Begin to exchange the parameters that owners have updated, beside what follows.
