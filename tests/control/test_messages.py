@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.control.wire.codec import decode, encode, encode_alike
 from chameleon_ft.control.wire.messages import Message, Prepare, StartGeneration
-from chameleon_ft.control.wire.parts import MessagePart, pack_operations
+from chameleon_ft.control.wire.parts import MessagePart, Transition, pack_operations
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.sync import gradient_segments
@@ -76,19 +76,24 @@ def test_messages_that_are_alike_come_back_as_they_were_sent(data: st.DataObject
 def test_what_messages_share_is_written_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
 
-    def dump(self: Message, **included: Any) -> str:
+    def dump(self: MessagePart, **included: Any) -> str:
         written.append(dumped(self, **included))
         return written[-1]
 
-    dumped = Message.model_dump_json
-    monkeypatch.setattr(Message, "model_dump_json", dump)
-    order = StartGeneration(generation=1, members=tuple(range(100, 200)), first_step=0, operations="", segments=())
+    dumped = MessagePart.model_dump_json
+    monkeypatch.setattr(MessagePart, "model_dump_json", dump)
+    members = tuple(range(100, 200))
+    order = StartGeneration(generation=1, members=members, first_step=0, operations="", segments=())
     orders = [order.model_copy(update={"operations": str(worker)}) for worker in range(3)]
-    assert list(map(decode, encode_alike(orders))) == orders
-    assert [text.count("150") for text in written] == [1, 0, 0, 0]
-    prepares = [Prepare(order=order) for order in orders]
-    assert list(map(decode, encode_alike(prepares))) == prepares
-    assert [text.count("150") for text in written[4:]] == [1, 0, 0, 0]
+    transition = Transition(participants=members, keep=(), moves=())
+    moving = [
+        each.model_copy(update={"transition": transition.model_copy(update={"keep": (worker,)})})
+        for worker, each in enumerate(orders)
+    ]
+    for messages, copies in ((orders, 1), (moving, 2), ([Prepare(order=each) for each in moving], 2)):
+        written.clear()
+        assert list(map(decode, encode_alike(messages))) == messages
+        assert sum(text.count("150") for text in written) == copies
 
 
 @given(planned(), st.booleans())

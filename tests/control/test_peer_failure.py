@@ -11,6 +11,7 @@ from chameleon_ft.control.detectors.base import (
     Note,
     Signal,
     StepCommitted,
+    StopRequested,
 )
 from chameleon_ft.control.detectors.peer_failure import PeerFailureDetector
 
@@ -61,6 +62,19 @@ def test_what_a_loss_explains_speaks_against_no_worker() -> None:
     assert reports.detector.reports == ()
     assert not reports.tell(AllQuiesced(1, is_explained=False))
     assert reports.detector.unexplained == 0
+
+
+def test_messages_that_fail_because_the_generation_is_stopped_speak_against_no_worker() -> None:
+    reports = Reports()
+    reports.tell(StopRequested(0.0))
+    reports.report(0, 5, "closed")
+    reports.tell(StopRequested(1.0))
+    reports.report(1, 5, "closed")
+    assert not reports.tell(AllQuiesced(1, is_explained=False))
+    reports.report(2, 4, "reset")
+    reports.tell(StopRequested(2.0))
+    reports.report(3, 4, "reset")
+    assert reports.suspect() == 4
 
 
 def test_a_committed_step_settles_everything() -> None:

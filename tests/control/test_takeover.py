@@ -16,6 +16,7 @@ from chameleon_ft.control.wire.messages import (
     Finish,
     Hello,
     Kill,
+    PeerFailed,
     Refused,
     Spawn,
     StandbyHello,
@@ -116,7 +117,10 @@ def test_a_generation_whose_orders_may_not_have_been_sent_gives_way_to_another()
     history.reap(1)
     history.quiesce()
     assert history.state.phase is Phase.REGROUPING
+    generation = history.state.generation
     replaced(history)
+    # Worker 3 has its orders and sees that worker 2 leaves the generation, before it is told to do so.
+    history.tell(3, PeerFailed(generation=generation, peer=2, error="closed"))
     history.quiesce()
     history.start()
     history.commit()

@@ -40,8 +40,9 @@ def test_what_moves_and_what_is_kept() -> None:
     assert planned is not None
     assert planned.participants == (0, 2, 3)
     assert planned.keep == held, "all that is in force, although worker 0 does not need layer 1 any more"
-    assert planned.moves_of(2, COSTS) == planned.moves_of(3, COSTS) == ((0, 3, 2, 2, 32),)
-    assert planned.moves_of(0, COSTS) == ()
+    parts = planned.parts(COSTS)
+    assert parts[2].moves == parts[3].moves == ((0, 3, 2, 2, 32),)
+    assert parts[0].moves == ()
 
 
 def test_who_has_no_part_in_the_new_plan_takes_part_until_the_switch() -> None:

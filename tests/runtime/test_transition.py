@@ -154,12 +154,6 @@ def transition_between(before: Holders, after: Holders) -> PlannedTransition:
     return planned
 
 
-def part_of(planned: PlannedTransition, worker: int) -> Transition:
-    return Transition(
-        participants=planned.participants, keep=planned.keep[worker], moves=planned.moves_of(worker, COSTS)
-    )
-
-
 def no_faults(worker: int, directory: Path) -> FaultInjector:
     return FaultInjector(worker, (), log=FaultLog(directory / "faults.jsonl"), disconnect=lambda: None)
 
@@ -178,7 +172,7 @@ def carry_out(
         allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
         faults = no_faults(worker, directory)
         transfer = StateTransfer(worker, CPU, allocator=allocator, activity=Activity(), faults=faults)
-        part = part_of(planned, worker)
+        part = planned.parts(COSTS)[worker]
         transfer.begin(part, states[worker])
         try:
             return transfer.carry_out(part, states[worker], Line(network, worker), step=3)

@@ -17,7 +17,7 @@ from chameleon_ft.control.decisions.transition import moves_of, placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Migrate, StartGeneration
-from chameleon_ft.control.wire.parts import Rest, Transition, pack_operations, pack_shards
+from chameleon_ft.control.wire.parts import Rest, pack_operations, pack_shards
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -313,21 +313,14 @@ class Planner:
         rests: dict[int, Rest] = {}
         if rest is not None:
             rests = Rest.of(rest.rest, rest.scheduled, recovery_plan.participants, rest_s=rest.rest_s)
-        moving, former = costs.workload.moving_layers, transition and transition.sharding
-        former_shards = former and pack_shards(former)
+        parts = {} if transition is None else transition.parts(costs.workload.moving_layers)
         shares = None if recovery_plan.snapshots is None else recovery_plan.snapshots.shares()
         # Copies share what all workers have to know, which grows with their number; see `encode_alike`.
         return planned, {
             worker: common.model_copy(
                 update={
                     "operations": pack_operations(program.records_of(worker)),
-                    "transition": transition
-                    and Transition(
-                        participants=transition.participants,
-                        keep=transition.keep[worker],
-                        moves=transition.moves_of(worker, moving),
-                        shards=former_shards,
-                    ),
+                    "transition": parts.get(worker),
                     # A worker whose layers are still arriving has no share, but it votes for snapshots, too.
                     "snapshots": None if shares is None else shares.get(worker, SnapshotShare()),
                     "rest": rests.get(worker),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from chameleon_ft.control.wire.parts import Transition, pack_shards
 from chameleon_ft.errors import ControlError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
@@ -15,6 +17,9 @@ from chameleon_ft.transfer import Transfer, transfer_to
 from chameleon_ft.workload import LayerCost
 
 __all__ = ["PlannedTransition", "moves_of", "placement_of", "plan_transition"]
+
+Move = tuple[int, int, int, int, int]
+"""(round, source, destination, layer, bytes)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +31,26 @@ class PlannedTransition:
     keep: Mapping[int, tuple[int, ...]]  # worker -> the layers that it must not give up before the switch, ascending
     sharding: Sharding | None = None  # the owners of slices of the optimizer's state before it
 
-    def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
-        """Return (round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
-        return tuple(move for move in moves_of(self.transfer, layers) if worker in move[1:3])
+    def parts(self, layers: Sequence[LayerCost]) -> dict[int, Transition]:
+        """Return each participant's part; they share what all have to know, which grows with their number."""
+        moves: dict[int, list[Move]] = defaultdict(list)
+        for move in moves_of(self.transfer, layers):
+            for worker in set(move[1:3]):
+                moves[worker].append(move)
+        common = Transition(
+            participants=self.participants,
+            keep=(),
+            moves=(),
+            shards=None if self.sharding is None else pack_shards(self.sharding),
+        )
+        return {
+            worker: common.model_copy(update={"keep": self.keep[worker], "moves": tuple(moves[worker])})
+            for worker in self.participants
+        }
 
 
-def moves_of(transfer: Transfer, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
-    """Return (round, source, destination, layer, bytes) of all that moves, by rounds."""
+def moves_of(transfer: Transfer, layers: Sequence[LayerCost]) -> tuple[Move, ...]:
+    """Return all that moves, by rounds."""
     return tuple(
         (number, message.source, message.destination, layer, state_bytes(layers[layer]))
         for number, messages in enumerate(transfer.rounds)

@@ -16,6 +16,7 @@ from chameleon_ft.control.detectors.base import (
     Note,
     Signal,
     StepCommitted,
+    StopRequested,
 )
 from chameleon_ft.plan.frozen_map import FrozenMap
 
@@ -29,9 +30,12 @@ class PeerFailureDetector:
     """Gives up the worker at an end of most failed messages.
 
     A failed message counts against both its ends, until the run commits a step. So a bad worker is found that reports
-    first, and another peer each time."""
+    first, and another peer each time. Once a generation is stopped for another reason, its messages fail anyway: a
+    worker that is told first closes its connections.
+    """
 
     reports: tuple[MessageFailed, ...] = ()  # of the generation that is ending
+    is_stopped: bool = False  # whether it is, for another reason
     # Worker -> failed messages with it at an end, since the last committed step.
     against: Mapping[int, int] = FrozenMap({})
     unexplained: int = 0  # generations in a row that ended without a named peer
@@ -43,14 +47,14 @@ class PeerFailureDetector:
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""
         match signal:
-            case MessageFailed():
+            case StopRequested() if not self.reports:
+                return replace(self, is_stopped=True), ()
+            case MessageFailed() if not self.is_stopped:
                 return replace(self, reports=(*self.reports, signal), last_error=signal.error), ()
-            case AllQuiesced(is_explained=True):
-                return replace(self, reports=()), ()
+            case AllQuiesced(is_explained=is_explained) if is_explained or not self.reports:
+                return replace(self, reports=(), is_stopped=False), ()
             case StepCommitted():
                 return replace(self, reports=(), against={}, unexplained=0), ()
-            case AllQuiesced() if not self.reports:  # another coordinator has stopped the generation
-                return self, ()
             case AllQuiesced(generation=generation):
                 after, finding = self._suspect()
                 reports = [asdict(report) for report in self.reports]

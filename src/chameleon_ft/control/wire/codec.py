@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from chameleon_ft.control.wire.messages import Message, Prepare
+from chameleon_ft.control.wire.messages import Message
+from chameleon_ft.control.wire.parts import MessagePart
 from chameleon_ft.errors import ControlError
 
 __all__ = ["decode", "encode", "encode_alike"]
@@ -26,20 +27,25 @@ def encode(message: Message) -> str:
     return message.model_dump_json()
 
 
-def encode_alike(messages: Sequence[Message]) -> list[str]:
-    """Write messages of one type. Fields in which all have the same object, such as a plan, are written only once."""
-    if len(messages) < 2:
-        return list(map(encode, messages))
-    first, *others = messages
-    if isinstance(first, Prepare):
-        orders = [each.order for each in messages if isinstance(each, Prepare)]
-        return [f'{{"type":"{first.type}","order":{order}}}' for order in encode_alike(orders)]
-    names = set(type(first).model_fields)
-    common = {name for name in names if all(getattr(each, name) is getattr(first, name) for each in others)}
-    if common == names:
-        return [encode(first)] * len(messages)
-    start = first.model_dump_json(include=common).removesuffix("}")  # they all have their type
-    return [f"{start},{each.model_dump_json(include=names - common).removeprefix('{')}" for each in messages]
+def encode_alike(parts: Sequence[MessagePart]) -> list[str]:
+    """Write messages of one type. Objects that all of them share, such as a plan, are written only once."""
+    if len(parts) < 2:
+        return [each.model_dump_json() for each in parts]
+    common, alike, own = set(), set(), set()
+    for name in type(parts[0]).model_fields:
+        first, *others = (getattr(each, name) for each in parts)
+        if all(other is first for other in others):
+            common.add(name)
+        elif isinstance(first, MessagePart) and all(type(other) is type(first) for other in others):
+            alike.add(name)
+        else:
+            own.add(name)
+    shared = parts[0].model_dump_json(include=common)[1:-1]
+    written = [[shared, each.model_dump_json(include=own)[1:-1] if own else ""] for each in parts]
+    for name in alike:
+        for fields, text in zip(written, encode_alike([getattr(each, name) for each in parts]), strict=True):
+            fields.append(f'"{name}":{text}')
+    return [f"{{{','.join(filter(None, fields))}}}" for fields in written]
 
 
 def decode(text: str | bytes) -> Message:
