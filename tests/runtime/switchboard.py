@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
 
-__all__ = ["Line", "Switchboard"]
+__all__ = ["Line", "Switchboard", "Waiting"]
 
 
 class Switchboard:

@@ -23,6 +23,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
+from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.gather import ParameterExchange
@@ -30,7 +31,7 @@ from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.state_transfer.migration import _SUM_TAG, LayerMigration
+from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.schedule import Operation, best_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.switchboard import Line, Switchboard
@@ -55,7 +56,7 @@ class Slow(Line):
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         if stands_for_bytes is not None:
             time.sleep(self.message_s)
-        if stands_for_bytes is not None and tag == _SUM_TAG:
+        if stands_for_bytes is not None and tag == Tag.PULLED_SUM:
             self.sums.append((tensor.nbytes, stands_for_bytes))
         if stands_for_bytes and self.spoiled_tag is not None:
             tensor = tensor.clone()

@@ -39,7 +39,7 @@ from chameleon_ft.runtime.fault_injection import flip_random_bit
 from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.sync import Segment
 from tests.harness import small_config
-from tests.runtime.switchboard import Line, Switchboard
+from tests.runtime.switchboard import Line, Switchboard, Waiting
 from tests.runtime.toy import SEED, toy_job
 
 CPU = torch.device("cpu")
@@ -198,6 +198,50 @@ def test_the_end_of_a_generation_ends_an_exchange_that_lacks_messages() -> None:
     assert exchange.complete == frozenset()
     with pytest.raises(CommunicationError):
         exchange.wait()
+
+
+class Watched(Line):
+    """A line that is cut some time after it was asked for, and notes if two threads wait for one message."""
+
+    def __init__(self, worker: int, board: Switchboard) -> None:
+        super().__init__(worker, board)
+        self.is_waited_for = threading.Event()
+        self.is_shared = False
+        self.interruptions = 0
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+        message, one = super().receive(tensor, peer=peer, tag=tag), threading.Lock()
+
+        def wait() -> None:
+            self.is_shared = self.is_shared or one.locked()
+            with one:
+                self.is_waited_for.set()
+                message.wait()
+
+        return Waiting(wait)
+
+    def interrupt(self) -> None:
+        self.interruptions += 1
+        if self.interruptions == 20:  # by then, a second thread would wait, too
+            super().interrupt()
+
+
+@pytest.mark.parametrize("message_bytes", [64, 4 << 20], ids=["with a thread of its own", "few messages"])
+def test_the_end_of_a_generation_ends_an_exchange_for_which_a_thread_waits(
+    message_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_MESSAGE_BYTES", message_bytes)
+    owned, line = sharding(2, 1), Watched(0, Switchboard())
+    exchange = gather.ParameterExchange.of(0, held_layers(block_job(), owned), dict(enumerate(owned.layers)), line)
+    exchange.begin()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(exchange.wait)
+        assert line.is_waited_for.wait(30)
+        exchange.close()
+        with pytest.raises(CommunicationError):
+            waiting.result(timeout=30)
+    assert not line.is_shared
+    assert exchange.complete == frozenset()
 
 
 def test_each_owner_keeps_its_share_of_the_state() -> None:

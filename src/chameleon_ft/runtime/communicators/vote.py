@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.runtime.communicators.base import Communicators
+from chameleon_ft.runtime.communicators.tags import Tag
 
 __all__ = ["TreeVote"]
 
-_TAG: Final = 1 << 29  # far from those of micro-batches
 _CHILDREN: Final = 8
 
 
@@ -39,9 +39,9 @@ class TreeVote:
         self._total = torch.empty_like(ballot)
         # Receives are posted first, so that no message waits for its receiver.
         self._ballots = [(torch.empty_like(ballot), child) for child in self._children]
-        self._arriving = [communicators.receive(each, peer=child, tag=_TAG) for each, child in self._ballots]
+        self._arriving = [communicators.receive(each, peer=child, tag=Tag.VOTE) for each, child in self._ballots]
         if self._parent is not None:
-            self._deciding = communicators.receive(self._total, peer=self._parent, tag=_TAG)
+            self._deciding = communicators.receive(self._total, peer=self._parent, tag=Tag.VOTE)
 
     def wait(self) -> None:
         """Block until the total is there. Raises CommunicationError."""
@@ -51,7 +51,7 @@ class TreeVote:
         if self._parent is None:
             self._total.copy_(self._ballot)
         else:
-            self._up = self._communicators.send(self._ballot, peer=self._parent, tag=_TAG)
+            self._up = self._communicators.send(self._ballot, peer=self._parent, tag=Tag.VOTE)
             self._deciding.wait()
             self._ballot.copy_(self._total)
-        self._down = [self._communicators.send(self._total, peer=child, tag=_TAG) for child in self._children]
+        self._down = [self._communicators.send(self._total, peer=child, tag=Tag.VOTE) for child in self._children]

@@ -21,11 +21,12 @@ from chameleon_ft.models.build import generator_lock
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
+from chameleon_ft.runtime.communicators.tags import tag_of
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import Repetition
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations
-from chameleon_ft.runtime.execution.sent_messages import SentMessages, tag_of
+from chameleon_ft.runtime.execution.sent_messages import SentMessages
 from chameleon_ft.runtime.execution.step_state import CountedLoss, Result, StepState, hop_of
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector

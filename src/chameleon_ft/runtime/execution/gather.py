@@ -16,11 +16,11 @@ from torch import Tensor
 
 from chameleon_ft.plan.shards import LayerShards
 from chameleon_ft.runtime.communicators import Communicators, InFlight
+from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.layers import HeldLayers
 
 __all__ = ["ParameterExchange"]
 
-_TAG: Final = 1 << 29  # far from those of micro-batches and of layers that move
 _MESSAGE_BYTES: Final = 4 << 20
 _IN_FLIGHT: Final = 2  # messages to each worker, and from it
 _POLL_S: Final = 0.01
@@ -95,7 +95,7 @@ class ParameterExchange:
                             to[receiver] += pieces
                     elif worker in others:
                         origin[sender] += pieces
-        return cls(to, origin, communicators, layers=shards, tag=_TAG)
+        return cls(to, origin, communicators, layers=shards, tag=Tag.UPDATED_PARAMETERS)
 
     def restart(self) -> None:
         """Note that parameters are updated, and have to be exchanged again."""

@@ -10,15 +10,10 @@ from torch import Tensor
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators
+from chameleon_ft.runtime.communicators.tags import tag_of
 from chameleon_ft.runtime.execution.step_state import Result, StepState
 
-__all__ = ["SentMessages", "tag_of"]
-
-
-def tag_of(result: Result, *, num_layers: int) -> int:
-    """Return the tag of a message: even for activations, odd for gradients; different for all results of a step."""
-    forward, micro_batch, layer = result
-    return 2 * (micro_batch * num_layers + layer) + (0 if forward else 1)
+__all__ = ["SentMessages"]
 
 
 class SentMessages:

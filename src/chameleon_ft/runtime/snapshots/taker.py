@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chameleon_ft.plan.snapshots import Part, Sending, SnapshotShare
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
+from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
@@ -27,9 +28,8 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
     layer_checksums,
 )
 
-__all__ = ["SNAPSHOT_TAG", "SnapshotTaker", "receive_block", "send_block"]
+__all__ = ["SnapshotTaker", "receive_block", "send_block"]
 
-SNAPSHOT_TAG: Final = (1 << 28) + 2  # far from those of micro-batches, of layers and of slices
 _POLL_S: Final = 0.01
 _RESOLVED_S: Final = 0.25  # longest wait for the coordinator, without which workers train on
 _BLOCK: Final = "block"
@@ -233,14 +233,14 @@ def send_block(
     checksums: Future[list[int]] = Future()
     checksums.set_result(layer_checksums({_BLOCK: block}, _CPU))
     layer = OutgoingLayer({_BLOCK: block}, block.numel() * scale, checksums)
-    outgoing = OutgoingLayers([layer], communicators, peer=peer, tag=SNAPSHOT_TAG, device=_CPU, gives_way=gives_way)
+    outgoing = OutgoingLayers([layer], communicators, peer=peer, tag=Tag.SNAPSHOT, device=_CPU, gives_way=gives_way)
     outgoing.start_next()
     return outgoing
 
 
 def receive_block(communicators: Communicators, *, peer: int, target: Tensor | None = None) -> Tensor:
     """Receive a block, into `target` if it has its length. Raises CommunicationError."""
-    incoming = IncomingLayers(communicators, peer=peer, tag=SNAPSHOT_TAG, device=_CPU)
+    incoming = IncomingLayers(communicators, peer=peer, tag=Tag.SNAPSHOT, device=_CPU)
     incoming.describe()
     incoming.start_next({} if target is None else {_BLOCK: target})
     block: Tensor = incoming.finish_next()[_BLOCK]

@@ -17,6 +17,7 @@ from torch import Tensor
 from chameleon_ft.control.wire.messages import Migrate
 from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
@@ -33,10 +34,6 @@ from chameleon_ft.runtime.state_transfer.preallocation import Memory
 
 __all__ = ["LayerMigration"]
 
-_REQUEST_TAG: Final = 1 << 30  # far from those of micro-batches
-_LAYER_TAG: Final = _REQUEST_TAG + 2
-_SUM_TAG: Final = _REQUEST_TAG + 4
-_PARAMETER_TAG: Final = _REQUEST_TAG + 6
 _WHOLE: Final = (0, 0)  # instead of units of a slice: the layer
 _POLL_S: Final = 0.01
 _DONE: Final = -1  # instead of a layer: there is no further request
@@ -220,7 +217,7 @@ class LayerMigration:
             for peer, layer in pairs:
                 found[peer] += [(layer, view) for view in self._held.views_of_slice(layer, (0, UNITS))]
         layers = [layer for _, layer in self._current]
-        ParameterExchange(to, origin, self._communicators, layers=layers, tag=_PARAMETER_TAG).run()
+        ParameterExchange(to, origin, self._communicators, layers=layers, tag=Tag.PULLED_PARAMETERS).run()
 
     def resume(self, *, applied: bool = True) -> None:
         """Note that the update has been applied; or that the step is computed again, and has other sums."""
@@ -299,7 +296,7 @@ class LayerMigration:
 
     def _pull(self, item: _Item, version: int) -> LayerState:
         self._request(item.source, item.layer, item.units, version)
-        incoming = IncomingLayers(self._communicators, peer=item.source, tag=_LAYER_TAG, device=self._device)
+        incoming = IncomingLayers(self._communicators, peer=item.source, tag=Tag.PULLED_LAYER, device=self._device)
         incoming.describe()
         if item.units == _WHOLE:
             incoming.start_next(self._held.targets_of(item.layer), self._memory.get(item.layer))
@@ -309,7 +306,7 @@ class LayerMigration:
 
     def _request(self, source: int, layer: int, units: Range, version: int) -> None:
         request = torch.tensor([layer, *units, version], dtype=torch.int64, device=self._device)
-        self._communicators.send(request, peer=source, tag=_REQUEST_TAG).wait()
+        self._communicators.send(request, peer=source, tag=Tag.PULL_REQUEST).wait()
 
     def _await_sums_of(self, source: int) -> None:
         """Wait until a source has the sums of this step; it may have begun to announce them in an earlier one."""
@@ -318,7 +315,7 @@ class LayerMigration:
             self._receive(announced, source).wait()
 
     def _receive(self, tensor: Tensor, source: int) -> InFlight:
-        return self._communicators.receive(tensor, peer=source, tag=_SUM_TAG)
+        return self._communicators.receive(tensor, peer=source, tag=Tag.PULLED_SUM)
 
     # --- the source --------------------------------------------------------------------------------------------------
 
@@ -326,7 +323,7 @@ class LayerMigration:
         """Send a destination the layers that it requests, until it has all."""
         while True:
             request = torch.empty(4, dtype=torch.int64, device=self._device)
-            self._communicators.receive(request, peer=destination, tag=_REQUEST_TAG).wait()
+            self._communicators.receive(request, peer=destination, tag=Tag.PULL_REQUEST).wait()
             layer, start, stop, version = request.tolist()
             units = start, stop
             if layer == _DONE:
@@ -345,7 +342,7 @@ class LayerMigration:
                 [OutgoingLayer(state, self._bytes[layer, units], checksums)],
                 self._communicators,
                 peer=destination,
-                tag=_LAYER_TAG,
+                tag=Tag.PULLED_LAYER,
                 device=self._device,
                 gives_way=True,
             )
@@ -371,12 +368,12 @@ class LayerMigration:
                 step = torch.tensor([self._committed], dtype=torch.int64, device=self._device)
             if told:
                 sending.clear()  # after the vote of the step before, all have arrived
-            announcing += [self._communicators.send(step, peer=peer, tag=_SUM_TAG) for peer in told]
+            announcing += [self._communicators.send(step, peer=peer, tag=Tag.PULLED_SUM) for peer in told]
             for peer, layer in due:
                 for buffer in self._buffers.of_layer(layer):
                     num_bytes = buffer.nbytes * (self._stand_in_scale or 1)
                     sending.append(
-                        self._communicators.send(buffer, peer=peer, tag=_SUM_TAG, stands_for_bytes=num_bytes)
+                        self._communicators.send(buffer, peer=peer, tag=Tag.PULLED_SUM, stands_for_bytes=num_bytes)
                     )
 
     @property

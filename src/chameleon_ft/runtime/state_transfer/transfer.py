@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from chameleon_ft.control.wire.parts import Transition
 from chameleon_ft.plan.shards import SliceMove
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
+from chameleon_ft.runtime.communicators.tags import Tag, tag_of_layer
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
@@ -27,8 +28,6 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
 from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator
 
 __all__ = ["StateTransfer", "channels_of_transition"]
-
-_SLICE_TAG: Final = (1 << 29) + 2  # far from those of micro-batches and of layers
 
 
 class _Move(NamedTuple):
@@ -170,12 +169,12 @@ class StateTransfer:
                 OutgoingLayer(state, tensor_bytes(state), self._checksums.submit(layer_checksums, state, self.device))
                 for state in states
             ]
-            sending.append(OutgoingLayers(slices, communicators, peer=peer, tag=_SLICE_TAG, device=self.device))
+            sending.append(OutgoingLayers(slices, communicators, peer=peer, tag=Tag.SLICE, device=self.device))
             for _ in own:
                 sending[-1].start_next()
         received = 0
         for peer, own in incoming.items():
-            arriving = IncomingLayers(communicators, peer=peer, tag=_SLICE_TAG, device=self.device)
+            arriving = IncomingLayers(communicators, peer=peer, tag=Tag.SLICE, device=self.device)
             with self.activity.waiting(f"slices of worker {peer}", for_message=True, peer=peer):
                 arriving.describe()
                 for move in own:
@@ -216,11 +215,11 @@ class _Exchange:
             first = self._outgoing[0]
             layers = [self._transfer.outgoing[move.layer] for move in self._outgoing]
             self._out = OutgoingLayers(
-                layers, communicators, peer=first.destination, tag=2 * first.layer, device=device
+                layers, communicators, peer=first.destination, tag=tag_of_layer(first.layer), device=device
             )
         if self._incoming:
             first = self._incoming[0]
-            self._in = IncomingLayers(communicators, peer=first.source, tag=2 * first.layer, device=device)
+            self._in = IncomingLayers(communicators, peer=first.source, tag=tag_of_layer(first.layer), device=device)
             with self._transfer.activity.waiting(
                 f"the layers of worker {first.source}", for_message=True, peer=first.source
             ):
