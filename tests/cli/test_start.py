@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import socket
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
-from chameleon_ft.config import RENAMED_KEYS, TrainConfig
-from chameleon_ft.errors import ConfigError, LeaseError
+from chameleon_ft.config import RENAMED_KEYS, RunConfig, TrainConfig
+from chameleon_ft.data import corpus
+from chameleon_ft.errors import ConfigError, DataError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 from tests.cli.conftest import CommandLine, nothing_listens
@@ -324,6 +328,48 @@ def test_auto_starts_a_run_and_resumes_it(chameleon: CommandLine, config_file: P
     assert config.failures == (), "what has happened does not happen again"
     chameleon.launched.clear()
     assert "seed = 0, not 3" in chameleon.refused(*auto(config_file, "--seed", "3"))
+
+
+def test_a_directory_whose_data_cannot_be_written_is_removed(
+    chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise DataError("no space is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "prepare_data", fail)
+        assert "no space is left" in chameleon.refused("train", config_file, "--output-dir", "here")
+    assert not Path("here").exists()
+    chameleon.configured("train", config_file, "--output-dir", "here")
+
+
+def no_locks(*_: object) -> NoReturn:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("comes", ["before it looks for files", "before it writes"])
+def test_where_there_are_no_locks_a_start_of_another_host_has_precedence(
+    chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    if comes == "before it writes":
+
+        def create(path: Path, _: RunConfig) -> NoReturn:
+            (path / "lock").write_text("process 7 on elsewhere\n")
+            raise ConfigError("it cannot be made")
+
+        monkeypatch.setattr(RunDirectory, "create", create)
+    else:
+        check_data = corpus.check_data
+
+        def check(config: TrainConfig) -> corpus.DataSummary:
+            (Path("here") / "config.toml").touch()
+            return check_data(config)
+
+        monkeypatch.setattr(corpus, "check_data", check)
+    holder = "process 7 on elsewhere" if comes == "before it writes" else "a process of another host"
+    told = chameleon.refused(*auto(config_file), code=os.EX_UNAVAILABLE)
+    assert f"here: this run is still live in {holder}; wait" in told
 
 
 def test_auto_has_nothing_to_do_once_all_steps_are_done(chameleon: CommandLine, config_file: Path) -> None:

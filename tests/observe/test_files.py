@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,23 @@ def test_a_new_directory_has_its_configuration(run: RunDirectory) -> None:
 def test_a_run_can_be_moved(run: RunDirectory, tmp_path: Path) -> None:
     moved = run.path.rename(tmp_path / "moved")
     assert RunDirectory.open(moved).config().output_dir == moved
+
+
+def test_nothing_is_left_of_a_directory_for_which_there_is_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=1) as disk:
+        fill(disk)
+        with pytest.raises(ConfigError, match="cannot be made: No space left on device; take another"):
+            RunDirectory.create(disk / "run", TrainConfig())
+        assert not (disk / "run").exists()
+
+
+def test_a_process_that_has_ended_is_none_although_nobody_has_reaped_it(run: RunDirectory) -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        run.write_control(replace(CONTROL, pid=process.pid))
+        assert run.read_control().has_process_here() is True
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert run.read_control().has_process_here() is False
 
 
 def test_an_existing_directory_is_never_written_over(run: RunDirectory) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,11 +16,18 @@ from chameleon_ft.errors import ConfigError, LiveRunError
 from chameleon_ft.observe.run_lock import RunLock
 
 HOLD = """
+import errno
+import fcntl
 import sys
 from pathlib import Path
 from chameleon_ft.errors import LiveRunError
 from chameleon_ft.observe.run_lock import RunLock
 
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+if sys.argv[2] == "False":
+    fcntl.flock = no_locks
 lock = RunLock()
 try:
     lock.take(Path(sys.argv[1]))
@@ -29,9 +39,13 @@ else:
 """
 
 
-def holding(directory: Path) -> subprocess.Popen[str]:
+def no_locks(*_: object) -> NoReturn:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def holding(directory: Path, *, has_locks: bool) -> subprocess.Popen[str]:
     """Start a process that takes the lock of a directory, and holds it until its input ends."""
-    command = [sys.executable, "-c", HOLD, str(directory)]
+    command = [sys.executable, "-c", HOLD, str(directory), str(has_locks)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -40,9 +54,14 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_of_processes_that_take_it_at_once_one_gets_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_processes_that_take_it_at_once_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_locks: bool
+) -> None:
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     directory = tmp_path / "runs" / "one"
-    processes = [holding(directory) for _ in range(4)]
+    processes = [holding(directory, has_locks=has_locks) for _ in range(4)]
     try:
         assert sorted(map(said, processes)) == ["held", "refused", "refused", "refused"]
         with pytest.raises(LiveRunError, match=r"is still live in process \d+ on "):
@@ -57,6 +76,23 @@ def test_of_processes_that_take_it_at_once_one_gets_it(tmp_path: Path) -> None:
     lock.release()
     assert not directory.exists()
     assert directory.parent.exists()
+
+
+def test_where_there_are_no_locks_a_process_of_another_host_is_a_rival(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    directory, lock = tmp_path / "run", RunLock()
+    lock.take(directory)
+    assert lock.rival() is None
+    (directory / "lock").write_text("process 7 on elsewhere\n")
+    assert lock.rival() == "process 7 on elsewhere"
+    directory.rename(tmp_path / "before")
+    assert lock.rival() == "another process"
+    (tmp_path / "before").rename(directory)
+    lock.release()
+    assert (directory / "lock").exists(), "it belongs to the other one"
+    assert lock.rival() is None
 
 
 def test_a_directory_with_other_files_stays(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -34,7 +35,14 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.address import address_of_host
-from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, DamagedCheckpointError, LeaseError
+from chameleon_ft.errors import (
+    ChameleonError,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    LeaseError,
+    LiveRunError,
+)
 from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage, link_checkpoint, sound_checkpoint
 from chameleon_ft.observe.run_lock import RunLock
 from chameleon_ft.profiles import costs_of_run, profile_of_run
@@ -112,9 +120,10 @@ class PreparedRun:
                 return 0
             if warning := self.config.untried:
                 print(warning, file=sys.stderr, flush=True)
-            return entry(self.config, run=self.directory, resume=self.resume)
+            with _rivals_told(self.lock):
+                return entry(self.config, run=self.directory, resume=self.resume)
         except (ConfigError, LeaseError, KeyboardInterrupt, SystemExit):
-            if self.is_new and not self.directory.metrics_file.exists():
+            if self.is_new and not self.directory.metrics_file.exists() and self.lock.rival() is None:
                 shutil.rmtree(self.directory.path)
             raise
         finally:
@@ -157,18 +166,30 @@ def prepare_run(
     """
     lock = RunLock()
     try:
-        if fork:
-            prepared = _forked_run(flags, None if resume == AUTO else resume, lock, file=file, job=job)
-        elif resume is not None and is_url(resume):
-            prepared = _fetched_run(flags, resume, lock, file=file, job=job)
-        elif resume is not None and resume != AUTO:
-            prepared = _resumed_run(flags, Path(resume), lock, file=file, job=job)
-        else:
-            prepared = _started_run(flags, lock, file=file, is_auto=resume == AUTO, job=job, name=name)
+        with _rivals_told(lock):
+            if fork:
+                prepared = _forked_run(flags, None if resume == AUTO else resume, lock, file=file, job=job)
+            elif resume is not None and is_url(resume):
+                prepared = _fetched_run(flags, resume, lock, file=file, job=job)
+            elif resume is not None and resume != AUTO:
+                prepared = _resumed_run(flags, Path(resume), lock, file=file, job=job)
+            else:
+                prepared = _started_run(flags, lock, file=file, is_auto=resume == AUTO, job=job, name=name)
     except BaseException:
         lock.release()
         raise
     return replace(prepared, lock=lock)
+
+
+@contextmanager
+def _rivals_told(lock: RunLock) -> Iterator[None]:
+    """Have an error say that the run is live, if a process of another host has taken its directory meanwhile."""
+    try:
+        yield
+    except ChameleonError:
+        if (rival := lock.rival()) is not None:
+            raise LiveRunError(lock.directory, rival) from None
+        raise
 
 
 def _started_run(
@@ -182,7 +203,8 @@ def _started_run(
     out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.model_copy(update={"output_dir": out.absolute()})
     _check_address(config.control)
-    RunDirectory.require_free(out)
+    if not is_auto:
+        RunDirectory.require_free(out)
     if isinstance(config, TrainConfig):
         from chameleon_ft.data.corpus import check_data
 
@@ -191,10 +213,18 @@ def _started_run(
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
     _check_inputs(config)
     require_store(config, is_free=not is_auto)
-    lock.take(out)
+    if not is_auto:
+        lock.take(out)
+    elif RunLock.names_in(out):
+        raise LiveRunError(out, "a process of another host")  # whose file system has no locks
     directory = RunDirectory.create(out, config)
     config = directory.own(config)
-    prepare_data_of(config)
+    try:
+        prepare_data_of(config)
+    except BaseException:  # once what it says is changed, the same command is to work
+        if lock.rival() is None:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
     return PreparedRun(config, directory, resume=False)
 
 

@@ -89,17 +89,20 @@ class RunDirectory:
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
         """Make the directory and write the resolved configuration into it, with copies of the files that it names.
 
-        Raises ConfigError if `path` exists, with more than a `RunLock`, or cannot be made.
+        Raises ConfigError if `path` exists, with more than a `RunLock`, or cannot be made; then nothing is left of it.
         """
         cls.require_free(path)
-        run = cls(path.absolute())
+        run, is_made = cls(path.absolute()), False
         try:
             run.path.mkdir(parents=True, exist_ok=RunLock.is_alone_in(path))
             run.checkpoints.mkdir()
+            is_made = True
             run.logs.mkdir()
             run._copy_files_of(config)
             run.config_file.write_text(config_to_toml(config), encoding="utf-8")
         except OSError as error:
+            if is_made:
+                shutil.rmtree(run.path, ignore_errors=True)
             raise ConfigError(
                 f"--output-dir {path}: cannot be made: {error.strerror}; take another directory"
             ) from None
@@ -221,12 +224,16 @@ class RunDirectory:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks; None if there is none. See proc_pid_stat(5)."""
+    """Return when a process of this host started, in clock ticks; None if there is none. See proc_pid_stat(5).
+
+    One that has ended, and that its parent has not reaped, is none: some containers have no process that does.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "XZ" else int(fields[18])
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,23 +15,31 @@ from chameleon_ft.errors import ConfigError, LiveRunError
 __all__ = ["RunLock"]
 
 _NAME: Final = "lock"
+_UNKNOWN: Final = "another process"
 
 
 class RunLock:
     """Held by the process that starts a run, from before it looks at the directory until it ends, however it does.
 
     It holds between the processes of a host, and between hosts if the file system has locks (see flock(2)). Where it
-    has none, the term that a coordinator claims decides, a little later. Processes that are forked do not hold it.
+    has none, the last of several hosts gets it, and the term that a coordinator claims decides, a little later; `rival`
+    tells those before. Processes that are forked do not hold it.
     """
 
     _held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        self._name: socket.socket | None = None  # holds it on this host if the file system has no locks
         self._file = Path()
 
     def __del__(self) -> None:
         self._let_go()
+
+    @property
+    def directory(self) -> Path:
+        """The directory that was locked last."""
+        return self._file.parent
 
     @staticmethod
     def is_alone_in(directory: Path) -> bool:
@@ -70,10 +78,21 @@ class RunLock:
         """Let go of the directory, and remove it if it is empty."""
         if self._descriptor is None:
             return
-        with contextlib.suppress(OSError):
-            self._file.unlink()
-            self._file.parent.rmdir()
+        if self.rival() is None:
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+                self._file.parent.rmdir()
         self._let_go()
+
+    def rival(self) -> str | None:
+        """Return the process of another host that has taken the directory since, if the file system has no locks."""
+        if self._name is None:
+            return None
+        try:
+            holder = self._file.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:  # with the directory, it is out of the way
+            holder = ""
+        return None if holder == _this_process() else holder or _UNKNOWN
 
     def _locked(self) -> int | None:
         """Return the descriptor of the locked file; None if its name is another file's by now."""
@@ -82,21 +101,39 @@ class RunLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
-                raise LiveRunError(self._file.parent, holder) from None
+                raise self._held_by(descriptor) from None
             except OSError:  # this file system has no locks
-                return descriptor
+                self._name = self._bound_name(descriptor)
             if not os.path.samestat(os.fstat(descriptor), self._file.stat()):
                 os.close(descriptor)
+                self._let_go()
                 return None
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
         except BaseException:
             os.close(descriptor)
+            self._let_go()
             raise
         return descriptor
 
+    def _bound_name(self, descriptor: int) -> socket.socket:
+        """Return a socket with a name that only one process of this host can have at a time; see unix(7)."""
+        file, name = os.fstat(descriptor), socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0chameleon-ft {os.getuid()} {file.st_dev} {file.st_ino}")
+        except OSError:
+            name.close()
+            raise self._held_by(descriptor) from None
+        return name
+
+    def _held_by(self, descriptor: int) -> LiveRunError:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        return LiveRunError(self._file.parent, holder or _UNKNOWN)
+
     def _let_go(self) -> None:
+        if self._name is not None:
+            self._name.close()
+            self._name = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -106,6 +143,10 @@ class RunLock:
         """Close the locks of the parent in a process that it has forked; they stay its own."""
         for lock in cls._held:
             lock._let_go()
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 os.register_at_fork(after_in_child=RunLock._forget)
