@@ -48,6 +48,15 @@ def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine,
     assert chameleon.joined == [AGENT]
 
 
+def test_a_token_of_its_own_is_refused_where_the_run_directory_has_one(
+    chameleon: CommandLine, run: RunDirectory
+) -> None:
+    run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
+    told = chameleon.refused("agent", "--run", run.path, "--workers", "4", "--token", "another")
+    assert "--token: for --coordinator; that of --run" in told
+    assert chameleon.joined == []
+
+
 def test_an_agent_hosts_a_coordinator_that_stands_by(chameleon: CommandLine, run: RunDirectory) -> None:
     run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
     assert chameleon("agent", "--run", run.path, "--workers", "4", "--standby") == 0

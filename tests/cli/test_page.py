@@ -9,13 +9,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 from urllib.request import urlopen
 
 import pytest
 
 from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS, with_page_address
+from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS, page_beside, with_page_address
 from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from tests.cli.conftest import CommandLine
 from tests.observe.live.lines import new_run
@@ -69,6 +71,20 @@ def test_libraries_that_are_missing_are_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else object())
     error = chameleon.refused("run", own_model, "--output-dir", tmp_path / "out", "--page", "127.0.0.1:0")
     assert "--page: uvicorn is not installed; run `pip install 'chameleon-ft[page]'`" in error
+
+
+def test_the_address_is_free_again_when_a_command_is_refused() -> None:
+    pages: list[Any] = []
+
+    def refused() -> None:
+        with page_beside("127.0.0.1:0") as shown:
+            pages.append(cast(Any, shown).__self__)
+            raise ConfigError("no such run")
+
+    with pytest.raises(ConfigError):
+        refused()
+    host, _, port = pages[0].address.rpartition(":")
+    socket.create_server((host, int(port))).close()
 
 
 @pytest.mark.parametrize("flag", ["--take-over", "--standby"])

@@ -112,6 +112,9 @@ def test_a_run_is_named_once(
 ) -> None:
     assert "give either RUN" in chameleon.refused(command)
     assert "give either RUN" in chameleon.refused(command, run.path, "--coordinator", "127.0.0.1:1")
+    assert "--token: for --coordinator" in chameleon.refused(command, run.path, "--token", "secret")
+    told = chameleon.refused(command, run.path, "--token", "secret", "--tls", run.path)
+    assert "--token and --tls: for --coordinator" in told
     assert "a join token is needed" in chameleon.refused(command, "--coordinator", "127.0.0.1:1")
     assert "write it as HOST:PORT" in chameleon.refused(command, "--coordinator", "nowhere")
     monkeypatch.setenv("CHAMELEON_TOKEN", "token")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from threading import Thread
 
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
-from chameleon_ft.config import TrainConfig
+from chameleon_ft.config import Control, TrainConfig
+from chameleon_ft.control import requests as asking
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.control.requests import checkpoint, drain, stop, wait_until_out, wait_until_over, wait_until_saved
 from chameleon_ft.control.wire.codec import decode, encode
@@ -22,7 +24,7 @@ from chameleon_ft.observe import ControlAddress, RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "run", TrainConfig())
+    return RunDirectory.create(tmp_path / "run", TrainConfig(control=Control(lease_s=0.2)))
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def test_a_refusal_is_an_error(run: RunDirectory) -> None:
     with live(run, lambda _: Refused(reason="none would be left")):
         with pytest.raises(ControlError, match="none would be left"):
             drain(run, workers=[0])
-        with pytest.raises(ConfigError, match="--worker 0: none would be left"):
+        with pytest.raises(ControlError, match="--worker 0: none would be left"):
             inject(run, worker=0, kind="kill", phase=None, step=None)
 
 
@@ -113,7 +115,46 @@ def test_it_waits_no_longer_than_the_run(run: RunDirectory) -> None:
     wait_until_out(run, (1,), after=0)
 
 
-def test_a_coordinator_that_is_lost_is_reported(run: RunDirectory) -> None:
+def test_it_waits_for_the_successor_of_a_coordinator_that_is_lost(run: RunDirectory) -> None:
+    with live(run):
+        waiting = Thread(target=wait_until_out, args=(run, (1,)), kwargs={"after": 0}, daemon=True)
+        waiting.start()
+        waiting.join(timeout=0.3)
+    with refusing(run, HTTPStatus.SERVICE_UNAVAILABLE):
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive()
+    with live(run):
+        record(run, {"event": "drained", "worker": 1})
+        waiting.join()
+
+
+@contextmanager
+def refusing(run: RunDirectory, status: HTTPStatus) -> Iterator[None]:
+    """Have something at the address of the coordinator refuse connections inside the block."""
+    with serve(lambda _: None, "127.0.0.1", 0, process_request=lambda c, _: c.respond(status, "no")) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        run.write_control(ControlAddress(address=f"127.0.0.1:{server.socket.getsockname()[1]}", token="t", pid=1))
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_coordinator_that_does_not_lead_or_answer_is_no_run_that_is_over(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refusing(run, HTTPStatus.SERVICE_UNAVAILABLE), pytest.raises(ControlError, match="does not take requests now"):
+        drain(run, workers=[0])
+    monkeypatch.setattr(asking, "_ANSWER_TIMEOUT_S", 0.2)
+    with live(run) as received, pytest.raises(ControlError, match=r"has not answered for 0\.2 s"):
+        drain(run, workers=[0])
+    assert received == [Drain(workers=(0,))]
+
+
+def test_a_coordinator_that_is_lost_is_reported(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_ENDING_S", 0.2)
     with live(run):
         pass
     with pytest.raises(ConfigError, match="this run is not live any more"):

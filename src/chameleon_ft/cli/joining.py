@@ -107,12 +107,15 @@ class JoinArguments:
 
     def _is_wrong(self) -> bool:
         """Return whether these arguments cannot become right by waiting."""
-        return (self.run is None) == (self.coordinator is None)
+        is_found_once = (self.run is None) != (self.coordinator is None)
+        return not is_found_once or (self.run is not None and self.token is not None)
 
     def _coordinator(self) -> tuple[str, str, Path | None]:
-        if self._is_wrong():
+        if (self.run is None) == (self.coordinator is None):
             raise ConfigError("give either --run RUN or --coordinator HOST:PORT, so that the coordinator can be found")
         if self.run is not None:
+            if self.token is not None:
+                raise ConfigError(f"--token: for --coordinator; that of --run {self.run} is in its control.json")
             control = RunDirectory.open(self.run).read_control()
             return control.address, control.token, self.tls or control.tls
         assert self.coordinator is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalStr, metavar
@@ -36,13 +36,16 @@ def with_page_address(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def page_beside(address: str | None) -> Callable[[RunDirectory], AbstractContextManager[None]]:
-    """Take the address of the page, if one is wanted; return what serves the page of a run inside a block.
+@contextmanager
+def page_beside(address: str | None) -> Iterator[Callable[[RunDirectory], AbstractContextManager[None]]]:
+    """Take the address of the page for the block, if one is wanted; yield what serves the page of a run in another.
 
     Raises ConfigError if the address cannot be taken.
     """
     if address is None:
-        return lambda run: nullcontext()
+        yield lambda run: nullcontext()
+        return
     from chameleon_ft.launch.page import PageServer
 
-    return PageServer(address).beside
+    with closing(PageServer(address)) as server:
+        yield server.beside

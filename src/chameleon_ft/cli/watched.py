@@ -46,12 +46,16 @@ class WatchedRun:
         """Yield a watcher of the run.
 
         Raises:
-            ConfigError: the arguments name no run or two, or there is no such run.
+            ConfigError: the arguments name no run or two, do not belong together, or there is no such run.
             ControlError: the coordinator does not answer, also in the block, or rejects the token.
         """
         if (self.run is None) == (self.coordinator is None):
             raise ConfigError("give either RUN, the run directory, or --coordinator HOST:PORT of a live run")
         if self.run is not None:
+            if given := [flag for flag, value in (("--token", self.token), ("--tls", self.tls)) if value is not None]:
+                raise ConfigError(
+                    f"{' and '.join(given)}: for --coordinator; the files of RUN are read without, so leave it out"
+                )
             yield RunWatcher(RunDirectory.open(self.run))
             return
         found = JoinArguments(coordinator=self.coordinator, token=self.token, tls=self.tls, wait_s=0).find_coordinator()

@@ -201,6 +201,7 @@ class Coordinator:
             if self.leads() and not self._deferred:
                 self._handle(events.Ticked(at=self._now()))
                 self._recorder.watch_files()
+                self._commands.checkpoints.watch()
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from chameleon_ft.config import FailureKind, FailurePhase
 from chameleon_ft.control.requests import request
 from chameleon_ft.control.wire.messages import Inject, Refused
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import RunDirectory
 
 __all__ = ["inject"]
@@ -26,10 +26,11 @@ def inject(
         factor: of kind "slow" or "slow-link": the speed, or bandwidth, as a share of the usual one; 1 ends it.
 
     Raises:
-        ConfigError: the run is not live, or has no such worker.
+        ConfigError: the run is not live.
+        ControlError: the coordinator refuses, for example because there is no such worker.
     """
     if phase is None and step is not None:
         phase = "forward"
     answer = request(run, Inject(worker=worker, kind=kind, phase=phase, step=step, factor=factor))
     if isinstance(answer, Refused):
-        raise ConfigError(f"--worker {worker}: {answer.reason}")
+        raise ControlError(f"--worker {worker}: {answer.reason}")

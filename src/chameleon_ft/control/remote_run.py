@@ -31,14 +31,19 @@ def remote_watcher(address: str, token: str, *, tls: Path | None) -> Iterator[Re
 
     Raises ControlError if the coordinator does not answer, also in the block.
     """
+    with _answering(address):
+        connection = blocking_connection(address, token, tls=tls)
+    with connection, tempfile.TemporaryDirectory(prefix="chameleon-watch-") as folder:
+        copy = _RunCopy(RunDirectory(Path(folder)), connection, address)
+        copy.add_new("config.toml")
+        yield RemoteWatcher(copy)
+
+
+@contextmanager
+def _answering(address: str) -> Iterator[None]:
+    """Say that the coordinator does not answer if a message to it or from it fails in the block."""
     try:
-        with (
-            blocking_connection(address, token, tls=tls) as connection,
-            tempfile.TemporaryDirectory(prefix="chameleon-watch-") as folder,
-        ):
-            copy = _RunCopy(RunDirectory(Path(folder)), connection)
-            copy.add_new("config.toml")
-            yield RemoteWatcher(copy, address=address)
+        yield
     except (OSError, WebSocketException, EOFError) as error:
         raise ControlError(
             f"the coordinator at {address} does not answer any more ({error}): the run is over, or its coordinator is "
@@ -49,8 +54,9 @@ def remote_watcher(address: str, token: str, *, tls: Path | None) -> Iterator[Re
 class _RunCopy:
     """A run directory with copies of the files that are needed to report the state of a run."""
 
-    def __init__(self, run: RunDirectory, connection: ClientConnection) -> None:
+    def __init__(self, run: RunDirectory, connection: ClientConnection, address: str) -> None:
         self.run = run
+        self.address = address
         self._connection = connection
         run.plans.mkdir(parents=True)
 
@@ -65,22 +71,22 @@ class _RunCopy:
                     return
 
     def _answer(self, request: ReadRunFile) -> RunFilePart:
-        self._connection.send(encode(request))
-        while True:
-            match decode(self._connection.recv(timeout=_ANSWER_TIMEOUT_S)):
-                case RunFilePart() as part:
-                    return part
-                case Refused(reason=reason):
-                    raise ControlError(reason)
+        with _answering(self.address):
+            self._connection.send(encode(request))
+            while True:
+                match decode(self._connection.recv(timeout=_ANSWER_TIMEOUT_S)):
+                    case RunFilePart() as part:
+                        return part
+                    case Refused(reason=reason):
+                        raise ControlError(reason)
 
 
 class RemoteWatcher(RunWatcher):
     """Watches a run through its coordinator."""
 
-    def __init__(self, copy: _RunCopy, *, address: str) -> None:
+    def __init__(self, copy: _RunCopy) -> None:
         super().__init__(copy.run)
         self._copy = copy
-        self._address = address
 
     def update(self) -> list[RecordLine]:
         """See `RunWatcher`. Raises ControlError if the coordinator does not answer."""
@@ -94,7 +100,7 @@ class RemoteWatcher(RunWatcher):
 
     def report(self) -> RunReport:
         """See `RunWatcher`; the run is named by its address."""
-        return replace(super().report(), run=f"the run of the coordinator at {self._address}")
+        return replace(super().report(), run=f"the run of the coordinator at {self._copy.address}")
 
     def has_coordinator(self) -> bool:
         """Return True: its coordinator has sent the records."""

@@ -28,10 +28,21 @@ _OUT: Final = ("drained", "failure", "join_failed")  # events of a worker that h
 
 
 def request(run: RunDirectory, message: Message) -> Message:
-    """Return the coordinator's answer to a message. Raises ConfigError if the run is not live."""
+    """Return the coordinator's answer to a message.
+
+    Raises:
+        ConfigError: the run is not live.
+        ControlError: the coordinator is held up, or does not lead the run now.
+    """
     with _coordinator(run) as connection:
         connection.send(encode(message))
-        return decode(connection.recv(timeout=_ANSWER_TIMEOUT_S))
+        try:
+            return decode(connection.recv(timeout=_ANSWER_TIMEOUT_S))
+        except TimeoutError:
+            raise ControlError(
+                f"{run.path}: the coordinator has not answered for {_ANSWER_TIMEOUT_S:g} s; it may be held up, and act "
+                f"later: see `chameleon status {run.path}`"
+            ) from None
 
 
 def drain(run: RunDirectory, *, workers: Collection[int] = (), host: str | None = None) -> tuple[int, ...]:
@@ -104,19 +115,25 @@ def wait_until_over(run: RunDirectory) -> None:
 
 
 def _wait(run: RunDirectory, is_done: Callable[[], bool]) -> None:
-    """Wait until something is so, or the run is over. Raises ConfigError if the coordinator is lost."""
-    try:
-        with _coordinator(run) as connection:
-            while not is_done():
-                with contextlib.suppress(TimeoutError):
-                    connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
-    except ConfigError:
-        # A run removes the file at its end, which is soon after that of the connection.
-        until_s = time.monotonic() + _ENDING_S
-        while run.control_file.exists():
+    """Wait until something is so, or the run is over. Raises ConfigError if the coordinator is lost for good."""
+    until_s = None
+    while True:
+        try:
+            with _coordinator(run) as connection:
+                until_s = None
+                while not is_done():
+                    with contextlib.suppress(TimeoutError):
+                        connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
+            return
+        except (ConfigError, _DoesNotLeadError):
+            # A run removes the file soon after the end of its connections; if the coordinator is lost, another one
+            # replaces it, on this machine or after the lease.
+            until_s = until_s or time.monotonic() + run.config().control.lease_s + _ENDING_S
+            if not run.control_file.exists():
+                return
             if time.monotonic() > until_s:
                 raise
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _saved(committed: int, events: Iterable[Mapping[str, Any]]) -> int | None:
@@ -160,13 +177,27 @@ def knock(address: str, token: str, *, tls: Path | None) -> None:
         raise OSError(str(error)) from None
 
 
+class _DoesNotLeadError(ControlError):
+    """A coordinator does not lead the run, or does not yet."""
+
+
 @contextmanager
 def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
-    """Yield a connection to the run's coordinator. Raises ConfigError if the run is not live, or ends in the block."""
+    """Yield a connection to the run's coordinator.
+
+    Raises:
+        ConfigError: the run is not live, or ends in the block.
+        _DoesNotLeadError: another coordinator is about to lead.
+    """
     control = run.read_control()
     try:
         with blocking_connection(control.address, control.token, tls=control.tls) as connection:
             yield connection
+    except InvalidStatus as error:
+        raise _DoesNotLeadError(
+            f"{run.path}: the process at {control.address} does not take requests now "
+            f"({error.response.reason_phrase}); try again in some seconds"
+        ) from None
     except (OSError, WebSocketException, EOFError) as error:
         raise ConfigError(
             f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any more"

@@ -187,6 +187,14 @@ class RunCheckpoints:
         done, _ = await asyncio.wait([asyncio.wrap_future(self._queue.ask(self._path, act))], timeout=timeout_s)
         return bool(done)
 
+    def watch(self) -> None:
+        """Raise any other error than an OSError of an operation on a store; call this now and then.
+
+        That a store does not answer is told of each checkpoint that suffers from it.
+        """
+        if not self._is_local:  # otherwise, the recorder watches the queue
+            self._queue.news()
+
     def abandon(self) -> None:
         """Begin nothing any more."""
         self._queue.abandon()

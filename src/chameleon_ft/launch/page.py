@@ -39,7 +39,7 @@ class _RunActions:
     run: RunDirectory
 
     def inject(self, *, worker: int, kind: str, factor: float | None) -> str:
-        """Make a worker fail. Raises ConfigError if it cannot."""
+        """Make a worker fail. Raises ChameleonError if it cannot."""
         if kind not in get_args(FailureKind):
             raise ConfigError(f"there is no kind of failure {kind!r}; there are {', '.join(get_args(FailureKind))}")
         if (kind in SLOWNESS) != (factor is not None):
@@ -97,6 +97,10 @@ class PageServer:
         self.token = secrets.token_urlsafe(16)
         self._announced: dict[str, object] = {}
 
+    def close(self) -> None:
+        """Give the address back; a process that serves the page keeps it."""
+        self._listener.close()
+
     def announce(self, run: RunDirectory) -> None:
         """Print the address, and write it with the token to a file that only the owner can read.
 
@@ -131,7 +135,7 @@ class PageServer:
         with contextlib.suppress(OSError):
             process.stdin.write(f"{self.token}\n".encode())
             process.stdin.flush()
-        self._listener.close()
+        self.close()
         try:
             yield
         finally:

@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     if given.take_over is not None:
         if flags or given.config is not None or given.resume is not None:
             raise ConfigError(f"--take-over {given.take_over}: the run goes on as it is; leave out all but --page")
-        lost, shown = lost_run(given.take_over), page_beside(given.page)
-        from chameleon_ft.launch import take_over
+        lost = lost_run(given.take_over)
+        with page_beside(given.page) as shown, shown(lost):
+            from chameleon_ft.launch import take_over
 
-        with shown(lost):
             return take_over(lost.own(lost.config()), run=lost)
     if given.standby is not None:
         if flags or given.config is not None or given.resume is not None:
@@ -78,23 +78,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
-    shown = page_beside(given.page)
-    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-    from chameleon_ft.launch import coordinate
+    with page_beside(given.page) as shown:
+        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+        from chameleon_ft.launch import coordinate
 
-    with shown(prepared.directory):
-        return prepared.start(coordinate)
+        with shown(prepared.directory):
+            return prepared.start(coordinate)
 
 
 def _stand_by(path: Path, *, host: str | None, page: str | None) -> int:
-    shown = page_beside(page)
-    if JoinArguments(run=path).find_coordinator() is None:
-        return 0
-    directory = RunDirectory.open(path)
-    from chameleon_ft.launch import stand_by
+    with page_beside(page) as shown:
+        if JoinArguments(run=path).find_coordinator() is None:
+            return 0
+        directory = RunDirectory.open(path)
+        from chameleon_ft.launch import stand_by
 
-    with shown(directory):
-        return stand_by(directory.own(directory.config()), run=directory, host=host)
+        with shown(directory):
+            return stand_by(directory.own(directory.config()), run=directory, host=host)
 
 
 def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
@@ -107,8 +107,7 @@ def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) 
         return _coordinate(given, flags)
     except LiveRunError as error:
         print(f"{error}; this coordinator stands by", flush=True)
-    # Not above: the error keeps what has failed, and with it the address of a page.
-    return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
+        return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
 
 
 def _give_way(run: RunDirectory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -33,4 +34,5 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory.open(given.run)
     from chameleon_ft.launch.page import PageServer
 
-    return PageServer(given.listen).serve(run)
+    with closing(PageServer(given.listen)) as server:
+        return server.serve(run)

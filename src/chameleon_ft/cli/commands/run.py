@@ -46,9 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     file = given.config
     if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
         file = beside
-    shown = page_beside(given.page)
-    prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
-    from chameleon_ft.launch import train
+    with page_beside(given.page) as shown:
+        prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
+        from chameleon_ft.launch import train
 
-    with shown(prepared.directory):
-        return prepared.start(train)
+        with shown(prepared.directory):
+            return prepared.start(train)

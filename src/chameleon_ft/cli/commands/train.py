@@ -28,9 +28,9 @@ class TrainArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(TrainArguments, with_page_address(arguments), command="train")
-    shown = page_beside(given.page)
-    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-    from chameleon_ft.launch import train
+    with page_beside(given.page) as shown:
+        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+        from chameleon_ft.launch import train
 
-    with shown(prepared.directory):
-        return prepared.start(train)
+        with shown(prepared.directory):
+            return prepared.start(train)

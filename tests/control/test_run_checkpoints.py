@@ -1,0 +1,45 @@
+"""The checkpoints of a run as its coordinator uses them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from chameleon_ft.control.run_checkpoints import RunCheckpoints
+from chameleon_ft.observe import Directory, FileQueue, Storage
+
+
+class Afar:
+    """An object store, which keeps its objects in a directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._directory, name)
+
+
+def test_an_error_in_the_code_of_a_store_is_raised(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise TypeError("a mistake")
+
+    with FileQueue() as files:
+        checkpoints = RunCheckpoints(
+            cast(Storage, Afar(Directory(tmp_path))),
+            files,
+            model="a model",
+            num_layers=1,
+            keep=2,
+            base=None,
+            not_marked=lambda step, reason: None,
+            copy_records=fail,
+            takes_over=False,
+        )
+        checkpoints.watch()
+        checkpoints.complete(5, agreed=None)
+        assert asyncio.run(checkpoints.settled(30.0))
+        with pytest.raises(TypeError, match="a mistake"):
+            checkpoints.watch()
