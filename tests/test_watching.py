@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
-from http.client import HTTPConnection
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection, IncompleteRead
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chameleon_ft.config import Checkpoint, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Parallel, config_to_toml
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import Command, Ended, every_process_ends, small_config
@@ -121,3 +123,68 @@ def test_a_run_is_watched_and_controlled_from_its_page(endless: Path, run: RunDi
     assert not (run.path / "page.json").exists()
     with pytest.raises(ConnectionRefusedError):
         asked(port, "/metrics")
+
+
+class Browser:
+    """Does what the script of the page does: gets the state, and follows what is added to it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.steps: list[int] = []
+        self.condition = ""
+
+    def watch(self, until: Callable[[Browser], object] = lambda _: False) -> None:
+        """Open the page, and follow the run until something is so, or the page is gone."""
+        whole = json.loads(asked(self._port, "/api/state"))
+        assert whole["series"]["step"][: len(self.steps)] == self.steps, "it has what was there before"
+        self.steps, self.condition = whole["series"]["step"], whole["report"]["condition"]
+        with closing(HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
+            connection.request("GET", "/api/events?steps={steps}&events={events}".format(**whole["next"]))
+            answer, name = connection.getresponse(), ""
+            with suppress(ConnectionResetError, IncompleteRead):
+                while not until(self) and (line := answer.readline().decode()):
+                    if line.startswith("event: "):
+                        name = line.removeprefix("event: ").strip()
+                    elif line.startswith("data: "):
+                        self._take(name, json.loads(line.removeprefix("data: ")))
+
+    def _take(self, name: str, value: dict[str, Any]) -> None:
+        if name == "steps":
+            self.steps += value["step"]
+        elif name == "report":
+            self.condition = value["condition"]
+
+
+def test_the_page_of_a_coordinator_that_is_killed_is_back_with_its_successor(tmp_path: Path, run: RunDirectory) -> None:
+    slow = Batch(micro_batches=256, micro_batch_size=1)  # all of its steps are points of a curve
+    config = small_config(tmp_path, steps=100_000, workers=2, parallel=Parallel(dp=2, pp=1), batch=slow)
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    begin = ("coordinator", tmp_path / "config.toml", "--output-dir", run.path, "--page", "127.0.0.1:0")
+    with ExitStack() as stack:
+        first = stack.enter_context(Command(*begin))
+        port = int(first.read_until(r"page: http://127\.0\.0\.1:(\d+)/")[1])
+        first.read_until("waiting for 2 workers")
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2"))
+
+        def killed_after_some_steps(seen: Browser) -> bool:
+            if len(seen.steps) > 5:
+                first.signal(signal.SIGKILL)
+            return False
+
+        browser, token = Browser(port), json.loads((run.path / "page.json").read_text())["token"]
+        browser.watch(until=killed_after_some_steps)
+        assert browser.condition == "training"
+        assert first.wait() == -signal.SIGKILL
+        with pytest.raises(ConnectionRefusedError):
+            browser.watch()
+        before = len(browser.steps)
+        page = ("--page", f"127.0.0.1:{port}")
+        second = stack.enter_context(Command("coordinator", "--take-over", run.path, *page))
+        second.read_until(f"page: http://127.0.0.1:{port}/")
+        browser.watch(until=lambda seen: len(seen.steps) > before + 5 and seen.condition == "training")
+        assert browser.steps == [*range(len(browser.steps))], "none is missing, and none is there twice"
+        asked(port, "/api/actions/finish", {}, token=token)
+        assert second.wait() == 130, second.printed
+        assert agent.wait() == 0, agent.printed
+    assert not (run.path / "page.json").exists()
+    assert Ended(130, run).failures == []
