@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, Recovery, config_to_toml
 from chameleon_ft.control.wire.address import bearer
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
@@ -185,25 +186,61 @@ def leads(run: RunDirectory, agent: Command) -> bool:
         time.sleep(0.01)
 
 
-def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run")
+@contextmanager
+def launched_and_replaced(
+    directory: Path, *, kind: signal.Signals, **changes: Any
+) -> Iterator[tuple[Command, Command]]:
+    """Train by a launcher whose coordinator stands by, while another one leads; yield both commands.
+
+    `kind`: the signal to the coordinator that has led before; its launcher sees that too late.
+    """
+    run = RunDirectory(directory / "run")
+    config = written(directory, steps=100_000, batch=SLOW, **changes)
     with ExitStack() as stack:
-        training = stack.enter_context(
-            Command("train", written(tmp_path, steps=100_000, batch=SLOW), "--output-dir", run.path)
-        )
+        training = stack.enter_context(Command("train", config, "--output-dir", run.path))
         training.read_until(r"^\s+3\s")
         standby = stack.enter_context(Command("coordinator", "--standby", run.path))
         standby.read_until("standing by at 127.0.0.1:")
-        stopped = [training.pid, run.read_control().pid]
-        for process in stopped:
-            os.kill(process, signal.SIGSTOP)
+        steps = len(run.steps())
+        while len(run.steps()) < steps + 2:  # by then, workers and agent have read of it
+            time.sleep(0.01)
+        coordinator = run.read_control().pid
+        training.signal(signal.SIGSTOP)
+        os.kill(coordinator, kind)
         standby.read_until(r"this one leads in term \d")
-        for process in reversed(stopped):
-            os.kill(process, signal.SIGCONT)
-        training.read_until(r"leads the run; this one, of term \d, ends")
+        os.kill(coordinator, signal.SIGCONT)
+        training.signal(signal.SIGCONT)
+        killed = "the coordinator was ended by SIGKILL; another one continues the run"
+        training.read_until(killed if kind is signal.SIGKILL else r"leads the run; this one, of term \d, ends")
+        training.read_until("another coordinator leads the run; one stands by here")
+        yield training, standby
+
+
+def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
+    run, kind = RunDirectory(tmp_path / "run"), signal.SIGKILL
+    changes = {"recovery": Recovery(policy="chameleon"), "control": Control()}
+    with (
+        launched_and_replaced(tmp_path, kind=kind, **changes) as (training, standby),
+        Command("agent", "--run", run.path, "--workers", "1") as agent,
+    ):
+        standby.read_until(r"worker 2 (has )?joined")
+        with every_process_ends(training.session()):
+            training.signal(signal.SIGTERM)
+            assert training.wait() == os.EX_TEMPFAIL, training.printed
+        assert "another coordinator leads the run; this machine and its workers leave it" in training.printed
+        standby.read_until(r"^\s+\d+\s.*\s1$")
+        standby.signal(signal.SIGTERM)
+        assert standby.wait() == agent.wait() == os.EX_TEMPFAIL, standby.printed + agent.printed
+    ended = Ended(os.EX_TEMPFAIL, run)
+    assert (ended.summary["status"], ended.failures) == ("terminated", [])
+    assert {event["worker"] for event in ended.events("drained")} == {0, 1}
+
+
+def test_ctrl_c_ends_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:
+    with launched_and_replaced(tmp_path, kind=signal.SIGSTOP) as (training, standby):
         with every_process_ends(training.session()):
             training.signal(signal.SIGINT)
             assert training.wait() == 130, training.printed
         assert "another coordinator leads the run; this machine and its workers leave it" in training.printed
         assert standby.wait() == 1, standby.printed
-    assert Ended(1, run).summary["reason"].startswith("no worker is left")
+    assert Ended(1, RunDirectory(tmp_path / "run")).summary["reason"].startswith("no worker is left")

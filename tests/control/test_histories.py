@@ -895,8 +895,9 @@ def test_a_worker_that_ends_before_it_is_told_that_it_has_left_is_no_loss() -> N
     history.commit()
 
 
+@pytest.mark.parametrize("is_admitted", [True, False])
 @pytest.mark.parametrize("host", ["a host", "10.0.0.1"])
-def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str) -> None:
+def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str, *, is_admitted: bool) -> None:
     history = training()
     history.say(AGENT + 1, HostHello(host="node7 (10.0.0.7)", slots=2))
     for worker in (4, 5):
@@ -905,8 +906,12 @@ def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str) 
     assert isinstance(refused, Refused)
     assert "no worker would be left" in refused.reason
     history.tell(4, Ready())
-    history.wait(0.1)
+    if is_admitted:
+        history.wait(0.1)
     assert drain(history, host=host) == Drain(workers=(0, 1, 2, 3), host=host)
+    history.wait(0.1)
+    assert history.considerations[-1].members.staying() == (4,)
+    assert history.state.ending is None
 
 
 @pytest.mark.parametrize("by", [AGENT + 1, 2000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +12,7 @@ import pytest
 
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.wire.messages import Exit
-from chameleon_ft.launch.agent import _run_agent, _told
+from chameleon_ft.launch.agent import _HostedStandby, _run_agent, _told
 from chameleon_ft.launch.processes import unattended
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
@@ -48,3 +49,32 @@ def test_only_one_that_is_drained_ends_with_the_exit_code_for_that(order: Exit, 
     agent = cast(Agent, Ended())
     with unattended():
         assert asyncio.run(_run_agent(agent, None, None, drained_exit_code=7)) == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_coordinator_that_stands_by_gets_the_signal_that_has_ended_its_agent(number: signal.Signals) -> None:
+    class Drained:
+        async def serve(self) -> Exit:
+            self.left = asyncio.Event()
+            signal.raise_signal(number)
+            await self.left.wait()
+            return Exit(reason="drained", is_drained=True)
+
+        def drain(self, number: signal.Signals) -> bool:
+            self.left.set()
+            return True
+
+    class Standby(_HostedStandby):
+        def __init__(self) -> None:
+            super().__init__(RunDirectory(Path("run")), None)
+            self.sent: list[signal.Signals] = []
+
+        async def run(self) -> None: ...
+
+        def send(self, number: signal.Signals) -> None:
+            self.sent.append(number)
+
+    standby = Standby()
+    with unattended():
+        assert asyncio.run(_run_agent(cast(Agent, Drained()), None, standby, drained_exit_code=0)) == 0
+    assert standby.sent == [number]

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 
 from chameleon_ft.launch import children, local
 from chameleon_ft.launch.child import FORK
-from chameleon_ft.launch.children import DRAIN
+from chameleon_ft.launch.children import STANDS_BY
 from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
@@ -76,7 +77,7 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
         launcher._start_coordinator(stands_by=True)
         for _ in range(2):  # within a second, they are one
             signal.raise_signal(number)
-        agent.pipe.send.assert_called_once_with(DRAIN)
+        agent.pipe.send.assert_called_once_with(number)
         coordinator.pipe.send.assert_called_with(number)
         coordinator.process.kill.assert_not_called()
         if ends == "another signal":
@@ -88,22 +89,36 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
         coordinator.process.kill.assert_called_once()
 
 
+def test_a_coordinator_says_that_another_one_leads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (coordinator, coordinators), (agent, agents) = FORK.Pipe(), FORK.Pipe()
+    with coordinator, coordinators, agent, agents:
+        launcher = launcher_of(tmp_path, MagicMock(pipe=agent))
+        launcher._coordinator = MagicMock(pipe=coordinator)
+        launcher._signals, launcher._signalled_s = [signal.SIGTERM], [time.monotonic()]
+        coordinators.send(STANDS_BY)
+        coordinators.send("finished")
+        assert launcher._watch() == "finished"
+        assert agents.recv() == signal.SIGTERM, "its workers are drained"
+    assert capsys.readouterr().out == "another coordinator leads the run; one stands by here\n"
+
+
 class ToldAgent:
     """Serves until it is drained, which its launcher tells it at once."""
 
-    def __init__(self, launcher: Connection, *, is_connected: bool) -> None:
+    def __init__(self, launcher: Connection, number: signal.Signals, *, is_connected: bool) -> None:
         self._launcher = launcher
+        self._number = number
         self._is_connected = is_connected
         self.did: list[str] = []
 
     async def serve(self) -> None:
         self._left = asyncio.Event()
-        self._launcher.send(DRAIN)
+        self._launcher.send(self._number)
         await self._left.wait()
         self.did.append("left")
 
-    def drain(self) -> bool:
-        self.did.append("drain")
+    def drain(self, number: signal.Signals) -> bool:
+        self.did.append(f"drain at {number.name}")
         self._left.set()
         return self._is_connected
 
@@ -111,16 +126,17 @@ class ToldAgent:
         self.did.append("ended")
 
 
-@pytest.mark.parametrize(("is_connected", "did"), [(True, ["drain", "left", "ended"]), (False, ["drain", "ended"])])
-def test_an_agent_leaves_when_its_launcher_tells_it_to(
-    monkeypatch: pytest.MonkeyPatch, did: list[str], *, is_connected: bool
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("is_connected", "did"), [(True, ["left", "ended"]), (False, ["ended"])])
+def test_an_agent_leaves_at_the_signal_of_its_launcher(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, did: list[str], *, is_connected: bool
 ) -> None:
     ours, theirs = FORK.Pipe()
-    agent = ToldAgent(ours, is_connected=is_connected)
+    agent = ToldAgent(ours, number, is_connected=is_connected)
     monkeypatch.setattr(children, "create_agent", lambda **_: agent)
     with ours, theirs, socket.socket() as listener:
         children.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
-    assert agent.did == did
+    assert agent.did == [f"drain at {number.name}", *did]
 
 
 def test_signals_after_the_end_are_ignored_until_all_is_closed() -> None:

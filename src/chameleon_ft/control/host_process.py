@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Self
 
-__all__ = ["HostProcess", "is_stopped", "read_stat", "start_time"]
+__all__ = ["HostProcess", "has_ended", "is_stopped", "read_stat", "start_time"]
 
 
 class HostProcess:
@@ -86,6 +86,11 @@ class HostProcess:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal."""
     return read_stat(pid)[:1] == ["T"]
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether there is no process of that number, or one that has ended, and that its parent has not reaped."""
+    return (read_stat(pid) or ["X"])[0] in "XZ"
 
 
 def start_time(pid: int) -> int | None:

@@ -93,6 +93,7 @@ async def _run_agent(
     serving = asyncio.ensure_future(agent.serve())
     standing_by = None if standby is None else asyncio.ensure_future(standby.run())
     loop, terminated_s = asyncio.get_running_loop(), math.inf
+    terminated_by: signal.Signals | None = None
 
     def interrupt() -> None:
         serving.cancel()
@@ -100,7 +101,8 @@ async def _run_agent(
             standby.send(signal.SIGINT)
 
     def terminate(number: signal.Signals) -> None:
-        nonlocal terminated_s
+        nonlocal terminated_s, terminated_by
+        terminated_by = terminated_by or number
         if standby is not None and serving.done():
             standby.send(number)
         if loop.time() - terminated_s > SAME_SIGNAL_S or (terminated_s == math.inf and not agent.drain(number)):
@@ -119,7 +121,7 @@ async def _run_agent(
             return 130 if terminated_s == math.inf else os.EX_TEMPFAIL
         finally:
             if standby is not None and standing_by is not None:
-                standby.leave(order, is_terminated=terminated_s < math.inf)
+                standby.leave(order, terminated_by)
                 await standing_by
 
 
@@ -174,16 +176,19 @@ class _HostedStandby:
             return False
         return control.pid == self._process.pid and control.has_process_here() is True
 
-    def leave(self, order: Exit | None, *, is_terminated: bool) -> None:
+    def leave(self, order: Exit | None, terminated_by: signal.Signals | None) -> None:
         """End it if the agent leaves a run that goes on elsewhere.
 
         If it leads, the run needs it, unless the agent was asked to end: then it leaves the run to a coordinator that
         stands by on another machine, or ends it with a checkpoint.
+
+        Args:
+            terminated_by: the signal by which the agent was asked to end.
         """
         self._is_left = True
         is_over = order is not None and order.status is not None
-        if is_terminated:
-            self.send(signal.SIGTERM)
+        if terminated_by is not None:
+            self.send(terminated_by)
         elif is_over:
             pass  # it has been told
         elif self.leads():

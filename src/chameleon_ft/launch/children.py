@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Final
 
@@ -26,12 +27,12 @@ from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.runtime.fork_server import receive
 from chameleon_ft.runtime.process import Lifeline
 
-__all__ = ["ALIVE", "DRAIN", "run_agent", "run_coordinator", "run_next_agent"]
+__all__ = ["ALIVE", "STANDS_BY", "run_agent", "run_coordinator", "run_next_agent"]
 
 ALIVE: Final = b"alive"
 """Sent by a coordinator once it leads, and as the answer to the same message while its event loop runs."""
-DRAIN: Final = b"drain"
-"""Has an agent drain its workers, and end after them."""
+STANDS_BY: Final = b"stands by"
+"""Sent by a coordinator once the one that leads knows of it."""
 
 
 def run_coordinator(
@@ -68,7 +69,8 @@ def run_coordinator(
         loop.remove_reader(pipe.fileno())
 
     async def coordinated() -> RunStatus:
-        leadership = await until_lost(start, control, listener) if takes_over else None
+        stands_by = partial(pipe.send, STANDS_BY)
+        leadership = await until_lost(start, control, listener, announced=stands_by) if takes_over else None
         if isinstance(leadership, str):
             return leadership
         view = TerminalView(steps=start.config.steps, files=str(start.run.path))
@@ -113,7 +115,7 @@ def run_agent(
 def run_next_agent(
     config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
 ) -> None:
-    """Serve the run, and obey `DRAIN`. Send the error if that fails."""
+    """Serve the run; drain the workers at a signal, and end after them. Send the error if that fails."""
     listener.close()
 
     async def serve() -> None:
@@ -128,7 +130,8 @@ def run_next_agent(
 
         def obey() -> None:
             loop.remove_reader(pipe.fileno())
-            if received(pipe) == DRAIN and not agent.drain():
+            number = received(pipe)
+            if isinstance(number, signal.Signals) and not agent.drain(number):
                 serving.cancel()
 
         loop = asyncio.get_running_loop()

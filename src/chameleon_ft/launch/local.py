@@ -22,7 +22,7 @@ from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError
 from chameleon_ft.launch.child import Child, describe_end, received
-from chameleon_ft.launch.children import ALIVE, DRAIN, run_agent, run_coordinator, run_next_agent
+from chameleon_ft.launch.children import ALIVE, STANDS_BY, run_agent, run_coordinator, run_next_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import (
     load_solvers,
@@ -93,7 +93,7 @@ class _Launcher:
         self._coordinator: Child | None = None
         self._signals: list[signal.Signals] = []
         self._signalled_s: list[float] = []  # when they came
-        self._stands_by = False  # whether another coordinator led the run when the present one was started
+        self._stands_by = False  # whether another coordinator leads the run
         self._has_ended = False  # whether a coordinator has said how the run ended
         self._given_up: RunStatus | None = None  # how this process ends if no coordinator says so
         self._is_draining = False  # whether the agent has been told to
@@ -132,6 +132,10 @@ class _Launcher:
                 outcome = received(coordinator.pipe)
                 if outcome == ALIVE:
                     self._silent_s, self._stands_by = 0.0, False
+                elif outcome == STANDS_BY:
+                    print("another coordinator leads the run; one stands by here", flush=True)
+                    self._stands_by = True
+                    self._give_up_if_unheard()
                 elif outcome is None and self._given_up is not None:
                     why = "another coordinator leads the run" if self._stands_by else "the coordinator does not answer"
                     print(f"{why}; this machine and its workers leave it", flush=True)
@@ -247,16 +251,16 @@ class _Launcher:
         if number <= _MOST_SIGNALS and has_begun:
             return
         if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():
-            self._drain_agent()
+            self._drain_agent(self._signals[-1])
         elif self._stands_by or number > 1 or waited_s > lease_s:
             self._given_up = "terminated" if is_termination else "interrupted"
             self._coordinator.process.kill()
 
-    def _drain_agent(self) -> None:
+    def _drain_agent(self, number: signal.Signals) -> None:
         if not self._is_draining:
             self._is_draining = True
             with contextlib.suppress(OSError):  # it ends by itself
-                self._agent.pipe.send(DRAIN)
+                self._agent.pipe.send(number)
 
 
 @dataclass(slots=True)

@@ -66,7 +66,6 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
             text = f"standing by at {address} for the coordinator of {run.path}"
             leadership = await until_lost(start, control, listener, announced=partial(print, text, flush=True))
             if not isinstance(leadership, Leadership):
-                print(f"the run is over: {leadership}", flush=True)
                 return leadership
             print(f"the coordinator is lost; this one leads in term {leadership.term}", flush=True)
             return await serve_run(
@@ -119,7 +118,7 @@ async def until_lost(
     *,
     announced: Callable[[], None] = lambda: None,
 ) -> Leadership | RunStatus:
-    """Stand by until this process has claimed a term, or the run is over; return how it ended then.
+    """Stand by until this process has claimed a term, or the run is over; print and return how it ended then.
 
     Args:
         control: of this process.
@@ -141,7 +140,10 @@ async def until_lost(
     try:
         async with _refusing(listener, control):
             done, _ = await asyncio.wait({claiming, following}, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        found = done.pop().result()
+        if not isinstance(found, Leadership):
+            print(f"the run is over: {found}", flush=True)
+        return found
     finally:
         claiming.cancel()
         following.cancel()

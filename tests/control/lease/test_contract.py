@@ -185,9 +185,12 @@ def test_the_process_of_a_claim_is_this_one() -> None:
 
 
 def test_only_a_process_that_would_be_seen_here_is_known_to_have_ended() -> None:
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    claim = replace(Claim.of_this_process(term=2, address="10.0.0.1:29400"), pid=process.pid)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        claim = replace(Claim.of_this_process(term=2, address="10.0.0.1:29400"), pid=process.pid)
+        assert not claim.is_left()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert claim.is_left(), "its parent has not reaped it"
     assert claim.is_left()
     for host in (socket.gethostname(), f"{claim.host}1", "other"):
         assert not replace(claim, host=host).is_left(), "a container may have the name of its host"

@@ -94,9 +94,9 @@ def _hosts_of(state: State, worker: Worker) -> set[str]:
 
 
 def _needs_all(state: State, workers: list[Worker]) -> bool:
-    """Return whether no worker would be left without these."""
+    """Return whether no worker would be left without these, not even a newcomer that has loaded all that it needs."""
     concerned = {worker.id for worker in workers if not worker.lost}
-    return bool(concerned) and concerned.issuperset(state.members.staying())
+    return bool(concerned) and concerned.issuperset({*state.members.staying(), *state.scale_up.loaded})
 
 
 def _reason_against(state: State, message: Drain, workers: list[Worker]) -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
+from chameleon_ft.control.host_process import has_ended
 from chameleon_ft.errors import LeaseError
 
 __all__ = ["Claim", "Lease", "in_thread"]
@@ -67,7 +68,7 @@ class Claim:
 
     def is_left(self) -> bool:
         """Return whether it is released, or its process has ended: on this host, this one would see it otherwise."""
-        return self.is_released or (self.host == _own_host() and not Path(f"/proc/{self.pid}").exists())
+        return self.is_released or (self.host == _own_host() and has_ended(self.pid))
 
     def to_json(self) -> str:
         """Return the claim as one JSON object."""
