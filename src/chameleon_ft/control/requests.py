@@ -200,5 +200,6 @@ def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
         ) from None
     except (OSError, WebSocketException, EOFError) as error:
         raise ConfigError(
-            f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any more"
+            f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any "
+            "more, or its coordinator is yet to be replaced"
         ) from None

@@ -207,7 +207,8 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
         if message.term > state.term:
             draft.do(commands.Resign())
             return
-        draft.do(commands.Acknowledge(connection))
+        if not isinstance(message, messages.StandbyHello):
+            draft.do(commands.Acknowledge(connection))
     if connection in state.members.fenced:
         match message:
             case messages.CheckpointSaved():  # what is written counts, even if its worker has left

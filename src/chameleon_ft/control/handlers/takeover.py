@@ -88,7 +88,10 @@ def reclaimed(draft: Draft, term: int) -> None:
 
 
 def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
-    """Note that a coordinator stands by at an address, perhaps again, and tell all peers."""
+    """Note that a coordinator stands by at an address, perhaps again, and tell all peers.
+
+    It is told last: as soon as it knows, this one may be lost, and the others have to find it.
+    """
     state = draft.state
     before = {each for each, address in state.standbys.items() if address == hello.address}
     standbys = {each: address for each, address in state.standbys.items() if each not in before}
