@@ -19,9 +19,11 @@ from chameleon_ft.control.journal import Journal
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease import Claim, Lease, lease_of
 from chameleon_ft.errors import DeposedError, LiveRunError
+from chameleon_ft.launch import standby
 from chameleon_ft.launch.coordinator import _claim
+from chameleon_ft.launch.standby import continue_run
 from chameleon_ft.launch.start import RunStart
-from chameleon_ft.observe import FileQueue, RunDirectory
+from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory
 from tests.control.histories import new_state
 
 
@@ -80,3 +82,17 @@ def test_a_run_that_has_ended_elsewhere_is_resumed_at_once_and_one_that_is_lost_
 @pytest.mark.parametrize("error", [LiveRunError(Path("run"), "process 1"), DeposedError(3, "h:1"), DeposedError(3)])
 def test_the_launcher_prints_what_its_coordinator_has_raised(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_of_two_that_take_a_run_over_at_once_the_second_says_that_it_is_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def started_job(*_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(standby, "started_job", started_job)
+    run = RunDirectory(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        run.write_control(ControlAddress(address=address, token="t", pid=1))
+        with pytest.raises(LiveRunError, match=f"live in another process, which listens at {address}"):
+            asyncio.run(continue_run(RunConfig(), run=run, beside=standby._alone))

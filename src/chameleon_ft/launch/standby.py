@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http
 import os
 import socket
@@ -27,7 +28,7 @@ from chameleon_ft.control.wire.connection import control_connection
 from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
 from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
 from chameleon_ft.control.wire.tls import tls_context
-from chameleon_ft.errors import ControlError, LeaseError
+from chameleon_ft.errors import ControlError, LeaseError, LiveRunError
 from chameleon_ft.launch.coordinator import Beside, invite, run_coordinator, serve_run, started_job
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
@@ -95,7 +96,13 @@ async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside) 
     """Continue a run whose coordinator is lost, and return how it ended; see `take_over`."""
     start = await started_job(config, run=run, resume=True)
     lost = run.read_control()
-    with listening_socket(*split_address(lost.address)) as listener:
+    try:
+        listening = listening_socket(*split_address(lost.address))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise LiveRunError(run.path, f"another process, which listens at {lost.address}") from None
+    with listening as listener:
         control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
         leadership = await until_lost(start, control, listener)
         if not isinstance(leadership, Leadership):
