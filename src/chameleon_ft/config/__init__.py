@@ -6,19 +6,15 @@ Importing this package imports neither torch nor anything that reads a clock or 
 from __future__ import annotations
 
 from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName, DeviceKind, DeviceName
+from chameleon_ft.config.failures import LASTING_KINDS, SLOWNESS, Failure, FailureKind, FailurePhase
 from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
 from chameleon_ft.config.sections import (
-    LASTING_KINDS,
-    SLOWNESS,
     Batch,
     Control,
     Emulation,
-    Failure,
-    FailureKind,
-    FailurePhase,
     Health,
     Parallel,
     PolicyName,

@@ -9,19 +9,18 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
+from chameleon_ft.config.failures import LASTING_KINDS, Failure
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
+from chameleon_ft.config.section import Section
 from chameleon_ft.config.sections import (
-    LASTING_KINDS,
     Batch,
     Control,
     Emulation,
-    Failure,
     Health,
     Parallel,
     Preflight,
     Recovery,
-    Section,
     Timelines,
     Timeouts,
 )

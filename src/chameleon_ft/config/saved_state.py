@@ -1,4 +1,4 @@
-"""The sections of a run's configuration on where its state is saved, and where it begins."""
+"""Sections of a configuration that say where the state of a run is saved, and where the run begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from chameleon_ft.config.sections import Section
+from chameleon_ft.config.section import Section
 
 __all__ = ["Checkpoint", "Forked", "Snapshots", "Store"]
 

@@ -1,59 +1,30 @@
-"""The sections of a run's configuration: frozen, strict, every field documented where it stands."""
+"""Sections of a configuration: layout, batch, recovery, timeouts, health, timelines, emulation and control."""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from chameleon_ft.config.section import Section
+
 __all__ = [
-    "LASTING_KINDS",
-    "RELATION_ERROR",
-    "SLOWNESS",
     "Batch",
     "Control",
     "Emulation",
-    "Failure",
-    "FailureKind",
-    "FailurePhase",
     "Health",
     "Parallel",
     "PolicyName",
     "Preflight",
     "Recovery",
-    "Section",
     "Timelines",
     "Timeouts",
 ]
 
-RELATION_ERROR: Final = "relation"
-"""Type of the error that lists the relations between fields that do not hold."""
-
-FailurePhase = Literal[
-    "forward",
-    "backward",
-    "sync",
-    "vote",
-    "optimizer",
-    "gather",
-    "recovery",
-    "rest",
-    "preparation",
-    "transfer",
-    "confirm",
-    "switch",
-    "checkpoint",
-    "snapshot",
-]
-FailureKind = Literal["kill", "hang", "disconnect", "slow", "slow-link", "corrupt", "nan"]
-SLOWNESS: Final = ("slow", "slow-link")
-"""Kinds of failures that have a factor."""
-LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
-"""Kinds of failures with which the process of a worker goes on."""
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
@@ -62,36 +33,6 @@ _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
 )
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, refuses unknown keys and values of another type.
-
-    A section overrides `problems` to state what its fields must satisfy together; all of them are reported at once.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, what to change) for every relation between fields that does not hold."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _relations_hold(self) -> Self:
-        found = list(self.problems())
-        if found:
-            summary = "; ".join(f"{field}: {message}" for field, message in found)
-            # A validator can raise only one error, so all problems travel in its context.
-            problems = [(field, self._value_at(field), message) for field, message in found]
-            raise PydanticCustomError(RELATION_ERROR, "{summary}", {"summary": summary, "problems": problems})
-        return self
-
-    def _value_at(self, key: str) -> object:
-        """Return the value at a key such as failures[0].worker."""
-        value: Any = self
-        for part in re.findall(r"\w+", key):
-            value = value[int(part)] if part.isdecimal() else getattr(value, part)
-        return value
 
 
 class Parallel(Section):
@@ -373,33 +314,3 @@ class Control(Section):
         raise PydanticCustomError(
             "lease", "should be files, etcd://HOST:PORT, etcds://HOST:PORT, kubernetes or kubernetes://NAMESPACE"
         )
-
-
-class Failure(Section):
-    """A failure to inject on purpose: `worker` fails, or becomes slow, in `phase` of `step`."""
-
-    step: int = Field(ge=0, description="Step in which it happens, counted from 0.")
-    worker: int = Field(ge=0, description="Worker that fails, counted from 0.")
-    phase: FailurePhase = Field(default="forward", description="Phase of the step or of a recovery in which it fails.")
-    kind: FailureKind = Field(
-        default="kill",
-        description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
-        "computes at `factor` of its speed; slow-link: from then on its links have `factor` of their bandwidth; "
-        "corrupt: a random bit of a parameter or of the optimizer's state flips; nan: an element of its gradient is "
-        "not a number, once.",
-    )
-    factor: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Of kind slow or slow-link: the speed, or bandwidth, as a share of the usual one; 1 ends it.",
-    )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.kind in SLOWNESS and self.factor is None:
-            yield "factor", f'is missing; kind = "{self.kind}" needs a share of what is usual, such as 0.5'
-        if self.kind not in SLOWNESS and self.factor is not None:
-            yield (
-                "factor",
-                f'only the kinds slow and slow-link have a factor, not "{self.kind}"; remove it, or change the kind',
-            )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
-from chameleon_ft.config.sections import RELATION_ERROR
+from chameleon_ft.config.section import RELATION_ERROR
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["config_type", "parse_config", "parse_fields"]

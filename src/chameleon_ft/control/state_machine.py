@@ -6,14 +6,12 @@ It makes all decisions of the coordinator, with `handlers`. Clocks, connections,
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import (
-    bad_steps,
     checkpoints,
     drains,
     endings,
@@ -23,6 +21,7 @@ from chameleon_ft.control.handlers import (
     incident_records,
     incidents,
     injection,
+    progress,
     regrouping,
     scale_up,
     snapshots,
@@ -34,7 +33,6 @@ from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import StepRecord
 from chameleon_ft.quantities import duration
 
 __all__ = ["TICK_S", "step"]
@@ -94,16 +92,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             regrouping.launched(draft, event)
         case events.Considered():
             scale_up.considered(draft, event)
-        case events.OperationsMeasured(worker=worker, generation=generation):
-            is_present = generation == state.generation and state.members[worker].is_live
-            if is_present and state.settings.health.detect_slow:
-                incidents.detect(
-                    draft, signals.OperationsMeasured(worker, generation, event.step, event.ratio, event.group)
-                )
-                judges = state.settings.judges_link
-                judged = {ends: each for ends, each in event.links.items() if judges(is_between_hosts=bool(each[1]))}
-                if judged:
-                    incidents.detect(draft, signals.LinksMeasured(generation, event.step, judged))
+        case events.OperationsMeasured():
+            progress.operations_measured(draft, event)
         case events.MarkFailed(step=unmarked, error=error):
             checkpoints.not_marked(draft, unmarked, error)
         case events.PrepareFailed():
@@ -261,7 +251,7 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
         case messages.Prepared():
             switches.prepared(draft, worker.id, message)
         case messages.Committed():
-            _committed(draft, worker, message)
+            progress.committed(draft, worker, message)
         case messages.Position():
             _judge(draft, worker, message)
         case messages.Quiesced() if message.generation == generation:
@@ -337,67 +327,3 @@ def _crashed(draft: Draft, worker: Worker, error: str) -> None:
     since_step = (worker.first_step or 0) if worker.takes_part else None
     log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
     incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
-
-
-# --- progress --------------------------------------------------------------------------------------------------------
-
-
-def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> None:
-    state = draft.state
-    if state.active is None:
-        return
-    # The rest of a step is no measure: it lacks operations.
-    is_rest = state.active.rest is not None and message.step == state.active.first_step
-    incidents.detect(draft, signals.OperationsTimed(message.times.longest_s, in_first_step=not worker.has_stepped))
-    if not worker.has_stepped and message.generation == state.active_generation and not is_rest:
-        draft.change_worker(worker, has_stepped=True)
-    if message.generation == state.generation and not is_rest and not message.vote.skipped:
-        draft.do(commands.MeasureOperations(worker.id, message.step, message.times))
-    if message.step != state.committed:
-        return  # another worker has reported the step
-    vote = message.vote
-    step_s = state.outcomes.completed_step_s(message.step_s, draft.at.unix_s) if is_rest else message.step_s
-    # A step of the generation shows that all its workers have switched to it.
-    switched_from = None if message.generation == state.generation else state.switched_from
-    draft.set(committed=message.step + 1, last_vote=vote, switched_from=switched_from)
-    if is_rest:
-        incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
-    else:
-        incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
-    # Workers that train have switched to the newest plan.
-    if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
-        draft.do(commands.Task.PREPARE_DECISIONS)
-    draft.do(
-        commands.Record(
-            StepRecord(
-                step=message.step,
-                loss=math.nan if vote.skipped else vote.loss_sum / vote.terms,
-                grad_norm=message.grad_norm,
-                lr=message.lr,
-                samples=0 if vote.skipped else vote.samples,
-                tokens=0 if vote.skipped else vote.terms,
-                step_s=step_s,
-                workers=len(state.active.plan.workers),
-                generation=message.generation,
-                time=draft.at.unix_s,
-                is_rest=is_rest,
-                is_skipped=vote.skipped,
-            )
-        )
-    )
-    if vote.skipped:
-        bad_steps.skipped(draft, message.step)
-    if not is_rest and not vote.skipped and state.active.migration is None:  # layers that move make a step longer
-        draft.do(commands.MeasureStep(message.step_s))
-    outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s, is_rest=is_rest)
-    outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
-    if cost is not None:
-        draft.do(commands.Record(cost))
-    draft.set(outcomes=outcomes)
-    draft.record_outcome(outcome)
-    if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
-        switches.adopt(draft, message)
-    if vote.checked and (placed := draft.state.placed) is not None:
-        draft.set(health=draft.state.health.found_equal(message.step, placed.witnesses))
-    checkpoints.committed(draft, message)
-    snapshots.committed(draft, message)
