@@ -201,7 +201,7 @@ async def test_peers_are_let_go_only_if_another_coordinator_may_lead(stage: Stag
 async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_in_the_journal(stage: Stage) -> None:
     stage.train()
     coordinator, before = stage.coordinator, stage.ranks[0]
-    coordinator._acknowledge(before.number)
+    coordinator._commands.acknowledge(coordinator.state, before.number)
     handled = before.last(Acknowledged).received
     coordinator._recorder.files._late_since_s = 1.0
     stage.commit(3)
@@ -210,7 +210,7 @@ async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_i
     told = returned.last(Acknowledged)
     assert (told.received, told.written) == (handled + 1, handled)
     coordinator._recorder.files._late_since_s = None
-    coordinator._acknowledge(returned.number)
+    coordinator._commands.acknowledge(coordinator.state, returned.number)
     assert returned.last(Acknowledged).written == handled + 1
 
 
@@ -224,14 +224,14 @@ async def test_what_a_peer_is_told_to_be_in_the_journal_has_been_written(stage: 
         written.append((received or {}, is_due))
 
     coordinator._journal = cast(Any, SimpleNamespace(write=write))
-    coordinator._received[rank.number] = 63
+    coordinator._peers.received[rank.number] = 63
     # It changes nothing, but a report before it may not have been due.
     coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
     assert written == [({rank.number: 64}, True)]
     assert rank.last(Acknowledged).received == 64
 
     term = Term(coordinator)
-    coordinator._received[rank.number] = 127
+    coordinator._peers.received[rank.number] = 127
     term.leads = False
     coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
     assert rank.last(Acknowledged).received == 64, "it does not lead"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.orders import Orders
+from chameleon_ft.control.peers import Peers
 from chameleon_ft.control.questions import Questions
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.run_checkpoints import RunCheckpoints
@@ -54,11 +55,10 @@ class RunSetup:
 
 
 class CommandRunner:
-    """Carries out all commands but those that concern connections and the end of the run.
+    """Carries out all commands but those that end the run, or the term of the coordinator.
 
     Args:
-        send: sends a message on a connection, if it is there.
-        send_alike: likewise messages of one type, by connection.
+        peers: the connected peers.
         now: returns the time.
         handle: takes an event that answers a command later.
         begin_task: runs a coroutine beside everything else.
@@ -68,8 +68,7 @@ class CommandRunner:
         self,
         setup: RunSetup,
         *,
-        send: Callable[[int, messages.Message], None],
-        send_alike: Callable[[Mapping[int, messages.Message]], None],
+        peers: Peers,
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
         begin_task: Callable[[Coroutine[Any, Any, None]], None],
@@ -77,7 +76,7 @@ class CommandRunner:
         config, run, recorder, job, executor = setup.config, setup.run, setup.recorder, setup.job, setup.executor
         self._config = config
         self._recorder = recorder
-        self._send = send
+        self._peers = peers
         self._now = now
         self._begin_task = begin_task
         self._generation = 0  # of the newest state
@@ -117,8 +116,7 @@ class CommandRunner:
             decisions=self.decisions,
             rendezvous=self.rendezvous,
             recorder=recorder,
-            send=send,
-            send_alike=send_alike,
+            peers=peers,
             now=now,
         )
         self._welcome = messages.Welcome(config=config_to_toml(config), run=str(run.path), boundaries=job.boundaries)
@@ -138,10 +136,16 @@ class CommandRunner:
         """Carry out a command; return the event that it leads to at once, if any."""
         self._generation = state.generation
         match command:
+            case commands.Send(connection=connection, message=message):
+                self._peers.send(connection, message)
+            case commands.Acknowledge(connection=connection):
+                self.acknowledge(state, connection)
+            case commands.Drop(connection=connection):
+                self._peers.drop(connection)
             case commands.Welcome(connection=connection, incarnation=incarnation):
                 is_first = incarnation == self._welcome.incarnation
                 welcome = self._welcome if is_first else self._welcome.model_copy(update={"incarnation": incarnation})
-                self._send(connection, welcome)
+                self._peers.send(connection, welcome)
             case commands.Record(record=record):
                 self._recorder.record(record)
             case commands.Task.RECORD_SCALE_UP:
@@ -198,6 +202,25 @@ class CommandRunner:
                 if state.active is not None and state.active.transfer is not None:
                     self.planner.transferred(state.active.transfer, transfer_s, state.members.hosts())
         return None
+
+    def acknowledge(self, state: State, connection: int) -> None:
+        """Tell a peer how many of its messages were handled, and which coordinators it may turn to."""
+        if not self._recorder.files.is_late:  # otherwise the journal may not have the newest ones
+            self._peers.mark_written(connection)
+        lease_s, standbys = self._config.control.lease_s, tuple(state.standbys.values())
+        self._peers.send(
+            connection,
+            messages.Acknowledged(
+                connection=connection,
+                received=self._peers.received.get(connection, 0),
+                written=self._peers.written.get(connection, 0),
+                term=state.term,
+                lease_s=lease_s,
+                # A standby leads only once the lease is over.
+                reconnect_s=self._config.timeouts.reconnect_s + (lease_s if standbys else 0.0),
+                standbys=standbys,
+            ),
+        )
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
         self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)

@@ -15,16 +15,15 @@ import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.file_parts import read_part
-from chameleon_ft.control.handlers import endings
+from chameleon_ft.control.handlers import endings, injection
 from chameleon_ft.control.handlers.endings import SAME_S
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease.base import in_thread
-from chameleon_ft.control.state.incident import Fault
+from chameleon_ft.control.peers import Peers
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
-from chameleon_ft.control.wire.codec import encode, encode_alike
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, DeposedError
 from chameleon_ft.observe import RunStatus, line_of
@@ -59,25 +58,18 @@ class Coordinator:
         config, run = setup.config, setup.run
         self._config = config
         self._recorder = setup.recorder
+        self._peers = Peers()
         self._commands = CommandRunner(
-            setup,
-            send=self._send,
-            send_alike=self._send_alike,
-            now=self._now,
-            handle=self._handle_answer,
-            begin_task=self._begin_task,
+            setup, peers=self._peers, now=self._now, handle=self._handle_answer, begin_task=self._begin_task
         )
-        self._peers: dict[int, Peer] = {}  # by number
-        self._last_sent: tuple[messages.Message, str] | None = None  # often all peers are sent the same message
         self._rejected = 0
         self._leadership = leadership
         self._is_to_hand_over = self._is_leaving = False  # whether it will leave, or leaves, the run to another one
         self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
-        self._late_orders: Callable[[], None] | None = None  # likewise, of an event that is in the journal
+        # Likewise, of an event that is in the journal, and the events that wait behind it.
+        self._late_orders: tuple[tuple[commands.Command, ...], deque[events.Event]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
-        self._received: dict[int, int] = {}  # connection -> messages of its peer that were handled
-        self._acknowledged: dict[int, int] = {}  # likewise, that the peer need not keep any more
         self._clock_ahead_s = 0.0
         versions = {**setup.job.versions, "chameleon": chameleon_ft.__version__}
         settings = Settings.of(config, run, num_layers=setup.job.num_layers, versions=versions)
@@ -96,7 +88,7 @@ class Coordinator:
     def _take_over(self, last: LastEntry) -> None:
         """Continue from the last state of another coordinator, and by its clock."""
         self.state = last.state
-        self._received, self._acknowledged = dict(last.received), dict(last.received)
+        self._peers.continue_from(last.received)
         self._recorder.complete(last.records)
         # A peer waits no longer for a coordinator. So any more is the difference between the clocks of two hosts.
         passed_s = min(max(0.0, time.time() - last.at.unix_s), last.state.settings.timeouts.reconnect_s)
@@ -106,12 +98,12 @@ class Coordinator:
         self._commands.orders.continue_from(last.state)
         # The new journal has to know these, too, until the peers have come back.
         address = "" if self._leadership is None else self._leadership.claim.address
-        self._handle(events.TookOver(at=self._now(), term=self._term, address=address), received=self._received)
+        self._handle(events.TookOver(at=self._now(), term=self._term, address=address), received=self._peers.received)
 
     @property
     def first_connection(self) -> int:
         """The number of the first connection: no other coordinator of the run has used it."""
-        return 1 + max((*self.state.connections, *self.state.members.fenced, *self._received), default=0)
+        return 1 + max((*self.state.connections, *self.state.members.fenced, *self._peers.received), default=0)
 
     @property
     def _term(self) -> int:
@@ -145,9 +137,8 @@ class Coordinator:
 
     async def _saved(self, status: RunStatus, reason: str) -> tuple[RunStatus, str]:
         """Return how the run ended, once the last checkpoint is marked or could not be."""
-        checkpoints = self._commands.checkpoints
-        is_settled = await checkpoints.settled(_REQUESTS * self._config.store.timeout_s)
-        error = checkpoints.unmarked.get(self.state.committed, None if is_settled else "the store does not answer")
+        timeout_s = _REQUESTS * self._config.store.timeout_s
+        error = await self._commands.checkpoints.why_unmarked(self.state.committed, timeout_s)
         if error is None or endings.UNSAVED in reason:
             return status, reason
         return "failed" if status == "finished" else status, f"{reason}, but {endings.UNSAVED}: {error}"
@@ -233,8 +224,7 @@ class Coordinator:
     def _lapsed(self) -> None:
         """Let peers find the coordinator that may lead instead; without one, they train on, and wait for this one."""
         if self.state.standbys:
-            for peer in self._peers.values():
-                peer.drop()
+            self._peers.drop_all()
 
     def _regained(self) -> None:
         if self._is_leaving:
@@ -249,9 +239,11 @@ class Coordinator:
 
     def _carry_out_late_orders(self) -> None:
         """Do that before anything else: the journal tells another coordinator only the records of its last entry."""
-        late_orders, self._late_orders = self._late_orders, None
-        if late_orders is not None:
-            late_orders()
+        late, self._late_orders = self._late_orders, None
+        if late is not None:
+            orders, waiting = late
+            self._carry_out(orders, waiting)
+            self._handle_all(waiting)
 
     def _depose(self, error: DeposedError) -> None:
         if self._leadership is not None:
@@ -266,21 +258,15 @@ class Coordinator:
         if isinstance(message, messages.ReadRunFile):  # which changes nothing
             self._begin_task(self._send_part(peer, message))
             return
-        self._peers[peer.number] = peer
+        self._peers.add(peer)
         if not self._may_act(partial(self._message_deferred, peer, message)):
             return
-        number = peer.number
-        if isinstance(message, messages.Hello | messages.HostHello):
-            received = self._received.get(message.resumes or 0, 0)
-            self._acknowledged[number] = self._acknowledged.get(message.resumes or 0, 0)
-        else:
-            received = self._received.get(number, 0) + 1
-        self._received[number] = received
+        number, received = peer.number, self._peers.count(peer.number, message)
         match message:
             case messages.Publish():
-                self._send_all(self._commands.rendezvous.publish(number, message))
+                self._peers.send_all(self._commands.rendezvous.publish(number, message))
             case messages.LookUp():
-                self._send_all(self._commands.rendezvous.look_up(number, message))
+                self._peers.send_all(self._commands.rendezvous.look_up(number, message))
             case _:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
@@ -288,7 +274,7 @@ class Coordinator:
             if self._journal is not None:  # it may lack changes that were not due
                 self._journal.write(self.state, self._now(), received={number: received})
             if self._recorder.files.wait() and self.leads():
-                self._acknowledge(number)
+                self._commands.acknowledge(self.state, number)
 
     async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
         peer.send(await in_thread(partial(read_part, self._recorder.run, request)))  # a disk may not answer
@@ -305,7 +291,7 @@ class Coordinator:
         """Handle the end of a connection."""
         if not self._may_act(partial(self.departed, peer)):
             return
-        if self._peers.pop(peer.number, None) is not None:
+        if self._peers.remove(peer):
             will_return = peer.will_return
             self._handle(events.Disconnected(at=self._now(), connection=peer.number, will_return=will_return))
 
@@ -363,93 +349,32 @@ class Coordinator:
             self._commands.planner.calibration.learn(state.detectors)
             # The process may have been stopped since the event, for so long that another coordinator leads.
             if orders and not self.leads():
-                self._late_orders = partial(self._carry_out, orders, waiting, is_late=True)
+                self._late_orders = orders, waiting
                 return
             self._carry_out(orders, waiting)
 
-    def _carry_out(
-        self, orders: Iterable[commands.Command], waiting: deque[events.Event], *, is_late: bool = False
-    ) -> None:
-        """Carry out commands, and add the events that they lead to to those that wait.
-
-        Args:
-            is_late: whether these have to be handled, too.
-        """
+    def _carry_out(self, orders: Iterable[commands.Command], waiting: deque[events.Event]) -> None:
+        """Carry out commands, and add the events that they lead to to those that wait."""
         waiting.extend(answer for command in orders if (answer := self._execute(command)) is not None)
-        if is_late:
-            self._handle_all(waiting)
 
     def _refresh_faults(self, event: events.Event) -> None:
-        """Read the injected failures if the event may reveal a loss or be the time to record one."""
-        if isinstance(event, events.Received):
-            is_report = isinstance(event.message, messages.Quiesced)  # before the last one, nothing follows from them
-            if is_report and len(self.state.quiesced) + 1 < len(self.state.members.live()):
-                return
-            if isinstance(event.message, messages.Committed):
-                return
-        if isinstance(event, events.Ticked) and self.state.phase is not Phase.STOPPING:
+        """Read the injected failures if they may matter to an event."""
+        if not injection.may_reveal_faults(self.state, event):
             return
-        if self.state.phase in (Phase.GATHERING, Phase.OVER):
-            return
-        if (lines := self._commands.files.faults()) is None:
-            return
-        faults = tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
-        if faults != self.state.faults:
+        faults = self._commands.files.faults()
+        if faults is not None and faults != self.state.faults:
             self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
 
     def _execute(self, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""
-        state = self.state
         match command:
-            case commands.Send(connection=connection, message=message):
-                self._send(connection, message)
-            case commands.Acknowledge(connection=connection):
-                self._acknowledge(connection)
             case commands.Resign():
-                self._depose(DeposedError(state.term))
-            case commands.Drop(connection=connection):
-                if (peer := self._peers.get(connection)) is not None:
-                    peer.drop()
+                self._depose(DeposedError(self.state.term))
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
             case _:
-                return self._commands.execute(state, command)
+                return self._commands.execute(self.state, command)
         return None
-
-    def _acknowledge(self, connection: int) -> None:
-        received, standbys = self._received.get(connection, 0), tuple(self.state.standbys.values())
-        if not self._recorder.files.is_late:  # otherwise the journal may not have the newest ones
-            self._acknowledged[connection] = received
-        lease_s = self._config.control.lease_s
-        self._send(
-            connection,
-            messages.Acknowledged(
-                connection=connection,
-                received=received,
-                written=self._acknowledged.get(connection, 0),
-                term=self.state.term,
-                lease_s=lease_s,
-                # A standby leads only once the lease is over.
-                reconnect_s=self._config.timeouts.reconnect_s + (lease_s if standbys else 0.0),
-                standbys=standbys,
-            ),
-        )
-
-    def _send(self, connection: int, message: messages.Message) -> None:
-        if (peer := self._peers.get(connection)) is not None:
-            if self._last_sent is None or self._last_sent[0] is not message:
-                self._last_sent = message, encode(message)
-            peer.send(*self._last_sent)
-
-    def _send_alike(self, orders: Mapping[int, messages.Message]) -> None:
-        """Send messages of one type, by connection."""
-        for (connection, order), text in zip(orders.items(), encode_alike([*orders.values()]), strict=True):
-            if (peer := self._peers.get(connection)) is not None:
-                peer.send(order, text)
-
-    def _send_all(self, answers: Iterable[tuple[int, messages.Message]]) -> None:
-        for connection, message in answers:
-            self._send(connection, message)
 
     def _finish(self, status: RunStatus, reason: str) -> None:
         if not self._end.done():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.peers import Peers
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire import messages
@@ -22,8 +23,7 @@ class Orders:
     """Works out the orders of each generation, and sends them.
 
     Args:
-        send: sends a message on a connection, if it is there.
-        send_alike: likewise messages of one type, by connection.
+        peers: the connected peers.
         now: returns the time.
     """
 
@@ -35,8 +35,7 @@ class Orders:
         decisions: Decisions,
         rendezvous: RendezvousStore,
         recorder: Recorder,
-        send: Callable[[int, messages.Message], None],
-        send_alike: Callable[[Mapping[int, messages.Message]], None],
+        peers: Peers,
         now: Callable[[], events.Moment],
     ) -> None:
         self._run = run
@@ -44,8 +43,7 @@ class Orders:
         self._decisions = decisions
         self._rendezvous = rendezvous
         self._recorder = recorder
-        self._send = send
-        self._send_alike = send_alike
+        self._peers = peers
         self._now = now
         self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
 
@@ -64,7 +62,7 @@ class Orders:
             planned, orders = self._orders(state, plan, generation)
         except ProfileError as error:  # a link between hosts without costs
             return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
-        self._send_alike(orders)
+        self._peers.send_alike(orders)
         self._planner.begin(planned, state.members.hosts())
         launched = events.Launched(at=self._now(), generation=generation)
         # Before any answer is handled: records of a generation mean nothing without its plan.
@@ -81,7 +79,7 @@ class Orders:
             self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
         except ProfileError as error:
             return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
-        self._send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
+        self._peers.send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
         return None
 
     def migrate(self, state: State, command: commands.Migrate) -> None:
@@ -89,7 +87,7 @@ class Orders:
         order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
         for worker in command.workers:
             if (connection := state.members[worker].connection) is not None:
-                self._send(connection, order)
+                self._peers.send(connection, order)
 
     def begin(self, state: State) -> None:
         """Record the plan of the generation that was prepared last, and begin to measure it."""

@@ -103,8 +103,7 @@ class RunCheckpoints:
         self._base = base
         self._not_marked = not_marked
         self._copy_records = copy_records
-        self.unmarked: dict[int, str] = {}
-        """Steps of the checkpoints that could not be marked, and why."""
+        self._unmarked: dict[int, str] = {}  # steps of the checkpoints that could not be marked, and why
         self._complete: list[int] = []  # as far as known
         self._list(takes_over=takes_over)
 
@@ -148,7 +147,7 @@ class RunCheckpoints:
                 self._prune(agreed)
 
         def failed(error: OSError) -> None:
-            self.unmarked[step] = str(error)
+            self._unmarked[step] = str(error)
             self._not_marked(step, str(error))
 
         self._queue.submit(self._path, mark, failed=failed)
@@ -174,9 +173,13 @@ class RunCheckpoints:
             if step > after:
                 self.mark_damaged(step)
 
-    async def settled(self, timeout_s: float) -> bool:
-        """Return whether a store has all that it was given so far; wait for it no longer than that."""
-        return self._is_local or await self._asked(lambda: None, timeout_s)
+    async def why_unmarked(self, step: int, timeout_s: float) -> str | None:
+        """Return why a checkpoint could not be marked, once a store has all that it was given so far; None if it was.
+
+        A store is waited for no longer than `timeout_s`.
+        """
+        is_settled = self._is_local or await self._asked(lambda: None, timeout_s)
+        return self._unmarked.get(step, None if is_settled else "the store does not answer")
 
     async def copy_records(self, timeout_s: float) -> None:
         """Copy the records to a store once more; wait for it no longer than that."""

@@ -6,8 +6,8 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.observe import FaultLog, FileQueue, RunDirectory
 
 __all__ = ["RunFiles"]
@@ -22,9 +22,10 @@ class RunFiles:
         self._fault_log = FaultLog(run.faults_file)
         self._began_at = time.time()
 
-    def faults(self) -> list[dict[str, Any]] | None:
+    def faults(self) -> tuple[Fault, ...] | None:
         """Return the failures injected since this was made; None if the disk does not answer."""
-        return self._queue.answer(self._run.faults_file, partial(self._fault_log.since, self._began_at))
+        lines = self._queue.answer(self._run.faults_file, partial(self._fault_log.since, self._began_at))
+        return None if lines is None else tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
 
     def log_kill(self, worker: int) -> None:
         """Note that a worker is killed on purpose."""

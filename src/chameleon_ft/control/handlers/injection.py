@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from chameleon_ft.control.commands import LogFault, Send
+from chameleon_ft.control.events import Event, Received, Ticked
 from chameleon_ft.control.handlers.draft import Draft
-from chameleon_ft.control.wire.messages import Inject, Kill, Refused
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.wire.messages import Committed, Inject, Kill, Quiesced, Refused
 
-__all__ = ["inject"]
+__all__ = ["inject", "may_reveal_faults"]
 
 
 def inject(draft: Draft, connection: int, message: Inject) -> None:
@@ -25,3 +27,18 @@ def inject(draft: Draft, connection: int, message: Inject) -> None:
     else:
         draft.send(worker.id, message)
     draft.do(Send(connection, message))
+
+
+def may_reveal_faults(state: State, event: Event) -> bool:
+    """Return whether an event may reveal the loss of a worker, or be the time to record one."""
+    if state.phase in (Phase.GATHERING, Phase.OVER):
+        return False
+    match event:
+        case Received(message=Quiesced()):  # nothing follows from the reports before the last one
+            return len(state.quiesced) + 1 >= len(state.members.live())
+        case Received(message=Committed()):
+            return False
+        case Ticked():
+            return state.phase is Phase.STOPPING
+        case _:
+            return True
