@@ -10,23 +10,21 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
+from chameleon_ft.control.decisions.generation_orders import generation_orders, migration_order
 from chameleon_ft.control.decisions.keepers import with_keepers
 from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies, with_owners, with_owners_between
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
-from chameleon_ft.control.decisions.transition import moves_of, placement_of
+from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Migrate, StartGeneration
-from chameleon_ft.control.wire.parts import Rest, pack_operations, pack_shards
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.plan.shards import UNITS, Sharding
-from chameleon_ft.plan.snapshots import SnapshotShare
+from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, uniform_limits
-from chameleon_ft.schedule import CostModel, best_program, check_program
-from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Transfer, pull_s, transfer_s
 
 __all__ = ["Planner"]
@@ -266,85 +264,14 @@ class Planner:
         self._costs(hosts)
 
     def orders(
-        self, recovery_plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
+        self, plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
-        """Return the record of a generation, whose program is checked, and the orders of each of its workers.
-
-        Raises ProgramError if the program breaks a rule; no worker must be told to run it.
-        """
-        plan, transition = recovery_plan.plan, recovery_plan.transition
-        costs = self._costs(hosts)
-        program = (
-            recovery_plan.program or best_program(plan, costs, in_flight_limits=recovery_plan.in_flight_limits).program
-        )
-        if not recovery_plan.is_checked:
-            check_program(program, plan)
-        reduced = plan.placement
-        if recovery_plan.migration is not None:
-            reduced = recovery.without_shadow_holders(plan.placement, recovery_plan.migration)
-        planned = GenerationPlan(
-            generation=generation,
-            first_step=recovery_plan.first_step,
-            plan=replace(plan, placement=reduced),
-            program=program,
-            costs=costs,
-            costs_from=self._costs_from,
-        )
-        tied = costs.workload.tied_layers
-        every = (*gradient_segments(reduced), *tied_segments(reduced, tied))
-        alone = (segment for segment in every if len(segment.holders) == 1)
-        segments = tuple(
-            (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
-            for segment in (*gradient_rounds(reduced, tied).order, *alone)
-        )
-        rest = recovery_plan.salvaged
-        common = StartGeneration(
-            generation=generation,
-            members=plan.workers,
-            first_step=recovery_plan.first_step,
-            operations="",
-            segments=segments,
-            roll_forward=recovery_plan.roll_forward,
-            load=recovery_plan.load,
-            shards=recovery_plan.sharding and pack_shards(recovery_plan.sharding),
-            gather=recovery_plan.gather,
-            rebuilt=() if recovery_plan.restoration is None else recovery_plan.restoration.rebuilt,
-        )
-        rests: dict[int, Rest] = {}
-        if rest is not None:
-            rests = Rest.of(rest.rest, rest.scheduled, recovery_plan.participants, rest_s=rest.rest_s)
-        parts = {} if transition is None else transition.parts(costs.workload.moving_layers)
-        shares = None if recovery_plan.snapshots is None else recovery_plan.snapshots.shares()
-        # Copies share what all workers have to know, which grows with their number; see `encode_alike`.
-        return planned, {
-            worker: common.model_copy(
-                update={
-                    "operations": pack_operations(program.records_of(worker)),
-                    "transition": parts.get(worker),
-                    # A worker whose layers are still arriving has no share, but it votes for snapshots, too.
-                    "snapshots": None if shares is None else shares.get(worker, SnapshotShare()),
-                    "rest": rests.get(worker),
-                }
-            )
-            for worker in recovery_plan.participants
-        }
+        """Return the record of a generation and the orders of its workers; see `generation_orders`."""
+        return generation_orders(plan, self._costs(hosts), generation=generation, costs_from=self._costs_from)
 
     def migrate(self, plan: ActivePlan, hosts: Mapping[int, str], *, generation: int) -> Migrate:
-        """Return the order, the same for all workers of a generation, to move the layers and slices of a migration."""
-        assert plan.migration is not None
-        workload = self._costs(hosts).workload
-        divided = workload.divided_bytes
-        slices = tuple(
-            (move.source, move.destination, move.layer, move.start, move.stop, divided[move.layer] * len(move) // UNITS)
-            for move in plan.migrating_slices
-        )
-        return Migrate(
-            generation=generation,
-            moves=tuple(move for _, *move in moves_of(plan.migration, workload.moving_layers)),
-            slices=slices,
-            step_s=plan.predicted_step_s,
-            hold_s=plan.hold_s,
-        )
+        """Return the order to move the layers and slices of a migration, the same for all workers of a generation."""
+        return migration_order(plan, self._costs(hosts).workload, generation=generation)
 
     def begin(self, planned: GenerationPlan, hosts: Mapping[int, str]) -> None:
         """Begin to observe the steps of a generation."""
