@@ -121,6 +121,11 @@ class Cluster:
             known = ", ".join(map(str, sorted(self._by_id))) or "none"
             raise ConfigError(f"worker {worker_id} is not in the cluster; its workers are: {known}") from None
 
+    def capacity_bytes(self, worker_id: int) -> float:
+        """Return the memory of a worker in bytes; infinity if it is unknown. Raises ConfigError like `worker`."""
+        memory_bytes = self.worker(worker_id).memory_bytes
+        return math.inf if memory_bytes is None else memory_bytes
+
     def link(self, a: int, b: int) -> Link:
         """Return the link between two workers: inside a host if both are on it, else between hosts."""
         link = self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host

@@ -26,9 +26,10 @@ from chameleon_ft.recovery import (
     Proposal,
     decide,
 )
+from chameleon_ft.recovery.courses import Course
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.proposals import repartition
-from chameleon_ft.recovery.scoring import Course, best_of, measure
+from chameleon_ft.recovery.scoring import best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
 from chameleon_ft.search import SearchResult, find_plan
 from tests.examples import examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.recovery.checkpoints import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, Snapshots, return_gap_s
+from chameleon_ft.recovery.courses import Course
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
@@ -13,7 +14,7 @@ from chameleon_ft.recovery.proposals.paper import prefers_rerouting
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.recovery.salvaged_step import SalvagedStep, complete_step
-from chameleon_ft.recovery.scoring import Candidate, Course, best_of, score
+from chameleon_ft.recovery.scoring import Candidate, best_of, score
 from chameleon_ft.recovery.symmetry import LossClass, classes_to_prepare, decide_for_class, remap_decision
 from chameleon_ft.recovery.warm_up import warm_up
 from chameleon_ft.recovery.waves import without_shadow_holders

@@ -8,6 +8,7 @@ from typing import Final
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import StallModel, total_work_bound_s
+from chameleon_ft.recovery.courses import Course
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import risk_of
@@ -15,7 +16,7 @@ from chameleon_ft.recovery.migration import with_migrations
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.scoring import Candidate, Course, best_of, is_noop, measure, remeasure, score
+from chameleon_ft.recovery.scoring import Candidate, best_of, is_noop, measure, remeasure, score
 
 __all__ = ["STAY", "Decision", "decide", "prospect_of", "rescore"]
 

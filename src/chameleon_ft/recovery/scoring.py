@@ -1,86 +1,33 @@
-"""Scoring: predictions for a proposal, and the choice among several."""
+"""Scoring: predictions for proposals, and the choice among them."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import (
-    PartsEstimate,
-    TransitionEstimate,
-    estimate_parts,
-    peak_bytes_of,
-    snapshots_fit,
-    workload_memory,
-)
+from chameleon_ft.estimate import TransitionEstimate, snapshots_fit, workload_memory
 from chameleon_ft.estimate.transition import received_layers, state_bytes
-from chameleon_ft.plan import Plan, RecomputedLayers
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING, data_size
+from chameleon_ft.recovery.courses import CourseDraft
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, Program, default_limits
-from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
-from chameleon_ft.workload import Workload
 
 __all__ = [
     "Candidate",
-    "Course",
-    "CourseDraft",
     "best_of",
-    "drafted",
     "is_noop",
-    "lean_draft",
     "measure",
     "missing_in_transfer",
     "remeasure",
     "score",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """All that is needed to carry out the chosen candidate.
-
-    Attributes:
-        plan: the plan.
-        in_flight_limits: the most that its workers can keep.
-        program: the operations of each worker in a step, by `best_program` with those limits or by the search.
-        transfer: moves layers before; None if all is read from a checkpoint.
-    """
-
-    plan: Plan
-    in_flight_limits: Mapping[int, InFlightLimit]
-    program: Program
-    transfer: Transfer | None
-
-
-@dataclass(frozen=True, slots=True)
-class CourseDraft:
-    """A course without its program: most candidates are not chosen, and assembling a program takes time."""
-
-    plan: Plan
-    in_flight_limits: Mapping[int, InFlightLimit]
-    parts: Sequence[ScheduledPart]
-    estimate: PartsEstimate
-    transfer: Transfer | None = None
-
-    def course(self) -> Course:
-        """Return the course, with its program."""
-        return Course(
-            plan=self.plan,
-            in_flight_limits=FrozenMap(self.in_flight_limits),
-            program=program_of(self.plan, self.parts),
-            transfer=self.transfer,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +126,9 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = is_noop(proposal, context)
-    draft = drafted(plan, proposal.in_flight_limits, context.costs, proposal.schedules)
+    draft = CourseDraft.of(plan, proposal.in_flight_limits, context.costs, proposal.schedules)
     if not stays and draft.estimate.over_capacity(context.costs):
-        draft = lean_draft(plan, context.costs)
+        draft = CourseDraft.lean(plan, context.costs)
     plan, estimate = draft.plan, draft.estimate
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, context.senders) * context.transfer_factor
     if stays:
@@ -314,67 +261,6 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 
-def drafted(
-    plan: Plan,
-    in_flight_limits: Mapping[int, InFlightLimit],
-    costs: CostModel,
-    schedules: Sequence[PipelineSchedule] = (),
-) -> CourseDraft:
-    """Draft a course under these limits; pipelines of `schedules` need not be scheduled again."""
-    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, reuse=schedules)
-    return CourseDraft(plan, in_flight_limits, parts, estimate_parts(plan, parts, costs))
-
-
-def lean_draft(plan: Plan, costs: CostModel) -> CourseDraft:
-    """Draft a course with as few micro-batches in flight as 1F1B has.
-
-    If that does not fit, the workers that lack memory recompute as many layers as they need to. So the memory of an
-    infeasible plan is the least it needs.
-    """
-    few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
-    draft = drafted(plan, few, costs)
-    while (recompute := _more_recomputed(draft, costs)) is not None:
-        draft = drafted(replace(plan, recompute=recompute), few, costs)
-    return draft
-
-
-def _more_recomputed(draft: CourseDraft, costs: CostModel) -> dict[int, RecomputedLayers] | None:
-    """Return recomputation under which the workers that lack memory have enough, or recompute all their layers.
-
-    Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it
-    reaches them the activations of the layers above are freed. The present order of operations is assumed. None if
-    nothing can change: no worker lacks memory, or all that do recompute everything already.
-    """
-    parts = draft.parts
-    recompute = dict(draft.plan.recompute)
-    options = {worker: _wider(draft.plan, worker, costs.workload) for worker in draft.estimate.over_capacity(costs)}
-    while options := {worker: ranges for worker, ranges in options.items() if ranges}:
-        for worker, ranges in options.items():
-            recompute[worker] = ranges.popleft()
-        parts = [part for part in parts if not options.keys().isdisjoint(part.component.workers)]
-        peak_bytes = peak_bytes_of(replace(draft.plan, recompute=recompute), parts, costs)
-        options = {
-            worker: left for worker, left in options.items() if peak_bytes[worker] > _capacity(costs.cluster, worker)
-        }
-    return recompute if recompute != draft.plan.recompute else None
-
-
-def _wider(plan: Plan, worker: int, workload: Workload) -> deque[RecomputedLayers]:
-    """Return wider and wider recomputation on a worker: from its lowest layer on, each of one held layer more."""
-    own, span = plan.recompute.get(worker), plan.placement.span(worker)
-    stops = [layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers]
-    if any(workload.layers[layer].selective_bytes is not None for layer in span):
-        ranges = [RecomputedLayers(span.start, stop, stop - span.start) for stop in stops]
-        ranges += [RecomputedLayers(span.start, span.stop, span.stop - stop) for stop in stops]
-    else:
-        ranges = [RecomputedLayers(span.start, stop) for stop in stops]
-    return deque(
-        layers
-        for layers in ranges
-        if own is None or (layers != own and layers.covers(own) and layers.full.stop >= own.full.stop)
-    )
-
-
 def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
     """Return whether the proposal is what runs already, so that there is nothing to stop for."""
     if proposal.plan != context.plan or proposal.from_checkpoint or context.lost:
@@ -407,14 +293,9 @@ def missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> 
         had = context.placement.ranges_of(worker)
         if received := missing_between(had, ranges, without_gradients):
             held = sum(held_bytes[own.stop] - held_bytes[own.start] for own in had)
-            if (short := held + received - _capacity(cluster, worker)) > 0:
+            if (short := held + received - cluster.capacity_bytes(worker)) > 0:
                 missing[worker] = short
     return missing
-
-
-def _capacity(cluster: Cluster, worker: int) -> float:
-    memory_bytes = cluster.worker(worker).memory_bytes
-    return math.inf if memory_bytes is None else memory_bytes
 
 
 def _state_bytes(plan: Plan, context: DecisionContext) -> int:

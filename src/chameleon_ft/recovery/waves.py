@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +10,8 @@ from typing import TypeAlias
 
 from chameleon_ft.estimate import peak_bytes_of, received_layers, workload_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.recovery.courses import CourseDraft
 from chameleon_ft.recovery.decision_context import DecisionContext
-from chameleon_ft.recovery.scoring import CourseDraft, drafted, lean_draft
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import reroute
 from chameleon_ft.transfer import Transfer, sums_s, transfer_to
@@ -41,7 +40,7 @@ class Wave:
 
 def present_draft(context: DecisionContext) -> CourseDraft:
     """Return the plan in force as it trains, with the workers that leave, which train until they are out of it."""
-    return drafted(context.plan, context.in_flight_limits, CostModel(context.costs.workload, context.senders))
+    return CourseDraft.of(context.plan, context.in_flight_limits, CostModel(context.costs.workload, context.senders))
 
 
 def waves_to(present: CourseDraft, transfer: Transfer, costs: CostModel) -> tuple[Wave, ...]:
@@ -81,7 +80,7 @@ def _lean(plan: Plan, target: Placement, costs: CostModel, *, recomputes: bool) 
         spans = {worker: plan.placement.span(worker) for worker in lacking}
         full = {worker: RecomputedLayers(span.start, span.stop) for worker, span in spans.items()}
         plan = replace(plan, recompute={**plan.recompute, **full})
-    return lean_draft(plan, costs)
+    return CourseDraft.lean(plan, costs)
 
 
 def migration_of(draft: CourseDraft, transfer: Transfer, costs: CostModel) -> CourseDraft:
@@ -150,8 +149,7 @@ def _arriving(draft: CourseDraft, held: _Layers, missing: _Layers, target: Place
     arriving: _Layers = {}
     for worker, lacking in missing.items():
         own, arriving[worker] = held.get(worker, set()), set()
-        capacity = costs.cluster.worker(worker).memory_bytes
-        room = math.inf if capacity is None else capacity
+        room = costs.cluster.capacity_bytes(worker)
         room -= draft.estimate.peak_bytes.get(worker, 0) - memory.state_of([own], *placements).total_bytes
         for layer in sorted(lacking, key=lambda layer: (-droppable[layer], layer)):
             if memory.state_of([own | arriving[worker] | {layer}], *placements).total_bytes <= room:

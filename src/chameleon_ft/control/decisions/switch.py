@@ -10,7 +10,8 @@ from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.estimate import received_layers
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import STAY, FailureModel
-from chameleon_ft.recovery.scoring import Course, missing_in_transfer
+from chameleon_ft.recovery.courses import Course
+from chameleon_ft.recovery.scoring import missing_in_transfer
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.transfer import pull_s, transfer_s, transfer_to
