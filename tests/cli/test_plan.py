@@ -14,7 +14,8 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.plan_case import PlanArguments, plan_cases
+from chameleon_ft.cli.plan_arguments import PlanArguments
+from chameleon_ft.cli.plan_case import plan_cases
 from chameleon_ft.estimate import estimate_step, paper, pipeline_times
 from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape

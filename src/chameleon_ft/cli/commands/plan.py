@@ -10,7 +10,8 @@ from itertools import groupby
 
 from chameleon_ft.cli.arguments import parse_arguments, replace_old_flags
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
-from chameleon_ft.cli.plan_case import PlanArguments, PlanCase, plan_cases
+from chameleon_ft.cli.plan_arguments import PlanArguments
+from chameleon_ft.cli.plan_case import PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
