@@ -5,9 +5,7 @@ Modules that load numpy or torch are imported lazily, because `--help` must not 
 
 from __future__ import annotations
 
-import errno
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +19,17 @@ import tyro
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags, replace_old_flags
 from chameleon_ft.cli.live_runs import refuse_live_run
 from chameleon_ft.cli.run_config import configured
+from chameleon_ft.cli.start_checks import (
+    FIXED,
+    FIXED_BY_FORK,
+    check_address,
+    check_inputs,
+    newest_checkpoint,
+    require_same_model,
+)
 from chameleon_ft.cli.stores import fetch_run, has_checkpoints, is_url, require_same_store, require_store
 from chameleon_ft.config import (
     RENAMED_KEYS,
-    Control,
     Forked,
     RunConfig,
     Store,
@@ -33,8 +38,6 @@ from chameleon_ft.config import (
     read_recorded_toml,
     read_toml,
 )
-from chameleon_ft.control.start_plan import read_start_plan
-from chameleon_ft.control.wire.address import address_of_host
 from chameleon_ft.errors import (
     ChameleonError,
     CheckpointError,
@@ -43,9 +46,8 @@ from chameleon_ft.errors import (
     LeaseError,
     LiveRunError,
 )
-from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage, link_checkpoint, sound_checkpoint
+from chameleon_ft.observe import RunDirectory, checkpoint_storage, link_checkpoint, sound_checkpoint
 from chameleon_ft.observe.run_lock import RunLock
-from chameleon_ft.profiles import costs_of_run, profile_of_run
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -78,10 +80,6 @@ Resume = Annotated[
     ),
 ]
 
-AUTO = "auto"
-"""The value of --resume that starts a run or resumes it, as its directory is."""
-
-_MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
 Forks = Annotated[
     Switch,
     tyro.conf.arg(
@@ -89,11 +87,11 @@ Forks = Annotated[
     ),
 ]
 
+AUTO = "auto"
+"""The value of --resume that resumes a run if its directory has a checkpoint, and starts it otherwise."""
+
+_MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
-_FIXED = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
-"""Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
-_OF_A_FORK = ("optimizer", "batch")
-"""Those that a forked run may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ def _started_run(
     name = name or ("llama" if file is None else file.stem)
     out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.model_copy(update={"output_dir": out.absolute()})
-    _check_address(config.control)
+    check_address(config.control)
     if not is_auto:
         RunDirectory.require_free(out)
     if isinstance(config, TrainConfig):
@@ -211,7 +209,7 @@ def _started_run(
         data = check_data(config)
         skipped = f", {len(data.skipped)} files skipped" if data.skipped else ""
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
-    _check_inputs(config)
+    check_inputs(config)
     require_store(config, is_free=not is_auto)
     if not is_auto:
         lock.take(out)
@@ -275,14 +273,14 @@ def _forked_run(
     config = _recorded_config(flags, source, job=job)
     out = Path(config.output_dir or "").absolute()
     RunDirectory.require_free(out)
-    _refuse_another_model(config, source, fixed=tuple(key for key in _FIXED if key not in _OF_A_FORK))
+    require_same_model(config, source, fixed=FIXED_BY_FORK)
     before = source.config()
     if before.store.url and before.store.url == config.store.url:
         raise ConfigError(
             f"--fork: store.url = {before.store.url} is the store of the run that is continued; give another by "
             "--store.url, or none by --store.url ''"
         )
-    step = _newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source))
+    step = newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source))
     fork = Forked(
         run=str(source.path),
         step=step,
@@ -290,8 +288,8 @@ def _forked_run(
         micro_batch_size=before.batch.micro_batch_size,
     )
     config = config.model_copy(update={"output_dir": out, "forked": fork})
-    _check_inputs(config)
-    _check_address(config.control)
+    check_inputs(config)
+    check_address(config.control)
     require_store(config, is_free=True)
     lock.take(out)
     directory = RunDirectory.create(out, config)
@@ -321,15 +319,15 @@ def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str
 def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
     """Return a run that resumes with `config`. Raises ConfigError or CheckpointError if it cannot."""
     config = config.model_copy(update={"output_dir": directory.path, "forked": directory.config().forked})
-    _check_inputs(config)
-    _refuse_another_model(config, directory, fixed=_FIXED)
+    check_inputs(config)
+    require_same_model(config, directory, fixed=FIXED)
     require_same_store(config, directory)
     require_store(config)
     checkpoints = checkpoint_storage(config, directory)
     if may_be_done and sound_checkpoint(checkpoints)[0] == config.steps:
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
-    _newest_checkpoint(config, directory, checkpoints=checkpoints)
-    _check_address(config.control)
+    newest_checkpoint(config, directory, checkpoints=checkpoints)
+    check_address(config.control)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=True, is_new=False)
 
@@ -373,76 +371,6 @@ def _run_in_store(config: RunConfig) -> PreparedRun | None:
     if not config.store.url or not has_checkpoints(config.store):
         return None
     return _resumed(config, fetch_run(config.store, config.output_dir), may_be_done=True)
-
-
-def _refuse_another_model(config: RunConfig, directory: RunDirectory, *, fixed: Sequence[str]) -> None:
-    stored, wanted = (value.model_dump(include=set(fixed)) for value in (directory.config(), config))
-    for key in fixed:
-        before, now = stored.get(key), wanted.get(key)
-        if before == now:
-            continue
-        name = key
-        if isinstance(before, dict) and isinstance(now, dict):
-            field = next(field for field in before if before[field] != now[field])
-            name, before, now = f"{key}.{field}", before[field], now[field]
-        remedy = f"keep {key} unchanged, or begin a new run"
-        if key in _OF_A_FORK:
-            remedy += ", or continue from its state in a new directory by --fork --output-dir DIRECTORY"
-        raise CheckpointError(
-            f"--resume {directory.path}: its checkpoint was written with {name} = {before}, not {now}; {remedy}"
-        )
-
-
-def _newest_checkpoint(config: RunConfig, directory: RunDirectory, *, checkpoints: Storage) -> int:
-    """Return the step of the newest checkpoint that can be read; raise if there is none, or no step is left."""
-    newest, damages = sound_checkpoint(checkpoints)
-    if newest is None:
-        found = f" ({'; '.join(damages.values())})" if damages else ""
-        raise CheckpointError(
-            f"--resume {directory.path}: it has no complete checkpoint to resume from{found}; begin a new run, and do "
-            "not set checkpoint.every to 0 if it should survive the loss of its coordinator"
-        )
-    if newest >= config.steps:
-        raise ConfigError(
-            f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to continue"
-        )
-    return newest
-
-
-def _check_inputs(config: RunConfig) -> None:
-    """Raise ConfigError if the profile or the plan that `config` names cannot be used with it."""
-    if config.profile is not None:
-        profile = profile_of_run(config)
-        if config.is_emulated:
-            costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
-    read_start_plan(config)
-
-
-def _check_address(control: Control) -> None:
-    """Raise ConfigError if the coordinator cannot listen on the address, or workers cannot connect to it."""
-    host = f'control.host = "{control.host}"'
-    if control.host in ("0.0.0.0", "::"):
-        raise ConfigError(
-            f"{host}: means every address of this host, but the workers need a single one; give the address at "
-            "which the other machines reach this host"
-        )
-    own = address_of_host(control.host)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(own, control.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # Like the server, accept a port whose last connection is still in TIME_WAIT.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except socket.gaierror as error:
-        raise ConfigError(f"{host}: {error.strerror}; give an address of this host") from None
-    except UnicodeError:
-        raise ConfigError(f"{host}: is not a host name; give an address of this host") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"control.port = {control.port}: is in use on {control.host}; choose another, or 0 for any free port"
-            ) from None
-        raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
 
 
 def prepare_data_of(config: RunConfig) -> None:
