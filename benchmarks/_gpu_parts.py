@@ -236,7 +236,7 @@ def _memory_plans(model: Any) -> Iterator[tuple[str, Plan]]:
         yield f"{name}, split", Plan(plan.placement, plan.routes, split_backward=True)
         recomputed = {}
         for worker in plan.workers:
-            held = [layer for layers in plan.placement.ranges_of(worker) for layer in layers]
+            held = plan.placement.layers_of(worker)
             recomputed[worker] = RecomputedLayers(held[0], held[-1] + 1)
         yield f"{name}, recomputed", Plan(plan.placement, plan.routes, recompute=recomputed)
 

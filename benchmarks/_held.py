@@ -99,7 +99,7 @@ class Alone:
         """Build the layers and train some steps, with as many samples prefetched as in a long run."""
         held = HeldLayers(
             self.job,
-            [n for part in self.placement.ranges_of(self.worker) for n in part],
+            self.placement.layers_of(self.worker),
             seed=_SEED,
             device=self.device,
             owned=self._owned,

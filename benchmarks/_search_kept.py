@@ -102,7 +102,7 @@ def _costs() -> CostModel:
 
 def _layout(costs: CostModel, *, split_backward: bool) -> Plan:
     return data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in costs.workload.layers],
+        layer_costs=costs.workload.layer_times_s,
         dp=_DP,
         pp=_PP,
         micro_batches=_MICRO_BATCHES,

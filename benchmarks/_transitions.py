@@ -103,9 +103,9 @@ def layer_tensors(config: RunConfig) -> list[tuple[int, ...]]:
 
 def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_bytes: Sequence[int]) -> int:
     """Return the fewest bytes that live workers have to receive, over all assignments of workers to places."""
+    wanted = [set(new.layers_of(place)) for place in new.workers]
     missing = [
-        [sum(layer_bytes[layer] for layer in _layers(new, place) - _layers(old, worker)) for place in new.workers]
-        for worker in live
+        [sum(layer_bytes[layer] for layer in own - set(old.layers_of(worker))) for own in wanted] for worker in live
     ]
     costs = np.array(missing, dtype=np.int64)
     return int(costs[linear_sum_assignment(costs)].sum())
@@ -148,10 +148,6 @@ def _moved(
         transfer_s=event["transfer_s"],
         regroup_s=record["regroup_s"],
     )
-
-
-def _layers(placement: Placement, worker: int) -> set[int]:
-    return {layer for layers in placement.ranges_of(worker) for layer in layers}
 
 
 def _trained_after(run: Path, name: str, count: int) -> bool:

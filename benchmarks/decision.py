@@ -143,7 +143,7 @@ def context(lost: Sequence[int]) -> DecisionContext:
     workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES)
     hosts = rates.cluster(_WORKERS, workers_per_host=_PER_HOST)
     plan = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+        layer_costs=workload.layer_times_s,
         dp=_PIPELINES,
         pp=_STAGES,
         micro_batches=_MICRO_BATCHES,

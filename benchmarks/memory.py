@@ -206,7 +206,7 @@ def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
 
 def _lowest(placement: Placement, worker: int, part: float, *, selectively: bool) -> RecomputedLayers:
     """Return this share of the layers that `worker` holds."""
-    held = [layer for layers in placement.ranges_of(worker) for layer in layers]
+    held = placement.layers_of(worker)
     stop = held[math.ceil(part * len(held)) - 1] + 1
     return RecomputedLayers(held[0], stop, stop - held[0] if selectively else 0)
 

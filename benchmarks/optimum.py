@@ -114,7 +114,7 @@ def _case(rng: random.Random, number: int) -> Case | None:
     extra = rng.choice([0, 1, None])
     costs = _costs(rng, pp, dp * share, dp * pp, latency_s)
     plan = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in costs.workload.layers],
+        layer_costs=costs.workload.layer_times_s,
         dp=dp,
         pp=pp,
         micro_batches=dp * share,

@@ -81,7 +81,7 @@ def _planned(*, dp: int, pp: int, micro_batches: int, split_backward: bool) -> t
     rates = device("h100-80g")
     workload = derive_workload(model_shape("llama2-13b"), rates, micro_batch_size=1, micro_batches=micro_batches)
     plan = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+        layer_costs=workload.layer_times_s,
         dp=dp,
         pp=pp,
         micro_batches=micro_batches,

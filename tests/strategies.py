@@ -87,7 +87,7 @@ def some_recompute(draw: st.DrawFn, plan: Plan) -> Plan:
     """Draw a plan with any of its workers recomputing any range of their layers, in full or in part selectively."""
     recompute: dict[int, RecomputedLayers] = {}
     for worker in draw(st.sets(st.sampled_from(plan.workers))):
-        held = st.sampled_from([layer for layers in plan.placement.ranges_of(worker) for layer in layers])
+        held = st.sampled_from(plan.placement.layers_of(worker))
         first, last = sorted((draw(held), draw(held)))
         recompute[worker] = RecomputedLayers(first, last + 1, draw(st.integers(0, last + 1 - first)))
     return dataclasses.replace(plan, recompute=recompute)

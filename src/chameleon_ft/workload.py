@@ -89,6 +89,11 @@ class LayerCost:
         return self.halves_s if self.fused_backward_s is None else self.fused_backward_s
 
     @property
+    def total_s(self) -> float:
+        """Seconds of the forward and the whole backward."""
+        return self.forward_s + self.backward_s
+
+    @property
     def halves_s(self) -> float:
         """Seconds of both halves of the backward, one after the other."""
         return self.input_grad_s + self.weight_grad_s
@@ -212,6 +217,11 @@ class Workload:
         for each in self.tied:
             if each.layers[-1] >= len(self.layers):
                 raise ConfigError(f"layers {each.layers} are tied, but there are only {len(self.layers)} layers")
+
+    @property
+    def layer_times_s(self) -> tuple[float, ...]:
+        """Seconds of the forward and the whole backward of each layer, for one micro-batch."""
+        return tuple(layer.total_s for layer in self.layers)
 
     @property
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:

@@ -43,7 +43,7 @@ def test_the_least_is_that_of_all_assignments(old: Placement, new: Placement, si
 
     def missing(worker: int, place: int) -> int:
         had = {layer for layers in old.ranges.get(worker, ()) for layer in layers}
-        return sum(sizes[layer] for layers in new.ranges_of(place) for layer in layers if layer not in had)
+        return sum(sizes[layer] for layer in new.layers_of(place) if layer not in had)
 
     best = min(sum(map(missing, chosen, new.workers)) for chosen in itertools.permutations(live, len(new.workers)))
     assert least_bytes(old, new, live=live, layer_bytes=sizes) == best

@@ -70,7 +70,7 @@ def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
             reduced=False,
             last_vote=None,
             placed=1,
-            layers=tuple(layer for own in decision.plan.placement.ranges_of(each) for layer in own),
+            layers=decision.plan.placement.layers_of(each),
         )
         for each in live
     }

@@ -45,10 +45,6 @@ def quiesced(committed: int, *, reduced: bool = False) -> Quiesced:
     )
 
 
-def layers_of(plan: Plan, worker: int) -> tuple[int, ...]:
-    return tuple(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
-
-
 def cluster_state(
     states: Mapping[int, Quiesced], *, plan: Plan = PLAN, committed: int = 7, checkpoints: Sequence[int] = ()
 ) -> ClusterState:
@@ -63,7 +59,7 @@ def cluster_state(
 
 
 def holding(state: Quiesced, plan: Plan, worker: int) -> Quiesced:
-    return state.model_copy(update={"layers": layers_of(plan, worker)})
+    return state.model_copy(update={"layers": plan.placement.layers_of(worker)})
 
 
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)

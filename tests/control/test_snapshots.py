@@ -340,7 +340,7 @@ def test_all_go_back_to_the_snapshot_if_no_holder_is_left() -> None:
     moved = {(m.destination, layer) for m in plan.transition.transfer.messages for layer in m.layers}
     for worker in plan.plan.workers:
         assert worker in cluster.live
-        layers = {layer for own in plan.plan.placement.ranges_of(worker) for layer in own}
+        layers = set(plan.plan.placement.layers_of(worker))
         assert layers <= {*kept[worker], *(layer for to, layer in moved if to == worker)}
 
 

@@ -110,7 +110,7 @@ class Model:
             got = layers if complete else data.draw(st.sets(st.sampled_from(sorted(layers)))) if layers else set()
             self.held[worker] |= got
             if complete and data.draw(st.booleans(), label=f"{worker} switches"):
-                self.held[worker] = {layer for own in new.ranges_of(worker) for layer in own}
+                self.held[worker] = set(new.layers_of(worker))
                 self.placed[worker] = self.generation
 
     def settle(self, new: Placement, live: set[int]) -> None:
@@ -129,11 +129,11 @@ def test_whatever_fails_when_all_survivors_hold_their_part_of_the_placement_in_f
         return placed({w: [n for n, own in enumerate(found) if w in (own & live or live)] for w in sorted(live)})
 
     first = draw_placement(set(workers))
-    model = Model({w: {n for own in first.ranges_of(w) for n in own} for w in workers}, first)
+    model = Model({w: set(first.layers_of(w)) for w in workers}, first)
     live = set(workers)
     for _ in range(4):
         live -= data.draw(st.sets(st.sampled_from(sorted(live)), max_size=len(live) - 1), label="lost")
-        own = {w: {n for layers in model.in_force.ranges_of(w) for n in layers} for w in live}
+        own = {w: set(model.in_force.layers_of(w)) for w in live}
         for worker in live:
             assert own[worker] <= model.held[worker], "what is in force is held"
         held = {w: tuple(sorted(model.held[w])) if own[w] else () for w in sorted(live)}
@@ -146,7 +146,7 @@ def test_whatever_fails_when_all_survivors_hold_their_part_of_the_placement_in_f
             continue
         for worker, kept in planned.keep.items():
             assert set(kept) <= set(held[worker]), "no worker can keep what it does not hold"
-            wanted = {n for layers in new.ranges_of(worker) for n in layers}
+            wanted = set(new.layers_of(worker))
             receives = {n for m in planned.transfer.messages if m.destination == worker for n in m.layers}
             assert wanted == (wanted & set(kept)) | receives, "with what it keeps and receives, it has its part"
         model.attempt(new, planned, data)

@@ -233,7 +233,7 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(case: Planned, buffers: 
 
     assert tuple(found) == case.plan.workers
     for worker, memory in found.items():
-        held = [layers[layer] for part in case.plan.placement.ranges_of(worker) for layer in part]
+        held = [layers[layer] for layer in case.plan.placement.layers_of(worker)]
         assert memory.peak.param_bytes == sum(layer.param_bytes for layer in held)
         assert memory.peak.gradient_bytes == sum(layer.gradient_bytes for layer in held)
         assert memory.peak.optimizer_bytes == sum(layer.optimizer_bytes for layer in held)

@@ -67,9 +67,7 @@ def test_a_preset_is_estimated_from_end_to_end() -> None:
     rates = device("h100-80g")
     workload = derive_workload(shape, rates, micro_batch_size=1, micro_batches=128)
     costs = CostModel(workload, rates.cluster(32))
-    plan = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers], dp=4, pp=8, micro_batches=128
-    )
+    plan = data_pipeline_plan(layer_costs=workload.layer_times_s, dp=4, pp=8, micro_batches=128)
 
     found = estimate_step(plan, list_schedule(plan, costs), costs)
 

@@ -68,7 +68,7 @@ def test_seconds_are_operations_over_the_rate() -> None:
         shape, COUNTER, micro_batch_size=2, micro_batches=1, execution=Execution(attention=Attention.EAGER)
     )
 
-    seconds = math.fsum(layer.forward_s + layer.backward_s for layer in workload.layers)
+    seconds = math.fsum(workload.layer_times_s)
     tokens = 2 * shape.seq_len
     assert seconds == pytest.approx(tokens * model_flops_per_token(shape) / 1e9, rel=1e-4)
 

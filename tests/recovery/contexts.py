@@ -48,7 +48,7 @@ def context(
     """Return a context of `dp` pipelines of `pp` stages without a loss, on `hosts` hosts of equal size."""
     layers = layers if layers is not None else (layer(10),) * (2 * pp)
     plan = data_pipeline_plan(
-        layer_costs=[cost.forward_s + cost.backward_s for cost in layers],
+        layer_costs=[cost.total_s for cost in layers],
         dp=dp,
         pp=pp,
         micro_batches=dp * share,

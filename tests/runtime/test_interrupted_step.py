@@ -57,7 +57,7 @@ class Worker:
     def __init__(self, worker: int, job: Job, plan: Plan, segments: tuple[Segment, ...]) -> None:
         self.worker = worker
         self.job = job
-        self.held = HeldLayers(job, [n for own in plan.placement.ranges_of(worker) for n in own], seed=SEED, device=CPU)
+        self.held = HeldLayers(job, plan.placement.layers_of(worker), seed=SEED, device=CPU)
         self.buffers = GradientBuffers(self.held, segments)
         self.state = StepState(0)
         self.progress = StepProgress()

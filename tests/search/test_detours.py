@@ -160,7 +160,7 @@ def h100s(dp: int, *, split_backward: bool, share: int = 16) -> tuple[Plan, Cost
     known = rates.cluster(4 * dp, workers_per_host=8)
     workers = tuple(replace(worker, memory_bytes=None) for worker in known.workers)
     plan = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+        layer_costs=workload.layer_times_s,
         dp=dp,
         pp=4,
         micro_batches=share * dp,
@@ -175,7 +175,7 @@ def loads_s(plan: Plan, costs: CostModel) -> dict[int, float]:
     for route in plan.routes:
         for hop in route.hops:
             layers = costs.workload.layers[hop.layers.start : hop.layers.stop]
-            found[hop.worker] += sum(layer.forward_s + layer.backward_s for layer in layers)
+            found[hop.worker] += sum(layer.total_s for layer in layers)
     return found
 
 
@@ -216,7 +216,7 @@ def test_the_layers_of_a_lost_worker_are_shared_out_evenly(stage: int, split_bac
 
     load_s = loads_s(rerouted, costs)
     peers = [load_s[worker] for worker in range(4 + stage, 32, 4)]
-    dearest_s = max(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+    dearest_s = max(costs.workload.layer_times_s)
     assert max(peers) <= fmean(peers) + dearest_s
     # A program within a few hundredths of what no program of whole hops can beat, and sometimes beyond it.
     bound_s = whole_stages_bound_s(rerouted, costs)
@@ -254,7 +254,7 @@ def test_two_broken_pipelines_make_one() -> None:
 @pytest.mark.parametrize("split_backward", [False, True])
 def test_pipelines_of_different_depths_help_each_other(split_backward: bool) -> None:
     whole, costs = h100s(4, split_backward=split_backward)
-    layer_costs = [layer.forward_s + layer.backward_s for layer in costs.workload.layers]
+    layer_costs = costs.workload.layer_times_s
     short = tuple(Hop(12 + number, layers) for number, layers in enumerate(split_layers(layer_costs, 3)))
     # Three pipelines of four with 17 micro-batches, one of three with 13.
     ways = [*(way for first in range(0, 48, 16) for way in [whole.routes[first].hops] * 17), *[short] * 13]
@@ -283,7 +283,7 @@ def small_cases(count: int) -> Iterator[tuple[Plan, CostModel, list[int]]]:
         workers = tuple(Worker(i, "host", rng.choice([0.5, 0.7, 1, 1, 1, 1.3])) for i in range(dp * pp))
         link = Link(rng.choice([0, 0.1, 0.5]), inf)
         plan = data_pipeline_plan(
-            layer_costs=[cost.forward_s + cost.backward_s for cost in layers],
+            layer_costs=[cost.total_s for cost in layers],
             dp=dp,
             pp=pp,
             micro_batches=micro_batches,

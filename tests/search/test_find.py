@@ -196,7 +196,7 @@ def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) ->
     cluster = device("h100-80g").cluster(32).without(lost)
     costs = CostModel(PRESET, cluster)
     before = data_pipeline_plan(
-        layer_costs=[layer.forward_s + layer.backward_s for layer in PRESET.layers],
+        layer_costs=PRESET.layer_times_s,
         dp=8,
         pp=4,
         micro_batches=128,

@@ -51,7 +51,7 @@ def test_a_loss_costs_as_much_of_a_step_as_by_the_rest_at_each_moment(
     rates = device("h100-80g")
     work = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=micro_batches)
     model = CostModel(work, rates.cluster(dp * pp, workers_per_host=8))
-    layer_s = [layer.forward_s + layer.backward_s for layer in work.layers]
+    layer_s = work.layer_times_s
     plan = data_pipeline_plan(layer_costs=layer_s, dp=dp, pp=pp, micro_batches=micro_batches, split_backward=split)
     program = best_program(plan, model).program
     timeline, step_s = timeline_of(program, model), estimate_step(plan, program, model).step_s

@@ -13,7 +13,7 @@ sizes_of_five = st.lists(st.integers(0, 9), min_size=5, max_size=5)
 
 
 def layers_held(placement: Placement | None, worker: int) -> set[int]:
-    return set() if placement is None else {layer for own in placement.ranges_of(worker) for layer in own}
+    return set() if placement is None else set(placement.layers_of(worker))
 
 
 @given(st.none() | placements_of_five(complete=False), placements_of_five(complete=False), sizes_of_five)

@@ -80,6 +80,6 @@ def lost_share_s(placement: Placement, lost: Collection[int], costs: CostModel) 
     ranges = {own for worker in gone for own in placement.ranges_of(worker)}
     by_layer = {layer: more_s(layer) for own in ranges for layer in own}
     return max(
-        (math.fsum(by_layer[layer] for own in placement.ranges_of(worker) for layer in own) for worker in gone),
+        (math.fsum(by_layer[layer] for layer in placement.layers_of(worker)) for worker in gone),
         default=0.0,
     )

@@ -134,7 +134,7 @@ def snapshots_fit(placement: Placement, workload: Workload, hosts: Mapping[int, 
     whole = [state_bytes(layer) + divided for layer, divided in pairs]
     most = dict.fromkeys(set(hosts.values()), sum(whole))
     for worker in placement.workers:
-        most[hosts[worker]] += sum(whole[layer] for layers in placement.ranges_of(worker) for layer in layers)
+        most[hosts[worker]] += sum(whole[layer] for layer in placement.layers_of(worker))
     if all(2 * size <= _room_bytes(host, rule) for host, size in most.items()):
         return True
     return not choose_snapshots(placement, workload, hosts, rule).refusal

@@ -382,5 +382,5 @@ class _Drawing:
 
 
 def _describe_layers(plan: Plan, worker: int) -> str:
-    layers = [layer for held in plan.placement.ranges_of(worker) for layer in held]
+    layers = plan.placement.layers_of(worker)
     return f"layer{'' if len(layers) == 1 else 's'} {in_ranges(layers)}"

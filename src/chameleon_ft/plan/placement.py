@@ -164,6 +164,10 @@ class Placement:
         """Return the ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
         return self.ranges.get(worker, ())
 
+    def layers_of(self, worker: int) -> tuple[int, ...]:
+        """Return the layers that `worker` holds, ascending; empty for a worker that is not in the placement."""
+        return tuple(layer for layers in self.ranges_of(worker) for layer in layers)
+
     def span(self, worker: int) -> LayerRange:
         """Return the range from the first layer that `worker` holds to the last. Raises PlanError if it holds none."""
         if not (held := self.ranges_of(worker)):

@@ -105,7 +105,7 @@ def _more_recomputed(draft: CourseDraft, costs: CostModel) -> dict[int, Recomput
 def _wider(plan: Plan, worker: int, workload: Workload) -> deque[RecomputedLayers]:
     """Return wider and wider recomputation on a worker: from its lowest layer on, each of one held layer more."""
     own, span = plan.recompute.get(worker), plan.placement.span(worker)
-    stops = [layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers]
+    stops = [layer + 1 for layer in plan.placement.layers_of(worker)]
     if any(workload.layers[layer].selective_bytes is not None for layer in span):
         ranges = [RecomputedLayers(span.start, stop, stop - span.start) for stop in stops]
         ranges += [RecomputedLayers(span.start, span.stop, span.stop - stop) for stop in stops]

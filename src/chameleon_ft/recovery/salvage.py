@@ -93,7 +93,7 @@ def salvage(
     )
     # First those that have begun: on their own routes, less remains of them.
     broken.sort(key=lambda number: (number not in held.begun, number))
-    layers_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+    layers_s = math.fsum(costs.workload.layer_times_s)
     found: list[Salvage] = []
     for own, cut in ((work.copy(), False), (work, True)) if broken else ((work, False),):
         detours = own.detours({number: hops_of[number] for number in broken}, survivors, cut=cut)

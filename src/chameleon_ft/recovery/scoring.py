@@ -174,7 +174,8 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
     """
     if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
         return candidate
-    slower = now.step_factor / before.step_factor * (_work_s(now) / _work_s(before))
+    work_s, work_before_s = (math.fsum(each.costs.workload.layer_times_s) for each in (now, before))
+    slower = now.step_factor / before.step_factor * (work_s / work_before_s)
     slower_transfer = now.transfer_factor / before.transfer_factor
     known_s = before.phases.total_s + before.repeat_s
     later_s = now.phases.total_s + now.repeat_s - known_s
@@ -194,10 +195,6 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
         migration_step_s=candidate.migration_step_s * slower,
         delay_s=candidate.delay_s * slower,
     )
-
-
-def _work_s(context: DecisionContext) -> float:
-    return math.fsum(layer.forward_s + layer.backward_s for layer in context.costs.workload.layers)
 
 
 def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:

@@ -213,7 +213,7 @@ def _worker_rows(prediction: Prediction) -> Iterator[tuple[str, ...]]:
 
 def _describe_recomputed(plan: Plan, worker: int) -> str:
     """Count the worker's layers that run again in the backward."""
-    held = [layer for layers in plan.placement.ranges_of(worker) for layer in layers]
+    held = plan.placement.layers_of(worker)
     if (again := plan.recompute.get(worker)) is None:
         return ""
     in_full, selectively = (

@@ -255,7 +255,7 @@ class Calibration:
         """Estimate a step of the plan in force: by a replay for other workers, in proportion for other layer times."""
         assert self._plan is not None
         assert self._program is not None
-        work_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+        work_s = math.fsum(costs.workload.layer_times_s)
         if self._estimated is None or self._estimated[0] != costs.cluster:
             estimate = estimate_step(self._plan, self._program, costs)
             self._estimated = (costs.cluster, work_s, estimate.step_s)

@@ -58,7 +58,7 @@ class _Question:
     def _times(self) -> tuple[float, ...]:
         """Speeds of the workers, seconds of a step's work, and seconds until the next failure."""
         costs = self.context.costs
-        work_s = sum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+        work_s = sum(costs.workload.layer_times_s)
         speeds = (worker.speed for worker in costs.cluster.workers)
         return (*speeds, work_s, self.rate.horizon_s(len(self.context.live)))
 

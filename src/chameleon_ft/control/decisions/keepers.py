@@ -66,8 +66,7 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
     layers, cluster = context.costs.workload.layers, context.costs.cluster
     placement = context.plan.placement
     most_bytes = max(
-        sum(state_bytes(layers[layer]) for own in placement.ranges_of(worker) for layer in own)
-        for worker in placement.workers
+        sum(state_bytes(layers[layer]) for layer in placement.layers_of(worker)) for worker in placement.workers
     )
     link = cluster.inter_host if len(set(cluster.hosts.values())) > 1 else cluster.intra_host
     unsaved_s = max(0, state.committed - saved) * step_s if has_reports else 0.0

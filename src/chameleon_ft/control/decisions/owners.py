@@ -8,7 +8,6 @@ from dataclasses import replace
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.decisions.transition import PlannedTransition, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.quantities import counted
 from chameleon_ft.transfer import Transfer
@@ -32,7 +31,7 @@ def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, s
         return replace(plan, sharding=shard_optimizer(placement, hosts, redundancy))
     # Layers that have migrated, and that a worker drops at once, are not exchanged any more.
     if transition is None:
-        left = left.left_to({worker: _layers_of(placement, worker) for worker in placement.workers})
+        left = left.left_to({worker: placement.layers_of(worker) for worker in placement.workers})
         # Training does not wait for other owners: they get their slices by a switch.
         return replace(plan, sharding=left, is_hasty=plan.is_hasty or lacks_copies(left, redundancy))
     left = left.left_to(transition.keep)
@@ -103,7 +102,7 @@ def _with_slices(
     layers: Sequence[LayerCost],
 ) -> PlannedTransition:
     placement = present.plan.placement
-    held = {worker: _layers_of(placement, worker) for worker in live}
+    held = {worker: placement.layers_of(worker) for worker in live}
     transition = plan.transition or plan_transition(
         placement, plan.plan.placement, held=held, layers=layers, moves_slices=True
     )
@@ -128,7 +127,3 @@ def restoring_copies(active: ActivePlan, redundancy: int) -> RecoveryPlan:
         policy="redundancy",
         action=f"slices of the optimizer's state that have lost an owner get {copies} again",
     )
-
-
-def _layers_of(placement: Placement, worker: int) -> tuple[int, ...]:
-    return tuple(layer for layers in placement.ranges_of(worker) for layer in layers)

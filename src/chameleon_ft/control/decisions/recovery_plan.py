@@ -246,7 +246,7 @@ def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) ->
 def _largest_layout(cluster: ClusterState, context: recovery.DecisionContext) -> Plan:
     return largest_symmetric_layout(
         live=sorted(cluster.live),
-        layer_costs=[cost.forward_s + cost.backward_s for cost in context.costs.workload.layers],
+        layer_costs=context.costs.workload.layer_times_s,
         micro_batches=context.costs.workload.micro_batches,
         preferred_pp=max(len(route.hops) for route in cluster.plan.routes),
         split_backward=cluster.plan.split_backward,

@@ -8,7 +8,6 @@ from chameleon_ft import recovery
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, describe_pipelines, describe_transfer
 from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.estimate import received_layers
-from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import STAY, FailureModel
 from chameleon_ft.recovery.courses import Course
 from chameleon_ft.recovery.scoring import missing_in_transfer
@@ -67,7 +66,7 @@ def plans_to(
     # Of other policies than those that migrate, and of those that would read the layers from a checkpoint.
     if missing_in_transfer(transfer, context):
         return ()
-    held = {worker: _layers(context.held, worker) for worker in senders}
+    held = {worker: context.held.layers_of(worker) for worker in senders}
     transition = plan_transition(
         context.plan.placement, course.plan.placement, held=held, layers=layers, transfer=transfer
     )
@@ -116,7 +115,3 @@ def _plan(course: Course, policy: str, action: str) -> RecoveryPlan:
         prepared=True,
         is_checked=True,
     )
-
-
-def _layers(placement: Placement, worker: int) -> tuple[int, ...]:
-    return tuple(layer for layers in placement.ranges_of(worker) for layer in layers)

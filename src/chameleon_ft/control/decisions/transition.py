@@ -82,7 +82,7 @@ def plan_transition(
         ControlError: a worker does not hold its part of the placement in force, which the protocol rules out.
     """
     in_force = in_force.without([worker for worker in in_force.workers if worker not in held])
-    own = {worker: _layers_of(in_force, worker) for worker in held}
+    own = {worker: set(in_force.layers_of(worker)) for worker in held}
     if lacking := [worker for worker in held if not own[worker] <= set(held[worker])]:
         raise ControlError(f"workers {lacking} do not hold their layers of the placement in force: {held}")
     if new == in_force and not moves_slices:
@@ -92,7 +92,7 @@ def plan_transition(
     # A newcomer may have received layers before the generation in which they moved was interrupted.
     senders = {message.source for message in transfer.messages}
     participants = sorted({*new.workers, *in_force.workers, *senders})
-    wanted = {worker: _layers_of(new, worker) for worker in participants}
+    wanted = {worker: set(new.layers_of(worker)) for worker in participants}
     for message in transfer.messages:
         wanted[message.source].update(message.layers)
     return PlannedTransition(
@@ -112,7 +112,3 @@ def placement_of(held: Mapping[int, Collection[int]], num_layers: int) -> Placem
 def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
     runs = groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])
     return tuple(LayerRange(run[0], run[-1] + 1) for run in ([layer for _, layer in group] for _, group in runs))
-
-
-def _layers_of(placement: Placement, worker: int) -> set[int]:
-    return {layer for layers in placement.ranges_of(worker) for layer in layers}

@@ -49,27 +49,19 @@ def _record(draft: Draft, event: str, finding: Slow | SlowLink, message: str, **
 
 def recovered(draft: Draft, finding: Recovered) -> None:
     """Record that a worker is slow no longer, or is to be tried again."""
-    reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
-    draft.record(
-        "recovered",
-        worker=finding.worker,
-        step=draft.state.committed,
-        is_trial=finding.is_trial,
-        message=f"worker {finding.worker} {reason}",
-    )
+    _record_recovery(draft, "recovered", finding, f"worker {finding.worker}", worker=finding.worker)
 
 
 def recovered_link(draft: Draft, finding: RecoveredLink) -> None:
     """Record that a link is slow no longer, or is to be tried again."""
     one, other = finding.workers
+    what = f"the link of workers {one} and {other}"
+    _record_recovery(draft, "recovered_link", finding, what, workers=finding.workers)
+
+
+def _record_recovery(draft: Draft, event: str, finding: Recovered | RecoveredLink, what: str, **fields: object) -> None:
     reason = "is tried again, after it was slow" if finding.is_trial else "is as fast as the others again"
-    draft.record(
-        "recovered_link",
-        workers=finding.workers,
-        step=draft.state.committed,
-        is_trial=finding.is_trial,
-        message=f"the link of workers {one} and {other} {reason}",
-    )
+    draft.record(event, **fields, step=draft.state.committed, is_trial=finding.is_trial, message=f"{what} {reason}")
 
 
 def _step_times(state: State, since_step: int) -> tuple[float, float] | None:

@@ -132,7 +132,7 @@ class ProposalsOnWorkers:
             return []
         plan = largest_symmetric_layout(
             live=context.live,
-            layer_costs=[layer.forward_s + layer.backward_s for layer in context.costs.workload.layers],
+            layer_costs=context.costs.workload.layer_times_s,
             micro_batches=context.costs.workload.micro_batches,
             preferred_pp=max(len(route.hops) for route in context.plan.routes),
             split_backward=context.plan.split_backward,

@@ -89,7 +89,7 @@ def _replicated(prefix: str, context: DecisionContext, most: int) -> list[Propos
             continue
         plan = replicated_layout(
             workers=workers,
-            layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+            layer_costs=workload.layer_times_s,
             micro_batches=workload.micro_batches,
             copies=copies,
             split_backward=context.plan.split_backward,

@@ -272,7 +272,7 @@ class _Cutter:
         self._memory = memory
         self._overhead_s = 2 * workload.operation_overhead_s
         self.template = cache(self._template)
-        self._until_s = list(accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0))
+        self._until_s = list(accumulate((layer.total_s for layer in layers), initial=0.0))
         stages = ((start, stop) for start in range(len(layers)) for stop in range(start + 1, len(layers) + 1))
         self._by_time = sorted((self._stage_s(*stage), *stage) for stage in stages)
 

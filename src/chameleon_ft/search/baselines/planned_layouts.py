@@ -253,7 +253,7 @@ def _fastest(depth: int, pipelines: int, costs: CostModel, *, split_backward: bo
     layouts: list[Layout] = []
     for recompute in (False, True):
         layers = (costs.workload.recomputed() if recompute else costs.workload).layers
-        stages = split_layers([layer.forward_s + layer.backward_s for layer in layers], depth)
+        stages = split_layers([layer.total_s for layer in layers], depth)
         cut_points = tuple(stage.stop for stage in stages)
         least, left = divmod(costs.workload.micro_batches, pipelines)
         shares = [least + (number < left) for number in range(pipelines)]

@@ -108,7 +108,7 @@ class Pipelines:
         memories = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
         self.memory_bytes = min(memories) if len(memories) == len(workers) else None
         self._redundant = redundant
-        self._layer_s = [layer.forward_s + layer.backward_s for layer in workload.layers]
+        self._layer_s = workload.layer_times_s
         # Sums over the first n layers, for each n.
         activations = {
             Recompute.NONE: [layer.activation_bytes for layer in workload.layers],
