@@ -332,6 +332,11 @@ class History:
         question = asked.scale_up.question
         self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))
 
+    def fail_to_consider(self) -> None:
+        """Answer the newest question beside training: the process that was to decide is gone."""
+        question = self.considerations.pop().scale_up.question
+        self.happen(Considered(at=self.at, question=question, error="its process is gone"))
+
     def replace_lost(self, *, waves: int = 0) -> None:
         """Lose worker 3, and prepare to switch to a plan with one of another host."""
         self.reap(3)

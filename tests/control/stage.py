@@ -50,6 +50,9 @@ JOB = JobInfo(
     state_bytes=(772,) * LAYERS,
 )
 
+THREE_PIPELINES: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2)}
+"""Changes to the configuration of a stage."""
+
 Sent = TypeVar("Sent")
 
 
@@ -246,6 +249,12 @@ class Stage:
         spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
         incarnation = len(spawned) or 1
         self.say(self.host, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+
+    def recover(self, generation: int, committed: int = 3) -> FailureRecord:
+        """Have the survivors of a loss quiesce and begin again; return the newest record."""
+        self.quiesce(generation, committed)
+        self.start()
+        return self.failures[-1]
 
     def depart(self, puppet: Puppet) -> None:
         """Have a puppet's connection end."""

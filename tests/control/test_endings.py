@@ -7,7 +7,7 @@ import os
 import pytest
 
 from chameleon_ft.control.commands import Finish as FinishRun
-from chameleon_ft.control.events import Considered, Interrupted, TookOver
+from chameleon_ft.control.events import Interrupted, TookOver
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import CheckpointSaved, Drain, Exit, Finish, Hello, HostHello, Refused
 from tests.control.histories import AGENT, History, new_state
@@ -160,8 +160,7 @@ def test_a_host_that_leaves_and_without_which_there_is_no_plan_ends_the_run(*, f
     history.say(AGENT + 1, Drain())
     history.wait(0.1)
     if fails:
-        question = history.considerations.pop(0).scale_up.question
-        history.happen(Considered(at=history.at, question=question, error="its process is gone"))
+        history.fail_to_consider()
     else:
         history.consider()
     assert len(history.events("drain_failed")) == 1

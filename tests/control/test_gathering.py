@@ -8,9 +8,9 @@ from chameleon_ft.config import Recovery, Timeouts
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import Hello, HostHello, Kill, Ready, Spawn, WorkerExited
 from tests.control.histories import AGENT, History, new_state
+from tests.control.situations import RESPAWNING
 
 OTHER = 2000  # connection of another agent
-RESPAWNING = Recovery(respawn=True, respawn_delay_s=4.0, max_respawns=1)
 TIMEOUTS = Timeouts(first_step_s=150.0)
 
 

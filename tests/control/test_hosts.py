@@ -22,17 +22,11 @@ from chameleon_ft.control.wire.messages import (
     WorkerExited,
 )
 from chameleon_ft.errors import ControlError
-from tests.control.histories import AGENT, History, new_state, process_of
+from tests.control.histories import AGENT, History, process_of
+from tests.control.situations import training
 
 NEXT = AGENT + 1  # connection of the agent that follows
 RESPAWN = Recovery(respawn=True, respawn_delay_s=0.1)
-
-
-def training(**changes: object) -> History:
-    """A history in its fourth step."""
-    history = History(new_state(**changes))
-    history.train()
-    return history
 
 
 def orphaned(**changes: object) -> History:
