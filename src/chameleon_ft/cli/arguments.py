@@ -92,7 +92,7 @@ def _read_number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | Non
 
 @_RULES.primitive_rule
 def _read_optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Read an argument that is None if left out as its type, so that neither help nor errors mention None."""
+    """Read an optional argument as its type, so that neither help nor errors mention None."""
     kinds = [kind for kind in get_args(info.type) if kind is not NoneType]
     if NoneType not in get_args(info.type) or len(kinds) != 1:
         return None
@@ -107,7 +107,7 @@ def _read_optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
 
 def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
-    """Parse `arguments` into an `own`. Ends the process at --help and at a mistake."""
+    """Parse `arguments` as the dataclass `own`. The process ends at --help and at a mistake."""
     # Lines that are not indented tyro would join to long ones.
     width = shutil.get_terminal_size().columns
     paragraphs = inspect.cleandoc(own.__doc__ or "").split("\n\n")
@@ -121,7 +121,7 @@ def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) 
 def parse_with_flags(
     own: type[_Own], model: type[BaseModel], arguments: Sequence[str], *, command: str, without: Collection[str] = ()
 ) -> tuple[_Own, dict[str, Any]]:
-    """Parse `arguments` into an `own` and the values that flags give for the fields of `model`, except `without`.
+    """Parse `arguments` as the dataclass `own`, and flags for the fields of `model`, except those in `without`.
 
     Returns:
         The own arguments; and the values by key, sections as dictionaries, only those given and not validated yet.

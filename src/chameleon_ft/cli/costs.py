@@ -186,7 +186,7 @@ OptimizerRedundancy = Annotated[
 
 
 def owners_of(redundancy: int | Literal["all"] | None, usual: int | None) -> int | None:
-    """Return the owners of a slice of the optimizer's state that --optimizer-redundancy gives; None: there are none.
+    """Return how many workers own each slice of the optimizer's state; None if every holder keeps all of it.
 
     Raises ConfigError if it is a number below one.
     """
@@ -200,7 +200,7 @@ def owners_of(redundancy: int | Literal["all"] | None, usual: int | None) -> int
 
 
 def bytes_of_host(host_memory: float | None) -> int | None:
-    """Return the bytes of --host-memory. Raises ConfigError if it is no positive number."""
+    """Return the bytes of --host-memory. Raises ConfigError if it is not a positive number."""
     if host_memory is None:
         return None
     if not 0 < host_memory < math.inf:

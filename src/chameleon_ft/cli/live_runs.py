@@ -33,7 +33,7 @@ def lost_run(path: Path) -> RunDirectory:
 def refuse_live_run(directory: RunDirectory) -> None:
     """Raise LiveRunError if the coordinator of a run lives.
 
-    The number of its process alone proves nothing: another may have it now.
+    The id of its process alone proves nothing, because another process may have it now.
     """
     if not directory.control_file.exists():
         return

@@ -118,7 +118,7 @@ class Prediction:
 
     @property
     def total_work_bound_s(self) -> float:
-        """Seconds below which no plan for the live workers gets: all work over the speed of all of them."""
+        """Lower bound of a step on the live workers, in seconds: all work divided by the sum of their speeds."""
         return total_work_bound_s(_live(self.case.costs, self.dead))
 
     @property
@@ -133,7 +133,7 @@ class Prediction:
         return self.case.costs.workload.samples / self.estimate.step_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the prediction as JSON values."""
         estimate, costs, snapshots = self.estimate, self.case.costs, self.case.snapshots_of(self.plan)
         return {
             "model": self.case.profile.name,

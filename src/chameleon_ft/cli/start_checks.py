@@ -1,4 +1,4 @@
-"""What has to hold before a run starts: its address, its inputs, and the checkpoint that it resumes from."""
+"""Checks before a run starts: its address, its inputs, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def is_url(run: str) -> bool:
 
 
 def require_store(config: RunConfig, *, is_free: bool = False) -> None:
-    """Raise ConfigError if the store of a run, if it has one, cannot be used, or is to be free and has a run."""
+    """Raise ConfigError if the store of a run cannot be used, or if `is_free` is required and it has a run already."""
     if not config.store.url:
         return
     from chameleon_ft.observe.stored_records import has_records, store_of

@@ -1,4 +1,4 @@
-"""The arguments of torchrun, as far as an agent follows them, and what to do in place of the others."""
+"""Arguments of torchrun that `chameleon agent` accepts, and advice for those that it does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunArguments(JoinArguments):
-    """The arguments of an agent that torchrun has, too, with those that name the same things here."""
+    """Arguments that `chameleon agent` shares with torchrun, under the names of both."""
 
     workers: OptionalInt = None
     """Worker processes to start here, one for each accelerator. It must be given."""

@@ -1,4 +1,4 @@
-"""Configurations as TOML, with keys that were renamed accepted for one more release."""
+"""Configurations as TOML; renamed keys are accepted for one more release."""
 
 from __future__ import annotations
 

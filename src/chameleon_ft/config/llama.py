@@ -1,4 +1,4 @@
-"""The sections of a run of the built-in Llama, beside those of every run."""
+"""Sections of a configuration that only the built-in Llama has."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class RunConfig(Section):
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
 
     def first_sample(self, step: int) -> int:
-        """Return the position of the first sample of a step, in the order that all epochs make up."""
+        """Return the position of the first sample of a step in the concatenation of all epochs."""
         return self.forked.samples + (step - self.forked.step) * self.batch.samples
 
     @property

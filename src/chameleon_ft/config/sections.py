@@ -131,7 +131,7 @@ class Recovery(Section):
 
 
 class Timeouts(Section):
-    """Waits before a worker or a message counts as lost; but for the last, each must be longer than the one before."""
+    """Times after which a worker or a message counts as lost; each but the last must be longer than the one before."""
 
     heartbeat_timeout_s: float = Field(
         default=5.0,
@@ -184,7 +184,7 @@ class Timeouts(Section):
 
 
 class Health(Section):
-    """Checks of the state that is trained, and of the steps that change it."""
+    """Checks of the training state, and of the steps that change it."""
 
     check_every: int = Field(
         default=10,
@@ -221,7 +221,7 @@ class Health(Section):
 
 
 class Preflight(Section):
-    """Examination of a host before its agent may start workers, with `chameleon agent`; not of emulated devices."""
+    """Examination of a host before its `chameleon agent` may start workers; emulated devices are not examined."""
 
     enabled: bool = Field(default=True, description="Whether hosts are examined.")
     same_versions: bool = Field(

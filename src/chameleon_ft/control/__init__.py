@@ -1,1 +1,1 @@
-"""The control plane: the members of a run, what has failed, and what every worker does next."""
+"""The control plane: it tracks the members of a run, detects failures and decides what every worker does next."""

@@ -1,4 +1,4 @@
-"""The commands of the state machine, carried out: decisions, orders, records and files."""
+"""Carries out the commands of the state machine: decisions, orders, records and files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ __all__ = ["CommandRunner", "RunSetup"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """A run, as its coordinator is given it.
+    """The inputs of a coordinator.
 
     Attributes:
         profile: measured costs, if there are any.
         plan: the plan to start with, if one was given.
         resume: whether to begin with a checkpoint.
-        takes_over: whether the run goes on meanwhile, without a coordinator.
-        executor: prepares decisions on losses while training goes on; without it, each is made after the loss.
+        takes_over: whether the run is training already, without a coordinator.
+        executor: prepares decisions on losses during training; without it, each is made after the loss.
     """
 
     config: RunConfig

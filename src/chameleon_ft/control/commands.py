@@ -93,12 +93,12 @@ class Acknowledge(Command):
 
 @dataclass(frozen=True, slots=True)
 class Resign(Command):
-    """Do not act any more: a peer has obeyed another coordinator."""
+    """Stop acting as coordinator: a peer has obeyed another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Command):
-    """Answer a rank that has joined with all that it needs to load what it trains."""
+    """Send a rank that has joined all that it needs to load its job."""
 
     connection: int
     incarnation: int
@@ -137,7 +137,7 @@ class SaveEvidence(Command):
 class CompleteCheckpoint(Command):
     """Mark the checkpoint that resumes at `step` as complete, and remove those that are not needed any more.
 
-    The newest up to step `agreed` is needed: until then, the holders of all layers agreed.
+    The newest one up to step `agreed` is kept, because the holders of all layers agreed until then.
     """
 
     step: int
@@ -154,7 +154,7 @@ class DistrustCheckpoints(Command):
 
 @dataclass(frozen=True, slots=True)
 class DiscardCheckpoint(Command):
-    """Remove what was written of a checkpoint that is not complete, and checkpoints that are not needed any more.
+    """Remove an incomplete checkpoint, and checkpoints that are no longer needed.
 
     `agreed` is as for `CompleteCheckpoint`.
     """
@@ -188,7 +188,7 @@ class Launch(Command):
 
 @dataclass(frozen=True, slots=True)
 class MeasureOperations(Command):
-    """Take in the durations of a worker's operations in a step. Answer: `OperationsMeasured`."""
+    """Record the durations of a worker's operations in a step. Answer: `OperationsMeasured`."""
 
     worker: int
     step: int
@@ -197,14 +197,14 @@ class MeasureOperations(Command):
 
 @dataclass(frozen=True, slots=True)
 class MeasureStep(Command):
-    """Take in the duration of a step."""
+    """Record the duration of a step."""
 
     step_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureMigration(Command):
-    """Take in the duration of a migration that is over."""
+    """Record the duration of a migration that is over."""
 
     migration: Transfer
     seconds: float
@@ -212,6 +212,6 @@ class MeasureMigration(Command):
 
 @dataclass(frozen=True, slots=True)
 class MeasureTransfer(Command):
-    """Take in the duration of the newest generation's transfer."""
+    """Record the duration of the newest generation's transfer."""
 
     transfer_s: float

@@ -36,15 +36,15 @@ _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that thos
 
 
 class Coordinator:
-    """Takes a run from its first worker to its end.
+    """Runs the state machine of a run, from its first worker to its end.
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
     event is handled. Before that, every change is written to `journal`, if the disk answers; see there. All file
-    operations go through the queue of the recorder, so that no disk can stop the event loop. With `last`, the entry of
-    a journal, the coordinator continues the run of one that is lost.
+    operations go through the queue of the recorder, so that no disk can stop the event loop. With `last`, the newest
+    entry of a journal, it continues the run of a coordinator that is lost.
 
-    While `leadership` does not hold, the coordinator does nothing: whatever happens is handled once it holds again, as
-    after a time in which the process did not run. Without it, as in tests, there is no other coordinator.
+    While `leadership` does not hold, the coordinator does nothing: events are handled once it holds again, as if the
+    process had been stopped meanwhile. Without `leadership`, as in tests, there is no other coordinator.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Coordinator:
             self._handle(events.Interrupted(at=self._now()))
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End the run like `interrupt`, for whoever runs its machines and has sent a signal; the user may resume it."""
+        """End the run like `interrupt`, because the cluster has sent a signal; the user may resume it."""
         if self._may_act(partial(self.terminate, number)):
             self._handle(events.Interrupted(at=self._now(), signal=number.name))
 
@@ -238,7 +238,7 @@ class Coordinator:
             call()
 
     def _carry_out_late_orders(self) -> None:
-        """Do that before anything else: the journal tells another coordinator only the records of its last entry."""
+        """Carry out the orders held back, before any event: the journal has only its last records."""
         late, self._late_orders = self._late_orders, None
         if late is not None:
             orders, waiting = late
@@ -310,7 +310,7 @@ class Coordinator:
             self._leadership.heard()
 
     def refused(self, address: str, reason: str) -> None:
-        """Record that a connection was turned away; of very many, ever fewer are recorded."""
+        """Record that a connection was turned away; the more there are, the fewer are recorded."""
         self._rejected += 1
         is_recorded = self._rejected <= _ALL_REJECTED or self._rejected.bit_count() == 1
         if is_recorded and self.leads() and self.state.phase is not Phase.OVER:
@@ -328,7 +328,7 @@ class Coordinator:
     # --- events and commands -----------------------------------------------------------------------------------------
 
     def _handle(self, event: events.Event, *, received: Mapping[int, int] | None = None) -> None:
-        """Change the state by an event and by the answers to its commands. Raises ControlError, see `step`.
+        """Change the state by an event and by the answers to its commands. Raises ControlError like `step`.
 
         Args:
             received: what `Journal.write` is to note of it.
@@ -354,7 +354,7 @@ class Coordinator:
             self._carry_out(orders, waiting)
 
     def _carry_out(self, orders: Iterable[commands.Command], waiting: deque[events.Event]) -> None:
-        """Carry out commands, and add the events that they lead to to those that wait."""
+        """Carry out commands, and append the events that they cause to `waiting`."""
         waiting.extend(answer for command in orders if (answer := self._execute(command)) is not None)
 
     def _refresh_faults(self, event: events.Event) -> None:

@@ -79,7 +79,7 @@ class Ticked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TookOver(Event):
-    """This coordinator continues the run of one that is lost, in a higher term; all connections are lost, too.
+    """This coordinator continues the run of one that is lost, in a higher term; all connections are lost.
 
     `address`: where this one stood by.
     """
@@ -167,7 +167,7 @@ class OperationsMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted(Event):
-    """The user wants the run to end, or if there is a `signal`, whoever runs its machines; SIGTERM or SIGHUP."""
+    """The user, or with a `signal` (SIGTERM or SIGHUP) the cluster, wants the run to end."""
 
     signal: str = ""
 

@@ -20,7 +20,7 @@ def inject(
     step: int | None,
     factor: float | None = None,
 ) -> None:
-    """Ask the run's coordinator to make `worker` fail, or slow, or wrong; at once if neither phase nor step is given.
+    """Ask the run's coordinator to inject a failure into `worker`; at once if neither phase nor step is given.
 
     Args:
         factor: of kind "slow" or "slow-link": the speed, or bandwidth, as a share of the usual one; 1 ends it.

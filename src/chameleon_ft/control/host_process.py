@@ -16,7 +16,7 @@ __all__ = ["HostProcess", "has_ended", "is_stopped", "read_stat", "start_time"]
 class HostProcess:
     """A process that is watched and signalled by its pidfd, which never means another process.
 
-    Its number does not either, if it is a child of this one: the kernel gives it to no other before `wait` returns.
+    The id of a child of this process is as safe, because the kernel does not reuse it before `wait` returns.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -50,11 +50,11 @@ class HostProcess:
         return process
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the process a signal, unless it has ended."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)

@@ -79,7 +79,7 @@ class LastEntry:
 class Journal:
     """Appends to the journal of a run. A new one replaces the one before with its first line, the whole state.
 
-    Any other line has what differs from the state of the line before, see `patches`: it is as long as the change.
+    Any other line has what differs from the state of the line before, see `patches`: its length is that of the change.
 
     While the disk is quick, a change is written when `write` returns, so that it is in the journal before the commands
     of the change are carried out. A disk that is full or does not answer must not stop training: then the commands do
@@ -127,7 +127,7 @@ class Journal:
         not acknowledged. Each survivor of a loss reports, and all wait for the last report.
 
         Changes of the clock and of what detectors have observed are written with the next one of anything else: every
-        message of a worker leads to some, and another coordinator observes anew.
+        message of a worker leads to some, and another coordinator makes its own observations.
         """
         self._received |= received or {}
         self._unwritten |= received or {}

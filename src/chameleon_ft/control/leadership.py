@@ -1,4 +1,4 @@
-"""Who leads a run: the clocks of a lease, of the coordinator that leads and of those that stand by.
+"""Leadership of a run: the clocks of the lease, of the coordinator that leads and of those that stand by.
 
 Leadership is a term, see `lease`. What keeps two coordinators from leading at the same time:
 
@@ -134,11 +134,11 @@ class Leadership:
         return self._is_suspended
 
     def end(self) -> None:
-        """Do not lead any more: another coordinator does."""
+        """Stop leading, because another coordinator leads."""
         self._is_over = True
 
     async def release(self) -> None:
-        """Do not lead any more, so that another coordinator can claim the next term at once; or after the lease."""
+        """Stop leading, so that another coordinator can claim the next term at once, or else after the lease."""
         self.end()
         with contextlib.suppress(LeaseError, TimeoutError):
             async with asyncio.timeout(self._tenure.lease_s):

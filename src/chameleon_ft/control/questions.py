@@ -134,7 +134,7 @@ class Questions:
             self._recorder.event("checkpoint_unchecked", step=step, message=message)
 
     async def consider(self, state: State) -> None:
-        """Decide beside training, and hand in the answer."""
+        """Decide while training continues, and handle the answer."""
         question = state.scale_up.question
         try:
             found = await self._decisions.consider(state)

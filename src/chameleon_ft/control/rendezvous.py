@@ -1,7 +1,7 @@
 """The rendezvous store, in which the ranks of a generation publish where they listen and look up the others.
 
-The coordinator serves it over the control connections, so it is open to whoever has the join token, and to no other
-process. It lives and ends with the coordinator, without which no generation begins.
+The coordinator serves it over the control connections, so it is open only to processes that have the join token. It
+ends with the coordinator, without which no generation begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RendezvousStore:
         self._members: dict[int, dict[str, dict[str, int]]] = {}  # by generation, folder and key: the connection
 
     def publish(self, connection: int, message: Publish) -> Iterator[_Answer]:
-        """Keep a value; yield what to answer to the members of its group once it is the last, and to those who wait."""
+        """Store a value; yield the answers to connections that wait for it, and to its group if it is the last."""
         generation, folder = message.generation, folder_of(message.key)
         self._values.setdefault(generation, {})[message.key] = message.value
         if message.members is not None:
@@ -56,7 +56,7 @@ class RendezvousStore:
                 del by_generation[earlier]
 
     def _published(self, generation: int, key: str) -> Published:
-        """Return all values known in the folder of `key`: whoever needs one member of a group needs the others too."""
+        """Return all values known in the folder of `key`: a rank that needs one member of a group needs them all."""
         folder, values = folder_of(key), self._values[generation]
         known = tuple(each for each in values.items() if folder_of(each[0]) == folder)
         return Published(generation=generation, values=known)

@@ -61,7 +61,7 @@ class Examined:
 
 
 class RunCheckpoints:
-    """Marks, removes and examines checkpoints through a queue, so that no method waits for what does not answer.
+    """Marks, removes and examines checkpoints through a queue, so that no method waits for a disk or a store.
 
     An object store has a queue of its own, whose operations nothing waits for: each takes as long as several messages,
     and records must not come after them. No other process marks checkpoints, so those that are known once are not
@@ -199,7 +199,7 @@ class RunCheckpoints:
             self._queue.news()
 
     def abandon(self) -> None:
-        """Begin nothing any more."""
+        """Start no further operation."""
         self._queue.abandon()
 
     def _try_copy_records(self) -> None:

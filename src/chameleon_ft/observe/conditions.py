@@ -1,6 +1,6 @@
-"""Conditions of a run that are no loss of a worker, such as slow workers, bad steps and late records.
+"""Problems of a run other than the loss of a worker, such as slow workers, bad steps and late records.
 
-Every event that reports that something ails is one, so that `chameleon diagnose` leaves none out.
+Every event that reports a problem is a condition, so that `chameleon diagnose` leaves none out.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class View:
         """The outcome of a decision is measured."""
 
     def join(self, record: JoinRecord) -> None:
-        """Training goes on with a plan for new workers, without drained ones, or otherwise better."""
+        """Training continues with a better plan: with new workers, without drained ones, or for slow ones."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Another event."""
@@ -172,7 +172,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._view.outcome(record)
 
     def join(self, record: JoinRecord) -> None:
-        """Record a better plan, once training goes on with it."""
+        """Record a better plan, once training continues with it."""
         self._write_event("join", record.to_json())
         self._view.join(record)
 

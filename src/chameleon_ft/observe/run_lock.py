@@ -1,4 +1,4 @@
-"""The lock of a run directory: of several processes that start the same run, one goes on."""
+"""The lock of a run directory: of several processes that start the same run, only one continues."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RunLock:
         self._held.add(self)
 
     def release(self) -> None:
-        """Let go of the directory, and remove it if it is empty."""
+        """Unlock the directory, and remove it if it is empty."""
         if self._descriptor is None:
             return
         if self.rival() is None:

@@ -1,4 +1,4 @@
-"""Records in words: what the terminal, `chameleon watch` and the page say about them."""
+"""Descriptions of records, as the terminal, `chameleon watch` and the page show them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
 
-__all__ = ["PHASES", "Told", "record_of", "tell"]
+__all__ = ["PHASES", "Notice", "notices_of", "record_of"]
 
 PHASES: Final[Mapping[str, str]] = {
     "detect_s": "detect",
@@ -31,8 +31,8 @@ PHASES: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Something to tell: one line, and facts below it, by name."""
+class Notice:
+    """A message about a record: one line, and facts below it, by name."""
 
     title: str
     tone: Literal["bad", "good", "note", "warning"]
@@ -58,8 +58,8 @@ def record_of(event: Mapping[str, Any]) -> RunRecord:
             return OtherRecord(name, {key: value for key, value in event.items() if key not in ("event", "time")})
 
 
-def tell(record: RunRecord) -> tuple[Told, ...]:
-    """Return what is to be told of a record; nothing of a step, and of an event without a message."""
+def notices_of(record: RunRecord) -> tuple[Notice, ...]:
+    """Return the messages about a record; none about a step, or an event without a message."""
     match record:
         case FailureRecord():
             return (_failure(record),)
@@ -68,28 +68,28 @@ def tell(record: RunRecord) -> tuple[Told, ...]:
         case FailureCostRecord():
             predicted = "" if record.predicted_steps is None else f" (predicted {record.predicted_steps:.2f})"
             text = f"step {record.step} took {record.failure_cost_steps:.2f} steps longer{predicted}"
-            return (Told(text, "note"),)
+            return (Notice(text, "note"),)
         case OutcomeRecord():
             text = f"after {counted(record.steps, 'step')} of {record.policy}: {record.describe()}"
-            warnings = () if record.warning is None else (Told(record.warning, "warning"),)
-            return Told(text, "note"), *warnings
+            warnings = () if record.warning is None else (Notice(record.warning, "warning"),)
+            return Notice(text, "note"), *warnings
         case OtherRecord(event=name, fields=fields):
-            return (Told(f"{name}: {message}", "note"),) if (message := fields.get("message")) else ()
+            return (Notice(f"{name}: {message}", "note"),) if (message := fields.get("message")) else ()
         case StepRecord():
             return ()
 
 
-def _failure(record: FailureRecord) -> Told:
+def _failure(record: FailureRecord) -> Notice:
     facts = [("cause", record.cause), ("detected by", DETECTED_BY[record.noticed_by])]
     if record.lost_layers:
         facts.append(("lost", f"the last holder of layers {in_ranges(record.lost_layers)}"))
     facts.append(("action", f"{record.policy}: {record.action}"))
     if record.repeated_s:
         facts.append(("repeated", f"{duration(record.repeated_s)} of work of step {record.step}"))
-    return Told(f"worker {record.worker} lost in step {record.step}", "bad", (*facts, *_continued(record)))
+    return Notice(f"worker {record.worker} lost in step {record.step}", "bad", (*facts, *_continued(record)))
 
 
-def _join(record: JoinRecord) -> Told:
+def _join(record: JoinRecord) -> Notice:
     facts = [("action", f"{record.policy}: {record.action}")]
     if record.spares:
         facts.append(("spare", listed("worker", record.spares)))
@@ -99,7 +99,7 @@ def _join(record: JoinRecord) -> Told:
         title = f"without {listed('worker', record.drained)} from step {record.resume_step}"
     else:
         title = f"a better plan from step {record.resume_step}"
-    return Told(title, "good", (*facts, *_continued(record)))
+    return Notice(title, "good", (*facts, *_continued(record)))
 
 
 def _continued(record: FailureRecord | JoinRecord) -> tuple[tuple[str, str], ...]:

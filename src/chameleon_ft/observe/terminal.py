@@ -28,7 +28,7 @@ from chameleon_ft.observe.records import (
     StepRecord,
     Summary,
 )
-from chameleon_ft.observe.story import PHASES, tell
+from chameleon_ft.observe.story import PHASES, notices_of
 from chameleon_ft.quantities import duration
 
 __all__ = ["TONES", "TerminalView", "facts_table", "output"]
@@ -162,15 +162,15 @@ class TerminalView(View):
 
     def _tell(self, record: RunRecord) -> None:
         """Print a record as lines, and what has facts in a frame."""
-        for told in tell(record):
-            if not told.facts:
-                self._print(Text(told.title, style=TONES[told.tone]))
+        for notice in notices_of(record):
+            if not notice.facts:
+                self._print(Text(notice.title, style=TONES[notice.tone]))
                 continue
             facts = facts_table()
-            for name, value in told.facts:
+            for name, value in notice.facts:
                 facts.add_row(name, value)
-            colour = TONES[told.tone]
-            head = Text(told.title, style=f"bold {colour}")
+            colour = TONES[notice.tone]
+            head = Text(notice.title, style=f"bold {colour}")
             self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
             self._print_column_heads()
 

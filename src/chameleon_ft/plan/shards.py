@@ -11,7 +11,7 @@ parameters, and no boundary moves when holders come or go.
 
 The owners are part of the plan, as data. In a new layout the slices are equal, and the owners of one are on as many
 hosts as possible. When holders come or go, owners keep what they own as far as their shares allow, so few bytes move;
-after a loss without a transition, the owners that are left go on.
+after a loss without a transition, the remaining owners stay.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LayerShards:
         return tuple(found)
 
     def left_to(self, workers: Collection[int]) -> LayerShards:
-        """Return what is left of it when only these workers are."""
+        """Return the slices with only these workers as owners and holders."""
         holders = tuple(holder for holder in self.holders if holder in workers)
         slices = (
             Slice(each.start, each.stop, tuple(owner for owner in each.owners if owner in workers))
@@ -150,7 +150,7 @@ class Sharding:
         return {layer: ranges for layer, ranges in owned.items() if ranges}
 
     def left_to(self, held: Mapping[int, Collection[int]]) -> Sharding:
-        """Return what is left of it when only these workers are, with the layers that each of them holds."""
+        """Return the slices with only these workers as owners and holders, by the layers that each of them holds."""
         holders: dict[int, set[int]] = defaultdict(set)
         for worker, layers in held.items():
             for layer in layers:

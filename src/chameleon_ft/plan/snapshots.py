@@ -137,14 +137,14 @@ class SnapshotLayout:
                 yield Sending(source, part, backup)
 
     def without(self, worker: int) -> SnapshotLayout:
-        """Return what is left of it without a worker."""
+        """Return the layout without a worker and all that it keeps."""
         keepers = ((part, tuple(each for each in own if each != worker)) for part, own in self.keepers)
         return replace(
             self, keepers=tuple(keepers), backups=tuple(each for each in self.backups if each.worker != worker)
         )
 
     def restoration(self) -> Restoration | None:
-        """Return how the state comes back from what is left; None if some of it is lost.
+        """Return how the state is restored from the remaining copies; None if some of it is lost.
 
         Lost parts of a layer are all made on one worker: one that has the layer, or the one with its backup.
         """

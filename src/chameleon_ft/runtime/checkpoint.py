@@ -50,7 +50,7 @@ _CPU = torch.device("cpu")
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, one after the other, while training goes on.
+    """Writes checkpoints in a thread of its own, one after the other, while training continues.
 
     Args:
         checkpoints: where the run has its checkpoints.

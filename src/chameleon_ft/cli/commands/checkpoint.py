@@ -15,7 +15,7 @@ __all__ = ["main"]
 class CheckpointArguments:
     """Have a live run write a checkpoint as soon as possible, whatever its interval.
 
-    Workers begin it after the first step at which all of them know of the request, and write it beside training.
+    Workers begin it after the first step at which all of them know of the request, and write it in the background.
     """
 
     run: RunPath

@@ -1,4 +1,4 @@
-"""`chameleon diagnose`: say for each incident of a run which worker failed, where and why, and what was done."""
+"""`chameleon diagnose`: show for each incident of a run which worker failed, where and why, and what was done."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TITLES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class DiagnoseArguments:
-    """Say for each incident of a run which worker failed, on which host, since when, why, and what was done.
+    """Show for each incident of a run which worker failed, on which host, since when, why, and what was done.
 
     Only the files of the run are read, so the run may still be live.
     """

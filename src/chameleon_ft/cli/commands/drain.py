@@ -20,8 +20,8 @@ __all__ = ["main"]
 class DrainArguments:
     """Take workers out of a live run, such as those of a machine that is about to be serviced or reclaimed.
 
-    They train on until the others are prepared to go on without them, and then end. No step is repeated. Give --worker
-    or --host.
+    They train until the others are ready to continue without them, and then end. No step is repeated. Give --worker or
+    --host.
     """
 
     run: RunPath

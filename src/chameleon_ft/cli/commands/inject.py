@@ -1,4 +1,4 @@
-"""`chameleon inject`: make a worker of a live run fail, or slow, or wrong."""
+"""`chameleon inject`: inject a failure into a live run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
 
 @dataclass(frozen=True)
 class InjectArguments:
-    """Make a worker of a live run fail, or slow, or wrong, to watch the run recover.
+    """Inject a failure into a live run, to watch it recover: a worker dies, hangs, slows down or corrupts its state.
 
-    This happens at once, or with --phase or --step when it reaches that point.
+    It happens at once, or when the worker reaches the given --phase or --step.
     """
 
     run: RunPath

@@ -19,7 +19,7 @@ class PageArguments:
     """Serve the page of a run, live or over, until Ctrl-C, and its metrics for Prometheus at /metrics.
 
     Only the files of the run are read. Its buttons ask the coordinator of a live run, and need the token that is
-    printed here. All who reach the address can look, so by default it is for this machine alone.
+    printed here. Anyone who reaches the address can read the page, so by default only this machine does.
     """
 
     run: RunPath

@@ -1,4 +1,4 @@
-"""`chameleon preflight`: examine this machine as a run would before it admits it."""
+"""`chameleon preflight`: examine this machine as a run does before it admits a host."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serving_token() -> str:
-    """Return the token that processes which measure must have: the user's, or a new one, which a terminal shows."""
+    """Return the token of the processes that measure: the user's, or a new one, which is shown on a terminal."""
     if (token := os.environ.get(TOKEN_VARIABLE)) is not None:
         return token
     if not sys.stdout.isatty():

@@ -29,9 +29,9 @@ class SlurmArguments:
     """Submit a run to Slurm: a job with the coordinator in its batch step, and one agent on each node.
 
     A node that fails is a loss like any other. A node that is drained leaves the run by a seamless switch. Before the
-    time limit, the run ends with a checkpoint, and the job is requeued and resumes it; so it is if the node of the
-    coordinator is lost. The script and the configuration of the run are written beside the run directory, which must be
-    on a file system that all nodes share, as must this installation. See docs/slurm.md.
+    time limit, the run ends with a checkpoint, and the job is requeued and resumes it; the same happens if the node of
+    the coordinator is lost. The script and the configuration of the run are written beside the run directory, which
+    must be on a file system that all nodes share, as must this installation. See docs/slurm.md.
     """
 
     config: ConfigFile = None

@@ -15,7 +15,7 @@ __all__ = ["main"]
 class StopArguments:
     """End a live run after its current step with a checkpoint, like Ctrl-C in its terminal.
 
-    `--resume RUN` of the command that started it continues it later.
+    To continue it later, add `--resume RUN` to the command that started it.
     """
 
     run: RunPath

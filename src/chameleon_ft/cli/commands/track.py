@@ -21,9 +21,10 @@ _OVER: Final = ("finished", "interrupted", "terminated", "failed")
 
 @dataclass(frozen=True)
 class TrackArguments:
-    """Follow a run, live or over, and hand its records to other tools until it is over; Ctrl-C ends only that.
+    """Follow a run, live or over, and hand its records to other tools until it is over; Ctrl-C ends only the tracking.
 
-    Only the files of the run are read, so a tool that fails or hangs cannot disturb it; that is said once.
+    Only the files of the run are read, so a tool that fails or hangs cannot disturb the run; a failure is reported
+    once.
     """
 
     run: RunPath

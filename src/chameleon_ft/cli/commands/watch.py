@@ -15,7 +15,7 @@ from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.watcher import RunWatcher
-from chameleon_ft.observe.story import Told, record_of, tell
+from chameleon_ft.observe.story import Notice, notices_of, record_of
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -32,7 +32,7 @@ _OVER: Final = ("finished", "interrupted", "terminated", "failed")
 class WatchArguments(WatchedRun):
     """Show the state of a run and its newest events until it is over; Ctrl-C ends only the watching.
 
-    Only the files of the run are read, so any number of terminals can watch, and the run does not notice. Where the
+    Only the files of the run are read, so any number of terminals can watch without disturbing the run. Where the
     directory cannot be read, --coordinator has them sent by the coordinator of a live run.
     """
 
@@ -63,7 +63,7 @@ class _Screen:
 
     def __init__(self, watcher: RunWatcher) -> None:
         self._watcher = watcher
-        self._news: deque[tuple[float, Told]] = deque(maxlen=_NEWS)
+        self._news: deque[tuple[float, Notice]] = deque(maxlen=_NEWS)
 
     def drawn(self) -> Group:
         """Take in what is new, and return the screen as rich draws it."""
@@ -74,7 +74,7 @@ class _Screen:
 
         for name, line in self._watcher.update():
             if name == "events":
-                self._news.extend((line["time"], told) for told in tell(record_of(line)))
+                self._news.extend((line["time"], notice) for notice in notices_of(record_of(line)))
         report = self._watcher.report()
         facts = facts_table()
         for name, value in facts_of(report):
@@ -82,10 +82,12 @@ class _Screen:
         losses = self._watcher.state.steps.series(60).columns["loss"]
         facts.add_row("loss", Text(sparkline([loss for loss in losses if loss is not None]), style="green"))
         parts: list[RenderableType] = [Text(report.run, style="bold"), facts]
-        for at, told in reversed(self._news):  # a screen that is too low loses its end
+        for at, notice in reversed(self._news):  # a screen that is too low loses its end
             clock = datetime.fromtimestamp(at).strftime("%H:%M:%S")
-            detail = "; ".join(f"{name} {value}" for name, value in told.facts if name in ("cause", "action", "stall"))
-            text = Text(f"{clock}  {told.title}{': ' if detail else ''}{detail}", style=TONES[told.tone])
+            detail = "; ".join(
+                f"{name} {value}" for name, value in notice.facts if name in ("cause", "action", "stall")
+            )
+            text = Text(f"{clock}  {notice.title}{': ' if detail else ''}{detail}", style=TONES[notice.tone])
             parts.append(text)
         return Group(*parts)
 

@@ -33,7 +33,7 @@ _STEPS_NEEDED: Final = 3  # for a factor of the step: one may be a hiccup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """Factors that bring predictions nearer to observations.
+    """Factors by which observations correct predictions.
 
     Raises:
         ConfigError: a factor is not positive and finite.
@@ -99,7 +99,7 @@ class _Expected(NamedTuple):
 
 
 class _Ratios(NamedTuple):
-    """Observed by expected seconds of a worker's forwards, its backwards, and both together."""
+    """Ratios of observed to expected seconds: of a worker's forwards, its backwards, and both together."""
 
     forward: float
     backward: float
@@ -155,10 +155,10 @@ class Calibration:
         self._steps_s.clear()
 
     def operations(self, worker: int, times: OperationTimes) -> tuple[float, int | None] | None:
-        """Take in the operations of a worker of the plan in a step.
+        """Record the operations of a worker of the plan in a step.
 
-        Return observed by expected seconds of its operations and the group of workers that compare with it, None for
-        all; or None if this step is no measure of the worker's speed.
+        Return the ratio of observed to expected seconds of its operations and the group of workers that compare with
+        it, None for all; or None if this step is no measure of the worker's speed.
         """
         if worker not in self._expected:
             self._expected[worker] = self._expect(worker)
@@ -187,10 +187,10 @@ class Calibration:
             self.slow_links = {ends: speeds[each] for each in speeds if (ends := workers_of_link(each)) is not None}
 
     def links(self, worker: int, step: int, times: OperationTimes) -> dict[Ends, tuple[float, int]]:
-        """Take in when a worker sent and received messages in a step.
+        """Record when a worker sent and received messages in a step.
 
-        Return for each link that is now measured: observed by expected seconds of a message each way and a forward, and
-        whether it is inside a host (0) or not (1): links of a kind compare with each other.
+        Return for each link that is now measured: the ratio of observed to expected seconds of a message each way and a
+        forward, and whether it is inside a host (0) or not (1): links of a kind compare with each other.
         """
         return self._links.reported(worker, step, times) if worker in self._has_begun else {}
 
@@ -201,45 +201,45 @@ class Calibration:
         return Corrections(slow=self.slow, slow_links=shares, measured_links=self._links.known)
 
     def step(self, step_s: float) -> None:
-        """Take in the duration of a committed step."""
+        """Record the duration of a committed step."""
         self._steps += 1
         if self._steps > 1:
             self._steps_s.append(step_s)
 
     def transfer(self, *, expected_s: float, observed_s: float) -> None:
-        """Take in the duration of a transfer."""
+        """Record the duration of a transfer."""
         if expected_s > 0 and observed_s > 0:
             self._transfers.append(observed_s / expected_s)
 
     def migration(self, *, expected_s: float, observed_s: float) -> None:
-        """Take in the duration of a migration."""
+        """Record the duration of a migration."""
         if expected_s > 0 and observed_s > 0:
             self._migrations.append(observed_s / expected_s)
 
     @property
     def rates(self) -> tuple[float, float] | None:
-        """Observed by reference seconds, of forwards and of backwards; None before the first."""
+        """Ratios of observed to reference seconds, of forwards and of backwards; None before the first."""
         recent = self._medians()
         return None if recent is None else (recent.forward, recent.backward)
 
     @property
     def both(self) -> float:
-        """Observed by expected seconds of forwards and backwards together; 1 before the first."""
+        """Ratio of observed to expected seconds of forwards and backwards together; 1 before the first."""
         recent = self._medians()
         return 1.0 if recent is None else recent.both
 
     @property
     def transfers(self) -> float:
-        """Median of observed by expected seconds of the transfers; 1 before the first."""
+        """Median ratio of observed to expected seconds of the transfers; 1 before the first."""
         return statistics.median(self._transfers) if self._transfers else 1.0
 
     @property
     def migrations(self) -> float | None:
-        """Median of observed by expected seconds of the migrations; None before the first."""
+        """Median ratio of observed to expected seconds of the migrations; None before the first."""
         return statistics.median(self._migrations) if self._migrations else None
 
     def unexplained(self, costs: CostModel) -> float:
-        """Return the median of recent steps by the estimate for the plan in force with these costs.
+        """Return the ratio of the median recent step to its estimate, for the plan in force with these costs.
 
         Before some steps of the plan were run: the previous value; 1 if there is none.
         """

@@ -93,7 +93,7 @@ class ClusterState:
 
     @property
     def ownerless_layers(self) -> tuple[int, ...]:
-        """The layers of which no live worker owns some slice, whoever holds the parameters."""
+        """The layers that have a slice without a live owner, even if their parameters are held."""
         left = self.owners_left
         return () if left is None else left.lost_layers
 

@@ -95,7 +95,7 @@ class Decisions:
             self._cache.drop()
 
     async def consider(self, state: State) -> ScaleUpDecision:
-        """Decide for all live workers that stay. None stops for it: nothing is detected, waited for or repeated."""
+        """Decide on the plan of all live workers that stay, while they train: no phase of a stall is expected."""
         phases = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
         context = self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining())
         rate = state.history.rate
@@ -126,13 +126,13 @@ class Decisions:
         return self._scale_up
 
     def to_prepare(self, plan: ActivePlan) -> RecoveryPlan:
-        """Return a plan of the newest decision beside training with its program."""
+        """Return the plan with its program, if the newest decision made during training has it."""
         known = () if self._scale_up is None else self._scale_up.plans
         program = next((each.program for each in known if each.plan == plan.plan), None)
         return RecoveryPlan.kept(plan, program)
 
     def describe_scale_up(self) -> dict[str, Any] | None:
-        """Return the fields of the event `decision` for the newest decision beside training; None if there is none."""
+        """Return the fields of the event `decision` for the newest decision made during training, if there is one."""
         found = self._scale_up
         if found is None:
             return None
@@ -173,8 +173,8 @@ class Decisions:
     ) -> RecoveryPlan | None:
         """Return a plan that completes the interrupted step and moves nothing; None if that is not possible.
 
-        The step counts as repeated work by the time that it takes longer than usual. What no operation of a usual step
-        explains, such as its vote and its update, comes after the rest, too.
+        The seconds by which the step takes longer than usual count as repeated work. The parts of a step that no
+        operation explains, such as its vote and its update, follow the rest of the step, too.
         """
         salvaged = self._planner.salvage(cluster, state.members.hosts())
         history, outcomes, usual_s = state.history, state.outcomes, state.detectors.watchdog.step_s

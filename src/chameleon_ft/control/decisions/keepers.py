@@ -1,4 +1,4 @@
-"""The keepers of snapshots under the next plan, and what a way back to one costs; see `plan.snapshots`."""
+"""The keepers of snapshots under the next plan, and the cost of a return to one; see `plan.snapshots`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_keepers(
 
 
 def snapshot_rule(snapshots: SnapshotsConfig, host_memory: Mapping[str, int]) -> SnapshotRule:
-    """Return by what a run with these settings decides whether snapshots are taken under a plan."""
+    """Return the rule by which a run with these settings decides whether snapshots are taken under a plan."""
     return SnapshotRule(group=snapshots.parts, at_any_size=snapshots.every != "auto", host_memory=host_memory)
 
 

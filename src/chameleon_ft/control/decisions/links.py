@@ -102,7 +102,7 @@ class LinkTimes:
         self._forward_s.clear()
 
     def _measured(self, ends: Ends) -> tuple[float, int] | None:
-        """Return observed by expected seconds of messages each way and a forward, and the kind of link; else None."""
+        """Return (observed / expected seconds of messages each way and a forward, kind of link), or None."""
         assert self._costs is not None
         one, other = ends
         # A pipeline sends activations one way and gradients the other.

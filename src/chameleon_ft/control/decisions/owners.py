@@ -19,7 +19,7 @@ __all__ = ["lacks_copies", "restoring_copies", "with_owners", "with_owners_betwe
 def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], redundancy: int) -> RecoveryPlan:
     """Return the plan after a loss, or the first one, with its owners.
 
-    If no layers move, the owners that are left go on. Otherwise slices move with the layers.
+    If no layers move, the remaining owners stay. Otherwise slices move with the layers.
 
     Args:
         left: the owners that are left, or those of the snapshot that the plan begins with; unused if workers load
@@ -116,7 +116,7 @@ def lacks_copies(sharding: Sharding, redundancy: int) -> bool:
 
 
 def restoring_copies(active: ActivePlan, redundancy: int) -> RecoveryPlan:
-    """Return the plan in force, as one to switch to by which its slices get more owners."""
+    """Return the plan in force as a plan to switch to, in which its slices get more owners."""
     copies = counted(redundancy, "owner")
     return RecoveryPlan(
         plan=active.plan,

@@ -221,7 +221,7 @@ class Planner:
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
 
     def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
-        """Return the fields of the event `decision` that say what it was made from; see docs/files.md."""
+        """Return the fields of the event `decision` that give its inputs; see docs/files.md."""
         phases, leaving = context.phases, {worker.id for worker in context.leaving}
         corrections = replace(
             self._corrections,
@@ -324,7 +324,7 @@ class Planner:
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
-        """Return the costs by present knowledge."""
+        """Return the costs as currently known."""
         if self._profile is not None:
             return self._corrections.applied(self._reference(hosts))
         rates = self.calibration.rates

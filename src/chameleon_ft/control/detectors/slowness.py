@@ -34,7 +34,7 @@ _SAME_SERIES: Final = 10  # a spell belongs to the series of the last one if it 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOperations:
-    """A worker's report of a step: observed by expected seconds of its operations, and its group; see the signal."""
+    """A worker's report of a step: observed / expected seconds of its operations, and its group; see the signal."""
 
     ratio: float
     group: int | None

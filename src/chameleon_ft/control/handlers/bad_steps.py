@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient was bad, and that have been computed again: they are recorded, and counted."""
+"""Bad steps, whose loss or gradient is bad also when the step is computed again: they are recorded and counted."""
 
 from __future__ import annotations
 

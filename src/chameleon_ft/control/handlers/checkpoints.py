@@ -144,7 +144,7 @@ def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
 
 
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
-    """Return the seconds of steps between two checkpoints that lose least."""
+    """Return the interval between two checkpoints that loses least time, in seconds of steps."""
     state = draft.state
     assert state.active is not None
     hosts = state.hosts()

@@ -46,7 +46,7 @@ class Draft:
         """Put a plan in force, and replace other fields of the state.
 
         Args:
-            loads: whether all workers load their layers anew.
+            loads: whether all workers load their layers, instead of keeping those that they have.
         """
         before = {} if self.state.active is None or loads else _layers_run(self.state.active.plan)
         new = [worker for worker, layers in _layers_run(plan.plan).items() if not layers <= before.get(worker, set())]

@@ -1,7 +1,7 @@
-"""Draining: workers that are to leave are taken out of the plan while training goes on, and then told to exit.
+"""Draining: workers that are to leave are taken out of the plan while training continues, and then told to exit.
 
-Until then they train, and send layers to others; a plan without them is looked for, prepared and switched to like one
-for newcomers.
+Until then they train, and send layers to others; the run searches for a plan without them and switches to it, like to
+one for newcomers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers with a wrong state: those known are lost; if it is not known which, all return to a checkpoint, or stop."""
+"""Workers with a wrong state: known ones are given up; otherwise all return to a checkpoint, or the run ends."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
 
 
 def examined(draft: Draft, agent: int, report: HostReport) -> None:
-    """Admit a host that was examined, or turn it away; the workers of the run go on in either case.
+    """Admit a host that was examined, or turn it away; the run continues in either case.
 
     Raises:
         ControlError: the host was not to be examined; or like `joined`.

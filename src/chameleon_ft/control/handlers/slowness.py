@@ -1,4 +1,4 @@
-"""Workers and links that become slow, or recover: it is said, and another plan is looked for beside training.
+"""Workers and links that become slow, or recover: the change is recorded, and a better plan is searched for meanwhile.
 
 What follows is decided like any switch: the plan stays, the worker gets fewer micro-batches or layers, or none at all.
 """

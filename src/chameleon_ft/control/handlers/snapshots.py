@@ -91,10 +91,10 @@ def _request(draft: Draft) -> None:
 
 
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
-    """Return the seconds of steps between two snapshots that lose least.
+    """Return the interval between two snapshots that loses least time, in seconds of steps.
 
-    They serve after incidents that take all holders of some layer or all owners of a slice, or under the policy
-    `restart` after all.
+    A snapshot serves after an incident that takes all holders of some layer or all owners of a slice; under the policy
+    `restart`, after every incident.
     """
     state = draft.state
     assert state.active is not None

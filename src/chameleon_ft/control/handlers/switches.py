@@ -1,4 +1,5 @@
-"""From one generation to the next without a stop: it is prepared beside training, and all switch at the end of a step.
+"""Switches to the next generation without a stop: it is prepared while training continues, and begins at the end of a
+step.
 
 If layers move, they do so while a generation with the routes of the present plan trains: the present one, or one that
 newcomers have been taken into by a switch. When they have arrived, all switch to the plan that the layers are for. If
@@ -135,7 +136,7 @@ def _patience_s(state: State) -> float:
     """Return how long to wait for the answers of those that prepare the plan that follows.
 
     If layers move before it, they answer once all have arrived. That may take far longer than predicted, and costs
-    nothing, because training goes on; a worker that is lost meanwhile, or hangs, is noticed as in any step. So the
+    nothing, because training continues; a worker that is lost meanwhile, or hangs, is noticed as in any step. So the
     limit is only for layers that never arrive, and grows with each attempt.
     """
     rendezvous_s = state.settings.timeouts.rendezvous_s
@@ -206,7 +207,7 @@ def discard(draft: Draft) -> None:
 
 
 def abandon(draft: Draft) -> None:
-    """Give up the next generation and layers that move, whose orders may be lost; what to do is decided anew."""
+    """Give up the next generation and layers that move, whose orders may be lost; another decision follows."""
     active = draft.state.active
     assert active is not None
     if draft.state.next is None and not draft.state.following:
@@ -218,7 +219,7 @@ def abandon(draft: Draft) -> None:
 
 
 def _cancel(draft: Draft) -> None:
-    """Give up the plans that follow; between two waves, another course is looked for."""
+    """Give up the plans that follow; between two waves, another plan is searched for."""
     if draft.state.migrated.waves:
         draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
     draft.set(following=(), migrated=Migrated())
@@ -227,8 +228,8 @@ def _cancel(draft: Draft) -> None:
 def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     """Discard the next generation because of an error, and try again after a while.
 
-    If the layers of the active migration cannot all be received (`cancels`), the next one drops them, and what to do is
-    decided anew.
+    If the layers of the active migration cannot all be received (`cancels`), the next one drops them, and another
+    decision follows.
     """
     upcoming, active = draft.state.next, draft.state.active
     assert upcoming is not None

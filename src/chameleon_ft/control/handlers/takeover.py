@@ -122,7 +122,7 @@ def is_expected_back(draft: Draft, connection: int, *, will_return: bool) -> boo
 
 
 def _orders_lost(draft: Draft) -> None:
-    """Begin anew what is going on, because some orders may not have been received."""
+    """Restart what is under way, because some orders may not have been received."""
     match draft.state.phase:
         case Phase.DECIDING | Phase.REGROUPING:
             incidents.stop(draft)

@@ -100,7 +100,7 @@ class Outcomes:
         return replace(self, since=now, pending=pending, recent_s=(), usual_s=usual_s)
 
     def hit(self, step: int, *, generation: int) -> Self:
-        """Note that an incident has interrupted `step`, and that `generation` goes on with it.
+        """Note that an incident has interrupted `step`, and that `generation` continues it.
 
         Nothing is noted before the first commit, because there is nothing to compare with.
         """

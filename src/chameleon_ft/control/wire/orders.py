@@ -81,7 +81,7 @@ class Published(Message):
 
 
 class Inject(Message):
-    """Make `worker` fail, or slow, or wrong: at once, or in `phase` of step `step` or the first one after it."""
+    """Inject a failure into `worker`: at once, or in `phase` of step `step` or the first one after it."""
 
     type: Literal["inject"] = "inject"
     worker: int

@@ -1,7 +1,8 @@
 """Mutual TLS of the control connections: both ends present a certificate that one authority has signed.
 
 A directory holds the authority's certificate in `ca.pem`, and the own certificate and private key in `cert.pem` and
-`key.pem`. Names in certificates are not compared with addresses: whoever has one of this authority belongs to the run.
+`key.pem`. Names in certificates are not compared with addresses: any process with a certificate of this authority
+belongs to the run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _MOST_CAUSES: Final = 5
 
 
 def facts_of(report: RunReport) -> tuple[tuple[str, str], ...]:
-    """Return the report in words; what is not known yet is left out."""
+    """Return the report as names and texts; unknown values are left out."""
     return tuple(_facts(report))
 
 

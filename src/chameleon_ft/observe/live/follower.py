@@ -16,7 +16,7 @@ __all__ = ["RunFollower"]
 class RunFollower:
     """Reads the metrics and events of a run from its beginning, and then what is added.
 
-    The coordinator does not know of it, so that it can hold up nothing. It works for a live run, also when another
+    The coordinator does not know of it, so it cannot delay the run. It works for a live run, also when another
     coordinator takes over, and for one that is over.
     """
 
@@ -26,7 +26,7 @@ class RunFollower:
     def new_lines(self) -> list[RecordLine]:
         """Return the lines since the last call, in the order of their times.
 
-        Raises ConfigError at a line that is not JSON; the next call goes on behind it.
+        Raises ConfigError at a line that is not JSON; the next call continues after it.
         """
         for file in self._files.values():
             file.read()

@@ -14,7 +14,7 @@ from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.run_state import RunState
 from chameleon_ft.observe.plans import read_generation_plans
-from chameleon_ft.observe.story import record_of, tell
+from chameleon_ft.observe.story import notices_of, record_of
 from chameleon_ft.observe.timelines import read_recorded_steps
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.quantities import in_ranges
@@ -28,7 +28,7 @@ _MOST_LANES: Final = 64
 
 
 def overview(report: RunReport) -> dict[str, Any]:
-    """Return the report, with its facts in words."""
+    """Return the report, with a description of its facts."""
     values = report.to_json()
     values["workers"] = {state: in_ranges(workers) for state, workers in report.workers.items()}
     values["counts"] = {state: len(workers) for state, workers in report.workers.items()}
@@ -57,11 +57,11 @@ def grid(state: RunState, report: RunReport) -> dict[str, Any]:
 
 def news(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what the terminal prints of these events, with their times."""
-    return [{"time": event["time"], **told.to_json()} for event in events for told in tell(record_of(event))]
+    return [{"time": event["time"], **notice.to_json()} for event in events for notice in notices_of(record_of(event))]
 
 
 def incidents(state: RunState) -> list[dict[str, Any]]:
-    """Return the incidents, newest first: who was lost, what was decided among which candidates, and what came.
+    """Return the incidents, newest first: the lost workers, the decision with its candidates, and the outcome.
 
     Decisions without a failure, for newcomers or slow workers, are among them.
     """

@@ -1,4 +1,4 @@
-"""Who may act on a run from its page: a token, which cannot be guessed by trying many."""
+"""Authorization of actions on the page of a run: a token, which cannot be guessed by trying many."""
 
 from __future__ import annotations
 

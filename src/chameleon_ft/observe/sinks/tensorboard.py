@@ -19,7 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 
 from chameleon_ft.observe.records import RunRecord, StepRecord
 from chameleon_ft.observe.sinks.scalars import scalars_of
-from chameleon_ft.observe.story import Told, tell
+from chameleon_ft.observe.story import Notice, notices_of
 
 __all__ = ["TensorBoardSink"]
 
@@ -45,7 +45,7 @@ class TensorBoardSink:
             self._file.append(Event(wall_time=at, step=step, session_log=start))
         self._step = step
         values = [Values.Value(tag=tag, simple_value=value) for tag, value in scalars_of(record).items()]
-        values += [_text(told) for told in tell(record)]
+        values += [_text(notice) for notice in notices_of(record)]
         if values:
             self._file.append(Event(wall_time=at, step=step, summary=Values(value=values)))
         return bool(values)
@@ -80,11 +80,11 @@ class _EventFile:
         self._size += record.tell()
 
 
-def _text(told: Told) -> Values.Value:
-    facts = "".join(f"\n- {name}: {value}" for name, value in told.facts)
+def _text(notice: Notice) -> Values.Value:
+    facts = "".join(f"\n- {name}: {value}" for name, value in notice.facts)
     text = TensorProto(
         dtype=DT_STRING,
-        string_val=[f"{told.title}\n{facts}".encode()],
+        string_val=[f"{notice.title}\n{facts}".encode()],
         tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
     )
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))

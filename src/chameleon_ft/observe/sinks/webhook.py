@@ -8,7 +8,7 @@ from typing import Final
 
 from chameleon_ft.observe.recorder import line_of
 from chameleon_ft.observe.records import OtherRecord, RunRecord, StepRecord
-from chameleon_ft.observe.story import tell
+from chameleon_ft.observe.story import notices_of
 
 __all__ = ["WebhookSink"]
 
@@ -42,11 +42,13 @@ class WebhookSink:
             case OtherRecord(event=event) if event not in _SENT:
                 return False
         values = record.to_json()
-        told = [
-            part for each in tell(record) for part in (each.title, *(f"{key}: {value}" for key, value in each.facts))
+        lines = [
+            line
+            for notice in notices_of(record)
+            for line in (notice.title, *(f"{key}: {value}" for key, value in notice.facts))
         ]
         event = line_of(record)[1]["event"]
-        text = "\n".join(told) or f"{event}: " + ", ".join(f"{key} {value}" for key, value in values.items())
+        text = "\n".join(lines) or f"{event}: " + ", ".join(f"{key} {value}" for key, value in values.items())
         body = {"run": self._run, "event": event, "text": f"{self._run}: {text}", "record": values}
         request = urllib.request.Request(
             self._url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"

@@ -10,11 +10,11 @@ import wandb
 from chameleon_ft.observe.files import RunDirectory
 from chameleon_ft.observe.records import FailureRecord, RunRecord, StepRecord
 from chameleon_ft.observe.sinks.scalars import scalars_of
-from chameleon_ft.observe.story import tell
+from chameleon_ft.observe.story import notices_of
 
 __all__ = ["WandbSink"]
 
-_MOST_TOLD: Final = 1_000
+_MOST_ROWS: Final = 1_000
 _COLUMNS: Final[list[str | int]] = ["time", "step", "event", "facts"]
 
 
@@ -44,7 +44,7 @@ class WandbSink:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._step = 0
-        self._told: deque[list[float | int | str]] = deque(maxlen=_MOST_TOLD)
+        self._rows: deque[list[float | int | str]] = deque(maxlen=_MOST_ROWS)
 
     def take(self, record: RunRecord, *, at: float) -> bool:
         """See `Sink`."""
@@ -52,15 +52,15 @@ class WandbSink:
             self._step = record.step
         if scalars := scalars_of(record):
             self._run.log({"step": self._step, "time": at, **scalars})
-        for told in tell(record):
-            facts = "\n".join(f"{name}: {value}" for name, value in told.facts)
-            self._told.append([at, self._step, told.title, facts])
+        for notice in notices_of(record):
+            facts = "\n".join(f"{name}: {value}" for name, value in notice.facts)
+            self._rows.append([at, self._step, notice.title, facts])
             if isinstance(record, FailureRecord):
-                self._run.alert(told.title, facts)
+                self._run.alert(notice.title, facts)
         return bool(scalars)
 
     def close(self) -> None:
         """See `Sink`."""
-        if self._told:
-            self._run.log({"step": self._step, "events": wandb.Table(columns=_COLUMNS, data=list(self._told))})
+        if self._rows:
+            self._run.log({"step": self._step, "events": wandb.Table(columns=_COLUMNS, data=list(self._rows))})
         self._run.finish()
