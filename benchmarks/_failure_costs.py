@@ -50,7 +50,7 @@ class LossCost:
         cost: time between the commits around the interrupted step, less `step_s`, over `step_s`.
         repeated: work that was repeated, by `step_s`.
         stall_s: from the loss to the first operation after it.
-        moved_bytes: of the layers that moved beside training after it.
+        moved_bytes: of the layers that moved during training after it.
         recorded: the cost that the run recorded; None if it recorded none.
         predicted: the cost that the run predicted; None if it predicted none.
         inconsistency: difference between `recorded` and its definition, by the rows of `metrics.jsonl`.

@@ -39,7 +39,7 @@ class Findings:
         fired: the failures that happened.
         policies: policies that were carried out, in order.
         transitions: changes of placement that were completed while no worker trained.
-        migrations: plans that were reached by moving layers beside training.
+        migrations: plans that were reached by moving layers during training.
         drained: workers that have left as they were told.
         repeated_steps: steps repeated after a return to a checkpoint.
     """

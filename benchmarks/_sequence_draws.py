@@ -17,7 +17,7 @@ _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disco
 _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
 _IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "preparation", "transfer", "confirm", "switch")
 _STEPS: Final = (7, 10)
-_STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches beside training, and for the switches that follow
+_STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches during training, and for the switches that follow
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
 _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]] = (
     ("coordinator", "kill"),

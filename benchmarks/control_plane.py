@@ -14,7 +14,7 @@ nothing is computed. They share the machine with the coordinator. For each numbe
   memory      peak resident memory of the coordinator's process, and of its helper processes at the end
 
 The policy is `reroute`, which decides in place; the search for a better plan that follows under other policies runs
-beside training, in a process of its own, and is measured by `search`.
+during training, in a process of its own, and is measured by `search`.
 """
 
 from __future__ import annotations

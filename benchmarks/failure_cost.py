@@ -5,7 +5,7 @@ Four parts; --parts picks some. Each compares two settings.
   emulated             32 emulated workers, 8 pipelines of 4 stages of a Llama 2 7B, 128 micro-batches: with
                        `recovery.salvage`, and without it
   real                 the same on eight CPU workers, with the model and the layout of the quick start
-  emulated-migration   the policy `chameleon`, after whose losses layers move beside training, and `reroute`
+  emulated-migration   the policy `chameleon`, after whose losses layers move during training, and `reroute`
   real-migration       the same on eight CPU workers, with a model of 600 MB of state
 
 A worker is lost to SIGKILL. Worker and moment are drawn from --seed, the moment evenly over a step. Runs with the two
@@ -17,7 +17,7 @@ until all workers have made `--settled` steps under one plan, which may be anoth
              before it (of the same plan), over that median
   repeated   work that is repeated, in such median steps, as the run recorded it
   stall      from the loss to the first operation after it, in seconds
-  moved      bytes that moved beside training after the loss
+  moved      bytes that moved during training after the loss
 
 A loss after which the step could not be completed, but was repeated, counts like any other; the table has their number.
 Runs whose results are in --out are not made again, so an interrupted benchmark can be continued.

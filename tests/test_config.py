@@ -122,7 +122,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ),
         (
             {"device": "cuda", "backend": "nccl", "snapshots": {"every": 5}},
-            "snapshots.every = 5: snapshots are sent beside training only over gloo so far; leave it out",
+            "snapshots.every = 5: snapshots are sent during training only over gloo so far; leave it out",
         ),
         (
             {"device": "cuda", "backend": "nccl", "failures": [{"step": 1, "worker": 1, "phase": "snapshot"}]},

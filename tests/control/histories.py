@@ -319,7 +319,7 @@ class History:
         self.tell(worker, Ready())
 
     def consider(self, *workers: int, waves: int = 0, moves_to: int | None = None) -> None:
-        """Answer a question beside training: by a plan of some workers, and what leads to it, or by none."""
+        """Answer a question during training: by a plan of some workers, and what leads to it, or by none."""
         asked = self.considerations.pop(0)
         plans: tuple[RecoveryPlan, ...] = ()
         if workers:
@@ -333,7 +333,7 @@ class History:
         self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))
 
     def fail_to_consider(self) -> None:
-        """Answer the newest question beside training: the process that was to decide is gone."""
+        """Answer the newest question during training: the process that was to decide is gone."""
         question = self.considerations.pop().scale_up.question
         self.happen(Considered(at=self.at, question=question, error="its process is gone"))
 

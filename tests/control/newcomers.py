@@ -1,4 +1,4 @@
-"""Workers that come back on a stage, and plans that are looked for beside training."""
+"""Workers that come back on a stage, and plans that are looked for during training."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_a_launcher_starts_a_lost_worker_again() -> None:
 # --- processes that hang ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["before the run", "beside training"])
+@pytest.mark.parametrize("begun", [False, True], ids=["before the run", "during training"])
 def test_a_process_that_never_connects_is_given_up_and_started_again(begun: bool) -> None:
     history = gathering(recovery=RESPAWNING)
     if begun:

@@ -1,4 +1,4 @@
-"""Waves: layers that do not all fit beside training move in several parts."""
+"""Waves: layers move in several parts if memory does not hold all of them during training."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path, redundancy: Literal["all"] | i
     assert ended.run.steps()[-1].workers == 6
     assert not ended.events("refused")
     assert not ended.events("messages_failed")
-    # Slices of optimizer state move beside training, like layers.
+    # Slices of optimizer state move during training, like layers.
     assert all(record["transfer_s"] == 0 for record in ended.events("join"))
     assert any(moved["slices"] for moved in ended.events("migration")) == (redundancy != "all")
 

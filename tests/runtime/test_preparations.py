@@ -1,4 +1,4 @@
-"""Generations prepared beside training, by a thread whose orders come from a coordinator that the test plays."""
+"""Generations prepared during training, by a thread whose orders come from a coordinator that the test plays."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class RunConfig(Section):
         if self.snapshots.every not in (0, "auto") and not self.receives_block:
             yield (
                 "snapshots.every",
-                "snapshots are sent beside training only over gloo so far; leave it out, which takes none, or set it "
+                "snapshots are sent during training only over gloo so far; leave it out, which takes none, or set it "
                 "to 0",
             )
 

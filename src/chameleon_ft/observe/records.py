@@ -204,7 +204,7 @@ class JoinRecord(_Record):
 
     The run switches to it at the end of a step, or takes it after a failure. `stop_s` begins with the order to stop; it
     is zero at a switch, for which no worker stops, and `stall_s` is the time from the last step before it to the first
-    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds beside training,
+    operation after it. Before that, layers of `moved_bytes` may have moved for `migrate_s` seconds during training,
     in so many `waves`. Other fields are those of a `FailureRecord`.
     """
 

@@ -120,7 +120,7 @@ def _describe_stall(record: FailureRecord | JoinRecord) -> str:
 def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
     if isinstance(record, JoinRecord) and record.migrate_s:
         waves = f" and {record.waves} waves" if record.waves > 1 else ""
-        return f"{data_size(record.moved_bytes)} beside training in {duration(record.migrate_s)}{waves}"
+        return f"{data_size(record.moved_bytes)} during training in {duration(record.migrate_s)}{waves}"
     rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
     rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
     return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"

@@ -23,14 +23,14 @@ _STEPS_BETWEEN: Final = 1
 def with_migrations(
     measured: Sequence[tuple[Candidate, CourseDraft | None]], context: DecisionContext
 ) -> list[tuple[Candidate, CourseDraft | None]]:
-    """Return the candidates as they are if layers move beside training.
+    """Return the candidates as they are if layers move during training.
 
     The first feasible candidate that moves nothing takes over at once: after a loss it is rerouting, with the stall and
     the rest of the interrupted step; without a loss it is the plan in force, and nothing stops. All others that move
     nothing are reached as soon as it is. Of those that move layers, each has this stall, then trains with the first
-    candidate's routes to the end of the step in which the last layer arrives, and then as its own plan; if not all
-    layers fit beside training, they move in `waves`, with other routes after each. The transfer stops training as
-    before if there are no waves that fit the memory, or if no candidate moves nothing.
+    candidate's routes to the end of the step in which the last layer arrives, and then as its own plan; if memory
+    does not hold all of them during training, they move in `waves`, with other routes after each. The transfer stops
+    training as before if there are no waves that fit the memory, or if no candidate moves nothing.
     """
     first = next(((own, draft) for own, draft in measured if draft is not None and _stays_in_place(draft)), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""Waves: if layers do not all fit beside training, they move in several parts, and the run drops others in between."""
+"""Waves: if memory does not hold all moving layers during training, they move in parts, and others are dropped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def present_draft(context: DecisionContext) -> CourseDraft:
 
 
 def waves_to(present: CourseDraft, transfer: Transfer, costs: CostModel) -> tuple[Wave, ...]:
-    """Return the waves in which layers move beside training; none if memory does not hold them.
+    """Return the waves in which layers move during training; none if memory does not hold them.
 
     One wave if all layers fit beside the present plan. Otherwise each wave moves as many layers as each receiver has
     memory for. Then the run switches to a plan in which workers drop layers that they hold for the last time, so that

@@ -68,7 +68,7 @@ class ControlClient:
     Attributes:
         activity: of the training thread.
         orders: orders in the sequence they arrived.
-        preparations: orders to prepare a generation beside training, to discard it, or to move layers; likewise.
+        preparations: orders to prepare a generation during training, to discard it, or to move layers; likewise.
         finishing: whether the run shall end after the current step.
         checkpoint_request: number of the newest request for a checkpoint; 0 before the first.
         snapshot_request: likewise for a snapshot.

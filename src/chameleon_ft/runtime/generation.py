@@ -1,4 +1,4 @@
-"""Generations that a rank takes part in, or prepares beside training: orders, unpacked, and communicators."""
+"""Generations that a rank takes part in, or prepares during training: orders, unpacked, and communicators."""
 
 from __future__ import annotations
 

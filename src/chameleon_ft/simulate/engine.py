@@ -52,7 +52,7 @@ class PolicySimulation:
     _dead_s: float = 0.0
     # The option that trains until a change to the active one begins.
     _trains: Option | None = None
-    # When it is decided beside training: what to do with workers that are back, or after a continuation in place.
+    # When it is decided during training: what to do with workers that are back, or after a continuation in place.
     _decides_s: float | None = None
     _deciding: str = ""
     # Before the last decision, if its outcome is not recorded yet: steps, their seconds, and seconds of stalls; and the
@@ -106,7 +106,7 @@ class PolicySimulation:
         )
 
     def _pass_to(self, time_s: float) -> None:
-        """Let time pass; decide beside training when it is time to."""
+        """Let time pass; decide during training when it is time to."""
         while self._decides_s is not None and self._decides_s <= time_s:
             self._advance(self._decides_s)
             self._decide(self._deciding)

@@ -51,7 +51,7 @@ class Parameters:
             Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. The part that does not fit into them makes
             the step longer, and nothing else: a loss costs the phases above, and the remaining workers have the fastest
             equal pipelines. So it is an upper bound for Bamboo.
-        salvage: whether interrupted steps are completed and layers move beside training, under policies that do so.
+        salvage: whether interrupted steps are completed and layers move during training, under policies that do so.
         exact_up_to: most workers for which decisions are those of `recovery.decide`; above, plans are by class.
 
     Raises:
@@ -156,7 +156,7 @@ class Parameters:
 
     @property
     def after_switch(self) -> StallModel:
-        """The phases of a stall if the change was prepared beside training: none."""
+        """The phases of a stall if the change was prepared during training: none."""
         return StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
 
     @property

@@ -165,7 +165,7 @@ def recorded_copies_s(run: RunDirectory) -> list[float]:
 
 
 def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]]) -> None:
-    """Add the phases of single losses, and the searches that follow them beside training.
+    """Add the phases of single losses, and the searches that follow them during training.
 
     The phases of several losses at once overlap, but for the search and the regrouping.
     """

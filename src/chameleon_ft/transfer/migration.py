@@ -1,4 +1,4 @@
-"""How long layers take that move beside training, and how much longer its steps take meanwhile."""
+"""How long layers take that move during training, and how much longer its steps take meanwhile."""
 
 from __future__ import annotations
 

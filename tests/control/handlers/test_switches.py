@@ -1,4 +1,4 @@
-"""Switches to another generation beside training, replayed through the state machine: migrations and waves."""
+"""Switches to another generation during training, replayed through the state machine: migrations and waves."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool, 
     waves = f" in {each.waves} waves" if each.waves > 1 else ""
     remarks = (
         "chosen" if each.policy == chosen else each.reason,
-        f"layers move for {duration(each.migration_s)} beside training{waves}" if each.migration_s else "",
+        f"layers move for {duration(each.migration_s)} during training{waves}" if each.migration_s else "",
         _describe_sole_holders(each) if holders else "",
     )
     return (

@@ -55,7 +55,7 @@ def with_owners_between(
 
     Args:
         active: the plan in force.
-        migrates: whether anything moves beside training; otherwise there is a transition.
+        migrates: whether anything moves during training; otherwise there is a transition.
         live, layers: the workers that stay, and the costs of all layers, for a transition.
     """
     present, before = active, active.sharding
@@ -84,7 +84,7 @@ def _moving_slices(present: ActivePlan, before: Sharding, after: Sharding) -> Re
     return replace(
         plan,
         policy="migration",
-        action="slices of the optimizer's state move beside training",
+        action="slices of the optimizer's state move during training",
         transition=None,
         rest=None,
         migration=Transfer(placement=present.plan.placement, roles={}, rounds=()),

@@ -343,12 +343,12 @@ def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.
 
 
 def describe_transfer(transfer: Transfer, *, stops: bool) -> str:
-    """Describe what moves: "4 layers to 2 workers in 1 round" if training `stops`, else "... beside training"."""
+    """Describe what moves: "4 layers to 2 workers in 1 round" if training `stops`, else "... during training"."""
     if not (messages := transfer.messages):
         return "no weights move"
     layers = counted(sum(len(message.layers) for message in messages), "layer")
     workers = counted(len({message.destination for message in messages}), "worker")
-    how = f"in {counted(len(transfer.rounds), 'round')}" if stops else "beside training"
+    how = f"in {counted(len(transfer.rounds), 'round')}" if stops else "during training"
     return f"{layers} to {workers} {how}"
 
 

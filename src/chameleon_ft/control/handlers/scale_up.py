@@ -67,7 +67,7 @@ def advance(draft: Draft) -> None:
 
 
 def considered(draft: Draft, event: Considered) -> None:
-    """Act on a decision beside training: prepare its plans, or continue as before."""
+    """Act on a decision during training: prepare its plans, or continue as before."""
     state, scale_up = draft.state, draft.state.scale_up
     if event.question != scale_up.question:
         return

@@ -3,7 +3,7 @@
 Whatever orders they may lack are repeated.
 
 Workers train on meanwhile. A generation that begins, and a decision, are interrupted, because nothing tells which
-orders have been sent; what is only prepared beside training is given up.
+orders have been sent; what is only prepared during training is given up.
 """
 
 from __future__ import annotations

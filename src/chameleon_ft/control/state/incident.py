@@ -77,7 +77,7 @@ class Incident:
     losses: tuple[Loss, ...] = ()
     ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
     is_switch: bool = False  # whether all switch to another generation, and no worker was told to quiesce
-    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. What moved beside training before that switch
+    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. What moved during training before that switch
     stopped_at: float = 0.0  # when the last survivor had quiesced
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared

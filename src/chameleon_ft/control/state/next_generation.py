@@ -25,7 +25,7 @@ class NextGeneration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migrated:
-    """Layers that have moved beside training on the way to a plan, in waves."""
+    """Layers that have moved during training on the way to a plan, in waves."""
 
     waves: int = 0
     seconds: float = 0.0

@@ -200,7 +200,7 @@ class SnapshotResolved(Message):
 
 
 class Prepare(Message):
-    """Prepare the generation of `order` beside training, and answer with `Prepared`; begin it at a switch.
+    """Prepare the generation of `order` during training, and answer with `Prepared`; begin it at a switch.
 
     The order's `first_step` is a lower bound: the step of the switch is not known yet.
     """

@@ -232,7 +232,7 @@ class CheckpointSaved(Message):
     layers: tuple[int, ...]
     slices: tuple[tuple[int, int, int], ...] = ()  # (layer, first unit, unit after the last) of optimizer state
     copy_s: float = 0.0  # seconds for which the rank's training stood still during the copy
-    write_s: float = 0.0  # seconds in which the copy was written to disk, beside training
+    write_s: float = 0.0  # seconds in which the copy was written to disk, during training
     error: str | None = None
 
 

@@ -41,7 +41,7 @@ class SnapshotTaker:
 
     Between two updates the state is constant, so a thread copies it to host memory during the next step. Then that
     thread sends the copies to the workers with backups, and another one receives those that this rank is to keep,
-    beside training. Call `settle` before each vote: it waits for the copies, and does not let more than `every` steps
+    during training. Call `settle` before each vote: it waits for the copies, and does not let more than `every` steps
     follow a complete snapshot while the next one is under way.
 
     Args:

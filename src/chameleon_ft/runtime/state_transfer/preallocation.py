@@ -81,7 +81,7 @@ class LayerAllocator:
         # Only this thread builds layers, because their factories draw from one global generator.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
         self._pending: dict[int, Future[Allocation]] = {}
-        self._lock = threading.Lock()  # of `_pending`: a generation is prepared beside training
+        self._lock = threading.Lock()  # of `_pending`: a generation is prepared during training
         self._stop = threading.Event()
 
     def preallocate(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:

@@ -33,7 +33,7 @@ class DecisionRecord:
 
     Attributes:
         time_s: seconds since the trace began.
-        cause: `lost`, `back`, `slow`, or `review` for a decision beside training after a loss.
+        cause: `lost`, `back`, `slow`, or `review` for a decision during training after a loss.
         chosen: the chosen kind of plan, such as `reroute`; `checkpoint` if no plan was feasible and all workers
             returned to a checkpoint, `wait` if too few workers are live.
         live: number of live workers.

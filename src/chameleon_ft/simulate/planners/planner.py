@@ -97,7 +97,7 @@ class Planner(ABC):
         start_number: selects one of several start layouts.
 
     Attributes:
-        salvages: whether interrupted steps are completed, and layers move beside training.
+        salvages: whether interrupted steps are completed, and layers move during training.
         snapshot_rule: under which plans snapshots are taken.
     """
 

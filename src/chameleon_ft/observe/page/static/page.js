@@ -132,7 +132,7 @@ function showSpecial() {
   for (const [state, name] of Object.entries(names))
     if (report?.workers[state]) lines.push(`${name}: workers ${report.workers[state]}`);
   const moving = grid.workers.filter((row) => row.arriving);
-  for (const row of moving) lines.push(`Migrating: layers ${row.arriving} to worker ${row.worker}, beside training`);
+  for (const row of moving) lines.push(`Migrating: layers ${row.arriving} to worker ${row.worker}, during training`);
   fill($("special"), lines.map((line) => element("div", {}, line)));
 }
 
