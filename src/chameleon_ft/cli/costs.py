@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final, Literal, Optional, Union
@@ -263,7 +263,7 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, token
     return profile
 
 
-def measured_or_cached(config: RunConfig, path: Path, *, environ: Mapping[str, str] = os.environ) -> Profile:
+def measured_or_cached(config: RunConfig, path: Path) -> Profile:
     """Return the profile for the configuration `config` of `path`: from the user's cache, or measured and cached.
 
     Prints the profile's origin on standard error. Raises as `measured_profile` does.
@@ -271,7 +271,7 @@ def measured_or_cached(config: RunConfig, path: Path, *, environ: Mapping[str, s
     from chameleon_ft.runtime.inspection import inspect_job
 
     fingerprint = inspect_job(config).profiled_as(config)
-    file = profile_cache_file(profile_cache(environ), fingerprint, backend=config.backend)
+    file = profile_cache_file(profile_cache(os.environ), fingerprint, backend=config.backend)
     origin = "taken from"
 
     def measure() -> Profile:

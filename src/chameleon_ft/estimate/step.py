@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync, sync_after
-from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory, workload_memory
+from chameleon_ft.estimate.memory import WorkerMemory, program_memory, workload_memory
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, PipelineTimes, Program, Timeline, replay
@@ -194,13 +194,7 @@ class StepEstimate:
         return PartsEstimate(self.program_s, self.step_s, peak_bytes).over_capacity(costs)
 
 
-def estimate_step(
-    plan: Plan,
-    program: Program,
-    costs: CostModel,
-    *,
-    buffers: MessageBuffers = MessageBuffers(),  # noqa: B008 - frozen
-) -> StepEstimate:
+def estimate_step(plan: Plan, program: Program, costs: CostModel) -> StepEstimate:
     """Predict one step of `program`, which runs `plan`.
 
     Raises:
@@ -217,6 +211,6 @@ def estimate_step(
         timeline=timeline,
         bound_s=plan_bound_s(plan, costs),
         sync=estimate_sync(plan.placement, timeline, costs),
-        memory=FrozenMap(program_memory(program, plan.placement, costs.workload, buffers)),
+        memory=FrozenMap(program_memory(program, plan.placement, costs.workload)),
         busy_s=FrozenMap(busy_s),
     )

@@ -139,9 +139,9 @@ class ControlClient:
         """Send from any thread; messages go out in the order they were given."""
         self._loop.call_soon_threadsafe(self._connection.send, message)
 
-    def flush(self, timeout_s: float = 1.0) -> None:
-        """Wait until everything sent so far has been handed to the network."""
-        asyncio.run_coroutine_threadsafe(self._connection.flush(), self._loop).result(timeout_s)
+    def flush(self) -> None:
+        """Wait until everything sent so far has been handed to the network, for a second at most."""
+        asyncio.run_coroutine_threadsafe(self._connection.flush(), self._loop).result(_SEND_S)
 
     def drain(self, number: signal.Signals) -> None:
         """Ask the coordinator to take this rank out of the run because of a signal; it trains on until told to exit."""
