@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from chameleon_ft.config import Batch, Recovery
-from chameleon_ft.control.wire.messages import Prepare, Ready, Spawn, StartGeneration
+from chameleon_ft.control.wire.messages import Hello, Prepare, Ready, Spawn, StartGeneration
 from tests.control.stage import Puppet, Stage
 
 RESPAWNING: dict[str, Any] = {
@@ -59,6 +59,13 @@ def come(stage: Stage, worker: int) -> Puppet:
     """Have a worker that was started join and load."""
     rank = stage.join(worker)
     stage.say(rank, Ready())
+    return rank
+
+
+def join_from_late_host(stage: Stage, worker: int) -> Puppet:
+    """Have a worker of a host that joins during the run connect; it still has to load."""
+    rank = stage.ranks[worker] = Puppet(f"worker {worker}")
+    stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
     return rank
 
 

@@ -34,6 +34,7 @@ from tests.control.newcomers import (
     come,
     come_back,
     considered,
+    join_from_late_host,
     lose_and_respawn,
     messages,
     orders_of,
@@ -161,8 +162,7 @@ async def test_newcomers_of_the_same_moment_are_considered_together(stage: Stage
         stage.say(late, HostHello(host="b", slots=3))
         assert late.last(Spawn) == Spawn(workers=(4, 5, 6), incarnations=(1, 1, 1))
         for worker in (4, 5, 6):
-            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
+            rank = join_from_late_host(stage, worker)
             await asyncio.sleep(1.0)
             stage.say(rank, Ready())
         await considered(stage)
@@ -181,9 +181,7 @@ async def test_slow_newcomers_are_not_waited_for_without_end(stage: Stage) -> No
         stage.train()
         stage.say(late, HostHello(host="b", slots=3))
         for worker in (4, 5):
-            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
-            stage.say(rank, Ready())
+            stage.say(join_from_late_host(stage, worker), Ready())
         await considered(stage)
     assert stage.ended is None
 

@@ -26,7 +26,17 @@ from chameleon_ft.control.wire.messages import (
     WorkerExited,
 )
 from chameleon_ft.errors import ControlError
-from tests.control.newcomers import RESPAWNING, come, come_back, considered, lose_and_respawn, messages, until, watched
+from tests.control.newcomers import (
+    RESPAWNING,
+    come,
+    come_back,
+    considered,
+    join_from_late_host,
+    lose_and_respawn,
+    messages,
+    until,
+    watched,
+)
 from tests.control.stage import Puppet, Stage, scene
 
 
@@ -186,9 +196,7 @@ async def test_one_of_two_newcomers_is_lost_while_their_generation_is_prepared(s
         stage.train()
         stage.say(late, HostHello(host="b", slots=2))
         for worker in (4, 5):
-            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
-            stage.say(rank, Ready())
+            stage.say(join_from_late_host(stage, worker), Ready())
         await considered(stage)
         stage.prepare(4)
         stage.say(late, WorkerExited(worker=5, incarnation=1, exit_code=-9))
