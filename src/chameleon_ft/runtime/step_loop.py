@@ -1,4 +1,4 @@
-"""Trains the steps of one generation: run the program, commit, report, write checkpoints."""
+"""The steps of one generation: run the program, commit, report, write checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoop:
-    """Runs in the training thread.
+    """Trains the steps of one generation, in the training thread of the rank.
 
     Attributes:
         migration: of layers that may move during the generation.
