@@ -12,7 +12,7 @@ from hypothesis import given
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.commands import Send, Task
-from chameleon_ft.control.decisions import foreseen, planner
+from chameleon_ft.control.decisions import foreseen, generation_orders
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen, without_search
 from chameleon_ft.control.wire.messages import Stop
 from chameleon_ft.errors import ProgramError
@@ -132,7 +132,7 @@ async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "decide", no_decision)
         patch.setattr(foreseen, "decide", no_decision)
-        patch.setattr(planner, "check_program", no_decision)
+        patch.setattr(generation_orders, "check_program", no_decision)
         report(stage, 2, 3, HELD)
     assert stage.order().members == (0, 2, 3)
     (decision,) = stage.events("decision")

@@ -17,7 +17,7 @@ from chameleon_ft.recovery.symmetry import host_loss_classes, is_symmetry, loss_
 from chameleon_ft.schedule import CostModel
 from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
-from tests.recovery.test_decision import check_course
+from tests.recovery.courses import check_course
 
 
 def keeps_all(symmetry: dict[int, int], now: DecisionContext) -> bool:
