@@ -40,6 +40,6 @@ def test_an_error_in_the_code_of_a_store_is_raised(tmp_path: Path) -> None:
         )
         checkpoints.watch()
         checkpoints.complete(5, agreed=None)
-        assert asyncio.run(checkpoints.settled(30.0))
+        assert asyncio.run(checkpoints.why_unmarked(5, 30.0)) is None, "the store has answered"
         with pytest.raises(TypeError, match="a mistake"):
             checkpoints.watch()
