@@ -108,7 +108,7 @@ def hello(host: str = "a host", slots: int = 4) -> HostHello:
 def test_a_host_starts_workers_once_it_is_admitted() -> None:
     found = history()
     found.say(AGENT, hello())
-    order = Examine(device="cpu", backend="gloo", workers=4, share_devices=False, measures=True)
+    order = Examine(device="cpu", backend="gloo", workers=4, share_devices=False, measures=True, request=AGENT)
     assert found.sent(Examine, to=AGENT) == [order]
     assert found.sent(Spawn) == []
     found.say(AGENT, report(found))
@@ -153,8 +153,11 @@ def test_one_that_was_being_examined_when_the_coordinator_was_lost_is_examined_a
     found.say(AGENT, hello())
     found.take_over()
     found.say(NEXT, hello().model_copy(update={"resumes": AGENT}))
-    assert len(found.sent(Examine, to=NEXT)) == 1
-    found.say(NEXT, report(found))
+    assert [each.request for each in found.sent(Examine, to=NEXT)] == [NEXT]
+    found.say(NEXT, report(found, clock_s=found.at.unix_s - 60).model_copy(update={"request": AGENT}))
+    assert not found.sent(Spawn)
+    assert not found.sent(Refused), "that was kept meanwhile, and its clock says nothing any more"
+    found.say(NEXT, report(found).model_copy(update={"request": NEXT}))
     assert len(found.sent(Spawn, to=NEXT)) == 1
 
 

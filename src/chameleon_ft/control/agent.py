@@ -233,7 +233,7 @@ class Agent:
     async def _report_host(self, order: Examine) -> None:
         assert self._examine_host is not None
         report = await self._examine_host(order)
-        self._connection.send(HostExamined(report=report))
+        self._connection.send(HostExamined(report=report, request=order.request))
 
     def _adopt(self, worker: int, incarnation: int, process: RankProcess) -> None:
         """Look after a rank that another agent has started. Raises ControlError if it belongs to another user."""

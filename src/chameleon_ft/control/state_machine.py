@@ -217,8 +217,9 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             _hello(draft, connection, message)
         case messages.HostHello():
             hosts.arrived(draft, connection, message)
-        case messages.HostExamined(report=report):
-            hosts.examined(draft, connection, report)
+        case messages.HostExamined(report=report, request=request):
+            if request in (0, connection):  # otherwise it was kept while the agent looked for another coordinator
+                hosts.examined(draft, connection, report)
         case messages.Inject():
             injection.inject(draft, connection, message)
         case messages.Drain():

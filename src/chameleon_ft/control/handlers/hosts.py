@@ -32,7 +32,7 @@ def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
     others = {each: other for each, other in draft.state.examining.items() if not hello.id or other.id != hello.id}
     draft.set(examining={**others, agent: hello})
     needed = asdict(settings.devices)
-    draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, **needed)))
+    draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, request=agent, **needed)))
 
 
 def examined(draft: Draft, agent: int, report: HostReport) -> None:

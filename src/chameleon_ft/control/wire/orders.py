@@ -299,6 +299,7 @@ class Examine(Message):
     workers: int  # that it may have to start
     share_devices: bool
     measures: bool  # whether to measure speeds; not beside workers that train on the host
+    request: int = 0  # the connection over which it was asked
 
 
 class Spawn(Message):

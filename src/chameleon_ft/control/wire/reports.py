@@ -68,6 +68,7 @@ class HostExamined(Message):
 
     type: Literal["host_examined"] = "host_examined"
     report: HostReport
+    request: int = 0  # that of `Examine`
 
 
 class StandbyHello(Message):
