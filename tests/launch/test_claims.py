@@ -20,6 +20,7 @@ from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease import Claim, Lease, lease_of
 from chameleon_ft.errors import DeposedError, LiveRunError
 from chameleon_ft.launch import standby
+from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.coordinator import _claim
 from chameleon_ft.launch.standby import continue_run
 from chameleon_ft.launch.start import RunStart
@@ -95,4 +96,4 @@ def test_of_two_that_take_a_run_over_at_once_the_second_says_that_it_is_live(
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         run.write_control(ControlAddress(address=address, token="t", pid=1))
         with pytest.raises(LiveRunError, match=f"live in another process, which listens at {address}"):
-            asyncio.run(continue_run(RunConfig(), run=run, beside=standby._alone))
+            asyncio.run(continue_run(RunConfig(), run=run, beside=standby._alone, processes=FORK))

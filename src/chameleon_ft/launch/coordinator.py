@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -27,6 +26,7 @@ from chameleon_ft.control.lease import Claim, lease_of
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE, address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
+from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.processes import (
     background,
     inspect,
@@ -97,13 +97,21 @@ def coordinate(
         beside: entered once it listens; by default it prints how to join.
     """
 
-    return run_coordinator(begin_run(config, run=run, resume=resume, view=view, beside=beside or partial(invite, run)))
+    return run_coordinator(
+        begin_run(config, run=run, resume=resume, view=view, beside=beside or partial(invite, run), processes=FORK)
+    )
 
 
 async def begin_run(
-    config: RunConfig, *, run: RunDirectory, resume: bool, view: View | None, beside: Beside
+    config: RunConfig,
+    *,
+    run: RunDirectory,
+    resume: bool,
+    view: View | None,
+    beside: Beside,
+    processes: BaseContext,
 ) -> RunStatus:
-    """Coordinate a run from its beginning, and return how it ended; see `coordinate`."""
+    """Coordinate a run from its beginning, and return how it ended; see `coordinate` and `serve_run`."""
     start = await started_job(config, run=run, resume=resume)
     host = address_of_host(config.control.host)
     with listening_socket(host, config.control.port) as listener:
@@ -118,7 +126,7 @@ async def begin_run(
             listener=listener,
             view=view or TerminalView(),
             beside=beside,
-            processes=get_context("spawn"),
+            processes=processes,
         )
 
 
@@ -148,7 +156,7 @@ async def serve_run(
     Args:
         listener: the socket at the address of `control`.
         beside: entered once the coordinator listens.
-        processes: starts the process of background work.
+        processes: starts the process of background work. One that is forked has loaded what decisions need.
         leadership: a term that this process has claimed to continue the run of another coordinator; None: begin it.
         terminate: called when this process is asked to end; by default it leaves the run to one that stands by.
 

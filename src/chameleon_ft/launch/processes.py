@@ -83,8 +83,12 @@ def _init_background(parent: int) -> None:
     os.nice(_NICENESS)
 
 
+@cache
 def load_solvers() -> None:
-    """Import, and after an installation compile, what decisions need, so that the first one does not wait for it."""
+    """Import, and after an installation compile, what decisions need, so that the first one does not wait for it.
+
+    Once: processes that are forked later have it, too.
+    """
     for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
         importlib.import_module(name)
     warm_up()

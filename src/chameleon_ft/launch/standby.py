@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from typing import Final
 
 from websockets.asyncio.server import Server, serve
@@ -29,6 +29,7 @@ from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
 from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError, LeaseError, LiveRunError
+from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.coordinator import Beside, invite, run_coordinator, serve_run, started_job
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
@@ -75,7 +76,7 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
                 listener=listener,
                 view=TerminalView(steps=config.steps, files=str(run.path)),
                 beside=_alone,
-                processes=get_context("spawn"),
+                processes=FORK,
                 leadership=leadership,
             )
 
@@ -89,11 +90,11 @@ def take_over(config: RunConfig, *, run: RunDirectory) -> int:
         ControlError: the run has a damaged journal, or its lease cannot be used.
     """
 
-    return run_coordinator(continue_run(config, run=run, beside=partial(invite, run)))
+    return run_coordinator(continue_run(config, run=run, beside=partial(invite, run), processes=FORK))
 
 
-async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside) -> RunStatus:
-    """Continue a run whose coordinator is lost, and return how it ended; see `take_over`."""
+async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside, processes: BaseContext) -> RunStatus:
+    """Continue a run whose coordinator is lost, and return how it ended; see `take_over` and `serve_run`."""
     start = await started_job(config, run=run, resume=True)
     lost = run.read_control()
     try:
@@ -113,7 +114,7 @@ async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside) 
             listener=listener,
             view=TerminalView(steps=config.steps, files=str(run.path)),
             beside=beside,
-            processes=get_context("spawn"),
+            processes=processes,
             leadership=leadership,
         )
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -36,6 +37,7 @@ Outcome: TypeAlias = RunStatus | ChameleonError
 _DRIVER_SILENT_S: Final = 30.0
 """Seconds after which a driver that has not asked for the outcome is lost; then the run ends with a checkpoint."""
 _WATCH_S: Final = 1.0
+_SPAWN: Final = get_context("spawn")  # the process of an actor has threads of Ray, so it cannot be forked
 
 
 class CoordinatorActor:
@@ -89,10 +91,12 @@ class CoordinatorActor:
             )
             beside: Beside = partial(self._beside, agents)
             if self._takes_over:
-                return await continue_run(run.own(run.config()), run=run, beside=beside)
+                return await continue_run(run.own(run.config()), run=run, beside=beside, processes=_SPAWN)
             await agents.start()
             view = TerminalView(steps=self._config.steps, files=str(run.path))
-            return await begin_run(self._config, run=run, resume=self._resume, view=view, beside=beside)
+            return await begin_run(
+                self._config, run=run, resume=self._resume, view=view, beside=beside, processes=_SPAWN
+            )
         except ChameleonError as error:
             return error
         except asyncio.CancelledError:
