@@ -101,7 +101,7 @@ class _Striker(threading.Thread):
                 with contextlib.suppress(Exception):
                     return [process for process in session if process.pid == self._run.read_control().pid]
                 return []
-            case "fork server":  # the oldest one: processes that it forks have its command line, too
+            case "fork server":  # the oldest one: processes that it forks have its name, too
                 servers = [process for process in session if _is_forked(process)]
                 return sorted(servers, key=lambda process: process.create_time())[:1]
             case "worker":
@@ -111,7 +111,7 @@ class _Striker(threading.Thread):
 def _is_forked(process: psutil.Process) -> bool:
     """Return whether a process is a fork server, or forked by one and has not opened its log yet."""
     with contextlib.suppress(psutil.Error):
-        return "fork_server" in " ".join(process.cmdline()) and not _writes(process, ".log")
+        return bool(process.name() == "fork server") and not _writes(process, ".log")
     return False
 
 

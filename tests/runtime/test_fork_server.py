@@ -58,6 +58,7 @@ async def ask(server: ForkServer, text: str = "hello") -> tuple[str, int, set[si
 def test_it_calls_a_function_in_a_child_of_its_starter(server: ForkServer) -> None:
     text = "a" * 1_000_000
     assert asyncio.run(ask(server, text)) == (text, os.getpid(), {signal.SIGTERM})
+    assert psutil.Process(server.pid).name() == "fork server", "ps and top show it"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

@@ -29,7 +29,7 @@ from typing import Any, Final, NoReturn
 
 from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.errors import ControlError
-from chameleon_ft.runtime.process import end_with, exit_immediately
+from chameleon_ft.runtime.process import end_with, exit_immediately, name_process
 
 __all__ = ["ForkServer", "receive"]
 
@@ -111,19 +111,23 @@ class _Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._is_loaded = False
-        arguments = json.dumps([sys.path, theirs.fileno(), os.getpid(), preload])
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                preexec_fn=partial(end_with, os.getpid()),  # takes no lock; the server itself could be stopped before
-            )
+            self._process = self._start(theirs.fileno(), preload)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self.pid = self._process.pid
+
+    def _start(self, descriptor: int, preload: str) -> subprocess.Popen[bytes]:
+        """Start the process, which serves at that descriptor of a socket."""
+        arguments = json.dumps([sys.path, descriptor, os.getpid(), preload])
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOTSTRAP, arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            preexec_fn=partial(end_with, os.getpid()),  # takes no lock; the server itself could be stopped before
+        )
 
     def end(self) -> None:
         self._process.kill()
@@ -212,6 +216,7 @@ async def receive(pipe: Connection) -> Any:
 
 def _serve(descriptor: int, starter: int, preload: str) -> None:
     """Import the module, and fork at each request until the starter ends."""
+    name_process("fork server")
     requests = socket.socket(fileno=descriptor)
     requests.set_inheritable(False)
     importlib.import_module(preload)

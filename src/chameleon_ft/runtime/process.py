@@ -18,6 +18,7 @@ __all__ = [
     "end_with_parent",
     "exit_immediately",
     "ignore_interrupts",
+    "name_process",
     "outlive_parent",
     "terminations",
     "wake_on_time",
@@ -29,6 +30,7 @@ SAME_SIGNAL_S = 1.0
 _LIBC = ctypes.CDLL(None)
 _F_SETSIG = 10
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 
 
@@ -60,6 +62,11 @@ def end_with(parent: int) -> None:
 def outlive_parent() -> None:
     """Undo `end_with`."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def name_process(name: str) -> None:
+    """Set the name of this process that ps and top show, up to 15 characters; processes that it forks have it, too."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode())
 
 
 class Lifeline:
