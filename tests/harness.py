@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
 
@@ -41,12 +42,14 @@ from chameleon_ft.config import (
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.data.corpus import prepare_data
+from chameleon_ft.launch import processes
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import InterruptCount, coordinate
 from chameleon_ft.launch.processes import start_fork_server
 from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
 from chameleon_ft.runtime.process import Lifeline
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
+from tests.forked import ForkedCommand
 from tests.undivided import undivided
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -192,7 +195,8 @@ def resume_here(ended: Ended, *, view: View | None = None, **changes: Any) -> En
 def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: View | None) -> Ended:
     before = set(_children())
     config = config.model_copy(update={"output_dir": run.path})
-    code = coordinate(config, run=run, resume=resume, view=view or View(), beside=partial(_agent, config))
+    with mock.patch.object(processes, "_NICENESS", 0):  # ranks take all cores, so that decisions would wait for long
+        code = coordinate(config, run=run, resume=resume, view=view or View(), beside=partial(_agent, config))
     left = [process for process in _children() if process not in before and not _is_server(process)]
     assert not left, f"the run has left processes behind: {left}"
     return Ended(code, run)
@@ -282,19 +286,38 @@ _MOST_LINES = 5000
 
 
 class Command:
-    """A `chameleon` command in its own process and session."""
+    """A `chameleon` command in its own process and session.
+
+    In a test, that process is forked from one that has loaded all modules; otherwise it starts an interpreter, which
+    takes some seconds.
+
+    Args:
+        environ: changes to the environment.
+        prefix: a command that executes it.
+        own_interpreter: whether it starts an interpreter in a test, too, as it does with a prefix and with other paths
+            of modules.
+    """
 
     def __init__(
-        self, *arguments: str | int | Path, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+        self,
+        *arguments: str | int | Path,
+        environ: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        own_interpreter: bool = False,
     ):
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "chameleon_ft", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **(environ or {})},
-            start_new_session=True,
-        )
+        words, changes = [*map(str, arguments)], environ or {}
+        self._process: subprocess.Popen[str] | ForkedCommand
+        if "PYTEST_CURRENT_TEST" not in os.environ or own_interpreter or prefix or "PYTHONPATH" in changes:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "chameleon_ft", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **changes},
+                start_new_session=True,
+            )
+        else:
+            self._process = ForkedCommand(words, environ={**os.environ, **changes})
         self.printed = ""
 
     @property

@@ -81,7 +81,7 @@ def first_to_end(commands: Sequence[Command]) -> Command:
 
 
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_can_be_resumed(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--output-dir", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path, own_interpreter=True) as training:
         training.read_until(STEP.format(3))
         processes = training.session()
         with every_process_ends(processes):
@@ -179,7 +179,7 @@ def test_a_token_that_machines_have_in_common_and_the_address_that_is_routed(tmp
 
 
 def test_sigterm_before_training_ends_at_once(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--output-dir", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path, own_interpreter=True) as training:
         while not training.session()[1:]:
             pass
         with every_process_ends(training.session()):
@@ -321,11 +321,10 @@ def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> No
         os.kill(workers[1].pid, signal.SIGKILL)
         lost_in = int(coordinator.read_until(r"worker 1 lost in step (\d+)")[1])
         coordinator.read_until(STEP.format(lost_in + 2))
-        with Command("worker", "--run", run.path, environ={"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}) as late:
+        again = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
+        with Command("worker", "--run", run.path, environ=again, own_interpreter=True) as late:
             coordinator.read_until("worker 1 has joined as a spare")
-            with Command(
-                "worker", "--run", run.path, environ={"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
-            ) as second:
+            with Command("worker", "--run", run.path, environ=again) as second:
                 assert second.wait() == 1
                 assert "worker 1 is refused: worker 1 has joined already" in second.printed
             with Command("agent", "--run", run.path, "--workers", "1") as host:

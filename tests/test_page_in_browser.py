@@ -99,7 +99,9 @@ def test_a_run_is_watched_and_controlled_in_a_browser(browser: Browser, tmp_path
         timelines=Timelines(every=5),
     )
     (tmp_path / "config.toml").write_text(config_to_toml(config))
-    with Command("train", tmp_path / "config.toml", "--output-dir", run.path, "--page", "127.0.0.1:0") as training:
+    start = ("train", tmp_path / "config.toml", "--output-dir", run.path, "--page", "127.0.0.1:0")
+    # Both start an interpreter, because Playwright runs an event loop in this thread.
+    with Command(*start, own_interpreter=True) as training:
         url = training.read_until(r"page: (http://127\.0\.0\.1:\d+/)")[1]
         token = json.loads((run.path / "page.json").read_text())["token"]
         desk = Watched(browser.new_context(viewport={"width": 1280, "height": 900}), f"{url}#token={token}")
@@ -141,7 +143,8 @@ def test_a_run_is_watched_and_controlled_in_a_browser(browser: Browser, tmp_path
         assert training.wait() == 130, training.printed
 
     # The page comes back at its address, and the browsers find it by themselves.
-    with Command("page", run.path, "--listen", url.removeprefix("http://").rstrip("/")) as serving:
+    listen = url.removeprefix("http://").rstrip("/")
+    with Command("page", run.path, "--listen", listen, own_interpreter=True) as serving:
         serving.read_until("page: ")
         for watched in (desk, phone):
             watched.shows("#condition", "interrupted")

@@ -77,7 +77,8 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
 def test_a_coordinator_that_has_to_claim_the_next_term_loses_no_worker(tmp_path: Path) -> None:
     run, steps, lease_s = RunDirectory(tmp_path / "run"), 300, 1.0
     # For so long the standby counts as one that may lead, so that the leader lets its peers go.
-    timeouts = PATIENT.model_copy(update={"heartbeat_timeout_s": 40.0, "watchdog_min_s": 50.0, "reconnect_s": 20.0})
+    # The agent looks for another coordinator for the last of them: that one has ended without a word to it.
+    timeouts = PATIENT.model_copy(update={"heartbeat_timeout_s": 40.0, "watchdog_min_s": 50.0, "reconnect_s": 10.0})
     config = written(tmp_path, steps=steps, control=Control(lease_s=lease_s), timeouts=timeouts)
     with ExitStack() as stack:
         leader = stack.enter_context(Command("coordinator", config, "--output-dir", run.path))

@@ -64,7 +64,7 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_sigterm_after_the_end_of_a_run_does_not_change_its_exit_code(tmp_path: Path, run: RunDirectory) -> None:
-    with Command("train", written(tmp_path, steps=5), "--output-dir", run.path) as training:
+    with Command("train", written(tmp_path, steps=5), "--output-dir", run.path, own_interpreter=True) as training:
         training.read_until("all steps are trained")
         (code,) = terminated_again_and_again(training)
     assert code in (0, os.EX_TEMPFAIL), training.printed
@@ -74,8 +74,9 @@ def test_sigterm_after_the_end_of_a_run_does_not_change_its_exit_code(tmp_path: 
 
 def test_nor_those_of_a_coordinator_and_an_agent(tmp_path: Path, run: RunDirectory) -> None:
     with ExitStack() as stack:
-        coordinator = stack.enter_context(Command("coordinator", written(tmp_path, steps=5), "--output-dir", run.path))
-        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2"))
+        start = ("coordinator", written(tmp_path, steps=5), "--output-dir", run.path)
+        coordinator = stack.enter_context(Command(*start, own_interpreter=True))
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", own_interpreter=True))
         coordinator.read_until("all steps are trained")
         agent.read_until("the agent ends: all steps are trained")
         codes = terminated_again_and_again(coordinator, agent)
@@ -84,7 +85,7 @@ def test_nor_those_of_a_coordinator_and_an_agent(tmp_path: Path, run: RunDirecto
 
 
 def test_many_sigterms_while_a_run_starts_ask_to_resume_it(tmp_path: Path, run: RunDirectory) -> None:
-    with Command("train", written(tmp_path, steps=5), "--output-dir", run.path) as training:
+    with Command("train", written(tmp_path, steps=5), "--output-dir", run.path, own_interpreter=True) as training:
         while not catches_sigterm(training.pid):
             time.sleep(EVERY_S)
         assert terminated_again_and_again(training) == [os.EX_TEMPFAIL], training.printed

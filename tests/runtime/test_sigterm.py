@@ -47,8 +47,7 @@ def commands_of(kind: str, config: Path, run: RunDirectory) -> list[tuple[dict[s
 def rank_of(command: Command) -> int:
     """Return the process of a rank that a command has started."""
     children = psutil.Process(command.pid).children(recursive=True)
-    servers_and_ranks = [child for child in children if "fork_server" in " ".join(child.cmdline())]
-    return int(max(servers_and_ranks, key=lambda child: child.create_time()).pid)
+    return int(max(children, key=lambda child: (child.create_time(), child.pid)).pid)  # nothing is started after them
 
 
 def terminate(part: str, commands: Sequence[Command]) -> None:

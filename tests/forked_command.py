@@ -1,0 +1,99 @@
+# ruff: noqa: F401
+"""A `chameleon` command in a process that has loaded all that the commands need; see `tests.forked`."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+from unittest import mock
+
+import chameleon_ft.launch
+import chameleon_ft.runtime.preload
+from chameleon_ft.cli import commands, main
+from chameleon_ft.launch import processes
+from chameleon_ft.launch.processes import SIGNALS, load_solvers
+from chameleon_ft.runtime import fork_server
+from chameleon_ft.runtime.process import end_with
+
+__all__ = ["run_command"]
+
+_MOST_FILES = os.sysconf("SC_OPEN_MAX")
+
+for _module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
+    importlib.import_module(_module.name)
+load_solvers()
+
+
+def run_command(
+    output: int, begins: int, *, arguments: Sequence[str], environ: Mapping[str, str], directory: Path
+) -> NoReturn:
+    """Run a command as `python -m chameleon_ft` does, in a session of its own.
+
+    Args:
+        output: descriptor of its output and errors.
+        begins: descriptor that is closed once it leads its session.
+    """
+    os.setsid()
+    os.close(begins)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[1:] = arguments
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    with mock.patch.object(fork_server, "_Server", _ForkedServer), mock.patch.object(processes, "_NICENESS", 0):
+        try:
+            sys.exit(main())
+        finally:  # as an interpreter ends
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+
+
+class _ForkedServer(fork_server._Server):
+    """A fork server that is forked from a process that has loaded all that it needs, unless that has other threads."""
+
+    def _start(self, descriptor: int, preload: str) -> subprocess.Popen[bytes]:
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            return super()._start(descriptor, preload)
+        return subprocess.Popen(
+            ["a fork server"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            restore_signals=False,
+            preexec_fn=partial(_serve, descriptor, os.getpid(), preload),  # which never returns to execute anything
+        )
+
+
+def _serve(descriptor: int, starter: int, preload: str) -> NoReturn:
+    """Be a fork server, with no files and no handlers of signals of the process that it is forked from."""
+    code = 1
+    try:
+        end_with(starter)
+        os.closerange(3, descriptor)
+        os.closerange(descriptor + 1, _MOST_FILES)
+        gc.enable()
+        gc.collect()
+        gc.freeze()  # what is left of that process must close none of the files that are opened here
+        for number in SIGNALS:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        fork_server._serve(descriptor, starter, preload)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process ends with it
+        traceback.print_exc()
+    finally:
+        os._exit(code)
