@@ -22,8 +22,10 @@ train: $(VENV)/.with-package
 
 test: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
-	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other.
-	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --max-worker-restart 0
+	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The
+	# files in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
+	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0
 
 explore: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore

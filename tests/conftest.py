@@ -1,9 +1,10 @@
-"""Environment, hypothesis profiles and compiled kernels for all tests."""
+"""Environment, order, hypothesis profiles and compiled kernels for all tests."""
 
 from __future__ import annotations
 
 import math
 import os
+from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +25,14 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("chameleon")
+
+
+_LONGEST: Final = ("tests/deploy/test_slurm_cluster.py", "tests/launch/ray/", "tests/test_standby.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, or one process would be in them when the others have nothing left."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
