@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, TrainConfig, config_to_toml
+from chameleon_ft.deploy import BatchScript, Machines, with_reachable_host
 from chameleon_ft.observe import RunDirectory
 from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, small_config
 from tests.slurm_cluster import SlurmCluster, skip_without_slurm
@@ -25,27 +27,58 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield started
 
 
+MINUTES = 60  # that a job may take
+CHECKPOINT_S = 100  # before its time limit
+
+
+def configured(directory: Path, *, nodes: int) -> TrainConfig:
+    """Return a run that goes on until it is ended, and soon gives up a node that is lost."""
+    return small_config(
+        directory,
+        workers=nodes,
+        steps=1_000_000,
+        parallel=Parallel(dp=nodes, pp=1),
+        batch=Batch(micro_batches=6, micro_batch_size=2),
+        checkpoint=Checkpoint(every=20),
+        control=Control(lease_s=5.0),
+        timeouts=PATIENT.model_copy(update={"heartbeat_timeout_s": 5.0, "reconnect_s": 5.0}),
+    )
+
+
 class Submitted:
     """A run with a worker on each node, in a job that takes an hour at most."""
 
-    def __init__(self, cluster: SlurmCluster, directory: Path, *, nodes: int) -> None:
+    def __init__(self, cluster: SlurmCluster, run: RunDirectory, job: str) -> None:
         self._cluster = cluster
-        config = small_config(
-            directory,
-            workers=nodes,
-            steps=1_000_000,
-            parallel=Parallel(dp=nodes, pp=1),
-            batch=Batch(micro_batches=6, micro_batch_size=2),
-            checkpoint=Checkpoint(every=20),
-            timeouts=PATIENT.model_copy(update={"reconnect_s": 10.0}),
+        self.run = run
+        self.job = job
+
+    @classmethod
+    def by_command(cls, cluster: SlurmCluster, directory: Path, *, nodes: int) -> Self:
+        """Submit it as a user does."""
+        (directory / "config.toml").write_text(config_to_toml(configured(directory, nodes=nodes)))
+        run = RunDirectory(directory / "run")
+        options = ("--workers-per-node", 1, "--time", MINUTES, "--checkpoint-s", CHECKPOINT_S)
+        printed = cluster.command("chameleon", "slurm", directory / "config.toml", "--output-dir", run.path, *options)
+        return cls(cluster, run, printed.split()[1])
+
+    @classmethod
+    def with_short_polls(cls, cluster: SlurmCluster, directory: Path, *, nodes: int) -> Self:
+        """Submit the same script, which looks at the nodes more often."""
+        run = RunDirectory(directory / "run")
+        config = with_reachable_host(configured(directory, nodes=nodes), chooser="Slurm")
+        script = BatchScript(
+            config=config,
+            run=run.path,
+            machines=Machines.for_run(config, nodes=nodes, workers_per_node=1),
+            python=sys.executable,
+            time_limit=str(MINUTES),
+            checkpoint_s=CHECKPOINT_S,
+            poll_s=2.0,
         )
-        (directory / "config.toml").write_text(config_to_toml(config))
-        self.run = RunDirectory(directory / "run")
-        options = ("--workers-per-node", 1, "--time", 60, "--checkpoint-s", 60)
-        printed = cluster.command(
-            "chameleon", "slurm", directory / "config.toml", "--output-dir", self.run.path, *options
-        )
-        self.job = printed.split()[1]
+        script.config_file.write_text(config_to_toml(config))
+        script.file.write_text(script.text())
+        return cls(cluster, run, cluster.command("sbatch", "--parsable", script.file))
 
     @property
     def state(self) -> str:
@@ -97,7 +130,7 @@ class Submitted:
 
 
 def test_nodes_that_are_drained_or_lost_leave_the_run(cluster: SlurmCluster, tmp_path: Path) -> None:
-    submitted = Submitted(cluster, tmp_path, nodes=3)
+    submitted = Submitted.with_short_polls(cluster, tmp_path, nodes=3)
     submitted.trains()
     first, second, third = submitted.nodes
     assert submitted.batch_host == first
@@ -125,11 +158,11 @@ def test_nodes_that_are_drained_or_lost_leave_the_run(cluster: SlurmCluster, tmp
 
 
 def test_the_time_limit_requeues_the_job_which_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
-    submitted = Submitted(cluster, tmp_path, nodes=2)
+    submitted = Submitted.by_command(cluster, tmp_path, nodes=2)
     submitted.trains()
-    cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=2")
+    cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=2")  # minutes
     submitted.wait_until(lambda: submitted.restarts == 1)
-    cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=60")
+    cluster.command("scontrol", "update", f"JobId={submitted.job}", f"TimeLimit={MINUTES}")
     assert json.loads(submitted.run.summary_file.read_text())["status"] == "terminated"
     stopped_after = submitted.last_step()
     submitted.wait_until(lambda: submitted.last_step() >= stopped_after + 5)
@@ -142,7 +175,7 @@ def test_the_time_limit_requeues_the_job_which_resumes(cluster: SlurmCluster, tm
 def test_the_loss_of_the_coordinators_node_requeues_the_job_which_resumes(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    submitted = Submitted(cluster, tmp_path, nodes=2)
+    submitted = Submitted.with_short_polls(cluster, tmp_path, nodes=2)
     submitted.wait_until(lambda: submitted.last_step() > 25)  # there is a checkpoint
     lost = submitted.batch_host
     cluster.kill_node(lost)

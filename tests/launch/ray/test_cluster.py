@@ -38,7 +38,7 @@ def test_nodes_are_lost_and_join_and_are_drained_and_the_coordinator_is_lost(tmp
 
     with ray_cluster(2, 2, 2) as cluster:
         command = ("ray", QUICKSTART, "--address", cluster.address, "--output-dir", run.path, *SMALLER)
-        with Command(*command) as training:
+        with Command(*command, own_interpreter=True) as training:
 
             def trains_on() -> None:
                 """Wait for five more steps."""
@@ -88,12 +88,12 @@ def small_cluster() -> Iterator[Cluster]:
 def test_what_a_cluster_lacks_is_said_and_waited_for_as_told(small_cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = ("ray", QUICKSTART, "--address", small_cluster.address, "--workers-per-node", 4, "--output-dir", run)
-    with Command(*command, "--wait", 0) as refused:
+    with Command(*command, "--wait", 0, own_interpreter=True) as refused:
         assert refused.wait() == 2, refused.printed
     assert "has too few resources for 2 nodes with 4 CPU each: 0 of its 2 nodes have that" in refused.printed
     assert "Traceback" not in refused.printed
     assert not run.exists()
-    with Command(*command) as waiting:
+    with Command(*command, own_interpreter=True) as waiting:
         waiting.read_until("waiting up to 300 s for 2 nodes with 4 CPU each")
         waiting.signal(signal.SIGINT)
         assert waiting.wait() == 130, waiting.printed
@@ -111,11 +111,13 @@ def test_a_node_is_examined_and_gets_a_copy_of_a_run_directory_that_it_does_not_
     flags = ("--workers-per-node", 2, "--cpus-per-worker", "0.5", "--output-dir", run.path)
     command = ("ray", file, "--address", str(small_cluster.address), *flags)
     with node_that_does_not_see(hidden, small_cluster, cpus=1):
-        with Command(*command, "--preflight.most-clock-error-s", "1e-9", "--store.url", store) as unfit:
+        with Command(
+            *command, "--preflight.most-clock-error-s", "1e-9", "--store.url", store, own_interpreter=True
+        ) as unfit:
             assert unfit.wait() == 1, unfit.printed
         assert "is not admitted: its clock is" in unfit.printed
         shutil.rmtree(run.path)
-        with Command(*command, "--store.url", f"{store}-2") as training:
+        with Command(*command, "--store.url", f"{store}-2", own_interpreter=True) as training:
             assert training.wait() == 0, training.printed
     ended = Ended(0, run)
     assert ended.steps == list(range(20))
