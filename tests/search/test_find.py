@@ -163,14 +163,15 @@ def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> Non
     assert found.bound_s <= estimate.step_s
 
 
-@pytest.mark.parametrize("least_holders", [2, 3, 5, 8])
+@pytest.mark.parametrize("least_holders", [2, 5, 8])
 def test_every_layer_has_as_many_holders_as_are_asked_for(least_holders: int) -> None:
     costs = CostModel(PRESET, device("h100-80g").cluster(32).without([7, 30]))
     found = find_plan(costs, least_holders=least_holders)
     fewest = [each.plan.placement.fewest_holders for each in (found.best, *found.alternatives)]
     assert min(fewest) >= least_holders
-    assert found.best.step_s >= find_plan(costs).best.step_s
-    assert found.bound_s <= find_plan(costs).best.step_s
+    unconstrained = find_plan(costs).best
+    assert found.best.step_s >= unconstrained.step_s
+    assert found.bound_s <= unconstrained.step_s
 
 
 @pytest.mark.parametrize("effort", [None, 300])
