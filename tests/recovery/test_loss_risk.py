@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from math import comb
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +56,12 @@ def test_it_is_exact_where_sets_do_not_overlap_and_only_one_can_be_lost(copies: 
 def test_a_set_that_contains_another_one_does_not_count() -> None:
     sets = HolderSets.of([{1, 2}, {1, 2, 3}, {2, 1}, {4, 5}], 6)
     assert sets == HolderSets(6, {2: 2})
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3), min_size=1), min_size=1, max_size=3))
+def test_sets_in_arrays_count_as_others(layers: list[list[list[int]]]) -> None:
+    rows = [np.array(layer) for layer in layers]
+    assert HolderSets.of_rows(rows, 8) == HolderSets.of((row for layer in layers for row in layer), 8)
 
 
 @given(copies=st.integers(1, 6), stages=st.integers(1, 5))

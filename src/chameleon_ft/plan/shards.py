@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import Placement
 
@@ -209,28 +212,31 @@ def owned_share(num_bytes: int, holders: int, redundancy: int | None) -> int:
     return -(-num_bytes * redundancy // holders)
 
 
-def owner_sets(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> set[tuple[int, ...]]:
-    """Return the different owners of slices in a new layout of a layer; quick for thousands of holders."""
-    return {tuple(sorted(owners)) for owners in _new_owners(holders, hosts, redundancy)}
+def owner_sets(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> NDArray[np.int64]:
+    """Return the different owners of slices in a new layout of a layer, ascending; of shape (sets, owners).
+
+    Quick for thousands of holders.
+    """
+    return np.unique(np.sort(_new_owners(holders, hosts, redundancy)), axis=0)
 
 
 def _new(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
     """Slice a layer equally."""
     count = len(holders)
     slices = (
-        Slice(UNITS * number // count, UNITS * (number + 1) // count, owners)
-        for number, owners in enumerate(_new_owners(holders, hosts, redundancy))
+        Slice(UNITS * number // count, UNITS * (number + 1) // count, tuple(owners))
+        for number, owners in enumerate(_new_owners(holders, hosts, redundancy).tolist())
     )
     return LayerShards(holders, _joined(slices))
 
 
-def _new_owners(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> Iterator[tuple[int, ...]]:
-    """Yield the owners of each slice: as far apart as possible in the holders sorted by host."""
-    ring = sorted(holders, key=lambda holder: (hosts[holder], holder))
+def _new_owners(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> NDArray[np.int64]:
+    """Return the owners of each slice, of shape (slices, owners): as far apart as can be in the holders by host."""
+    ring: NDArray[np.int64] = np.array(sorted(holders, key=lambda holder: (hosts[holder], holder)))
     count, copies = len(ring), min(redundancy, len(ring))
-    apart = [copy * count // copies for copy in range(copies)]
-    for number in range(count):
-        yield tuple(ring[(number + each) % count] for each in apart)
+    apart = np.arange(copies) * count // copies
+    owners: NDArray[np.int64] = ring[(np.arange(count)[:, np.newaxis] + apart) % count]
+    return owners
 
 
 def _kept(before: LayerShards, holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:

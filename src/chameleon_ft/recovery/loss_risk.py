@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
@@ -45,6 +48,25 @@ class HolderSets:
             # Different sets of one size do not contain each other, and of owners there are thousands.
             kept += [each for each in same if not any(smaller <= each for smaller in kept)]
         return cls(groups, FrozenMap(Counter(map(len, kept))))
+
+    @classmethod
+    def of_rows(cls, layers: Iterable[NDArray[np.int64]], groups: int) -> HolderSets:
+        """Return the same for arrays of numbers of groups, of which each row is a set and may name a group twice.
+
+        Quick for thousands of rows, which are mostly of one size.
+        """
+        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+        for layer in layers:
+            rows = np.sort(layer)
+            is_first = np.diff(rows, axis=1, prepend=-1) != 0
+            sizes = is_first.sum(axis=1)
+            for size in np.unique(sizes).tolist():
+                of_size = sizes == size
+                by_size[size].append(rows[of_size][is_first[of_size]].reshape(-1, size))
+        found = {size: np.unique(np.concatenate(parts), axis=0) for size, parts in by_size.items()}
+        if len(found) == 1:
+            return cls(groups, FrozenMap({size: len(rows) for size, rows in found.items()}))
+        return cls.of((row for rows in found.values() for row in rows.tolist()), groups)
 
     @property
     def singles(self) -> int:
@@ -115,14 +137,17 @@ class LossRisk:
             owners: of a slice of a layer's optimizer state, in a new layout of slices; None: each holder has all of it.
         """
         own = HolderSets.of(holders, len(hosts))
-        kept = holders if owners is None else {each for layer in holders for each in owner_sets(layer, hosts, owners)}
-        groups = len(set(hosts.values()))
-        on_hosts = HolderSets.of(([hosts[each] for each in keepers] for keepers in kept), groups)
-        return cls(
-            workers=own if owners is None else HolderSets.of(kept, len(hosts)),
-            hosts=on_hosts if groups > 1 else None,
-            share_per_peer=own.share_per_peer,
-        )
+        names = sorted(set(hosts.values()))
+        if owners is None:
+            workers = own
+            on_hosts = HolderSets.of(([hosts[each] for each in layer] for layer in holders), len(names))
+        else:
+            owned = [owner_sets(layer, hosts, owners) for layer in holders]
+            number_of = np.zeros(max(hosts) + 1, dtype=np.int64)
+            number_of[list(hosts)] = np.searchsorted(names, list(hosts.values()))
+            workers = HolderSets.of_rows(owned, len(hosts))
+            on_hosts = HolderSets.of_rows((number_of[each] for each in owned), len(names))
+        return cls(workers=workers, hosts=on_hosts if len(names) > 1 else None, share_per_peer=own.share_per_peer)
 
 
 def risk_of(placement: Placement, hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from chameleon_ft.estimate import lost_share_s, snapshots_fit, total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import owner_sets
@@ -167,7 +169,7 @@ class Planner(ABC):
             return True
         placement, hosts = self._placement(self._whole), self._costs.cluster.hosts
         held = {placement.holders(layer) for layer in range(placement.num_layers)}
-        return not any(self._lost.issuperset(own) for each in held for own in owner_sets(each, hosts, owners))
+        return not any(np.isin(owner_sets(each, hosts, owners), list(self._lost)).all(axis=1).any() for each in held)
 
     def _assessed(self, option: Option, speeds: Mapping[int, float]) -> Option:
         """Return an option with its risk, and whether snapshots are taken under its plan."""
