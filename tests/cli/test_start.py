@@ -363,13 +363,27 @@ def test_where_there_are_no_locks_a_start_of_another_host_has_precedence(
         check_data = corpus.check_data
 
         def check(config: TrainConfig) -> corpus.DataSummary:
+            (Path("here") / "lock").write_text("process 7 on elsewhere\n")
             (Path("here") / "config.toml").touch()
             return check_data(config)
 
         monkeypatch.setattr(corpus, "check_data", check)
-    holder = "process 7 on elsewhere" if comes == "before it writes" else "a process of another host"
     told = chameleon.refused(*auto(config_file), code=os.EX_UNAVAILABLE)
-    assert f"here: this run is still live in {holder}; wait" in told
+    assert "here: this run is still live in process 7 on elsewhere; wait" in told
+
+
+def test_a_file_that_appears_in_the_directory_meanwhile_is_kept(
+    chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_data = corpus.check_data
+
+    def check(config: TrainConfig) -> corpus.DataSummary:
+        (Path("here") / "output.txt").touch()
+        return check_data(config)
+
+    monkeypatch.setattr(corpus, "check_data", check)
+    assert "here: exists already" in chameleon.refused(*auto(config_file))
+    assert (Path("here") / "output.txt").exists()
 
 
 def test_auto_has_nothing_to_do_once_all_steps_are_done(chameleon: CommandLine, config_file: Path) -> None:

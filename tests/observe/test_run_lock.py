@@ -88,11 +88,22 @@ def test_where_there_are_no_locks_a_process_of_another_host_is_a_rival(
     (directory / "lock").write_text("process 7 on elsewhere\n")
     assert lock.rival() == "process 7 on elsewhere"
     directory.rename(tmp_path / "before")
-    assert lock.rival() == "another process"
+    assert lock.rival() is None, "it may have been removed by this process"
     (tmp_path / "before").rename(directory)
     lock.release()
     assert (directory / "lock").exists(), "it belongs to the other one"
     assert lock.rival() is None
+
+
+def test_where_there_are_no_locks_one_that_is_refused_leaves_the_file_of_another_host_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "lock").write_text("process 7 on elsewhere\n")
+    lock = RunLock()
+    lock.take(tmp_path)
+    lock.release()
+    assert (tmp_path / "lock").read_text() == "process 7 on elsewhere\n"
 
 
 def test_a_directory_with_other_files_stays(tmp_path: Path) -> None:

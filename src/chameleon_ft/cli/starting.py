@@ -213,8 +213,6 @@ def _started_run(
     require_store(config, is_free=not is_auto)
     if not is_auto:
         lock.take(out)
-    elif RunLock.names_in(out):
-        raise LiveRunError(out, "a process of another host")  # whose file system has no locks
     directory = RunDirectory.create(out, config)
     config = directory.own(config)
     try:

@@ -101,7 +101,7 @@ class RunDirectory:
             run._copy_files_of(config)
             run.config_file.write_text(config_to_toml(config), encoding="utf-8")
         except OSError as error:
-            if is_made:
+            if is_made and not isinstance(error, FileExistsError):  # else it is another process's by now
                 shutil.rmtree(run.path, ignore_errors=True)
             raise ConfigError(
                 f"--output-dir {path}: cannot be made: {error.strerror}; take another directory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -21,9 +22,9 @@ _UNKNOWN: Final = "another process"
 class RunLock:
     """Held by the process that starts a run, from before it looks at the directory until it ends, however it does.
 
-    It holds between the processes of a host, and between hosts if the file system has locks (see flock(2)). Where it
-    has none, the last of several hosts gets it, and the term that a coordinator claims decides, a little later; `rival`
-    tells those before. Processes that are forked do not hold it.
+    It holds between the processes of all hosts if the file system has locks (see flock(2)). Where it has none, it holds
+    between those of one user in a network namespace. Of several hosts the last one gets it then, and the term that a
+    coordinator claims decides, a little later; `rival` tells those before. Processes that are forked do not hold it.
     """
 
     _held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
@@ -32,6 +33,7 @@ class RunLock:
         self._descriptor: int | None = None
         self._name: socket.socket | None = None  # holds it on this host if the file system has no locks
         self._file = Path()
+        self._holder = ""  # the process that was in the file before
 
     def __del__(self) -> None:
         self._let_go()
@@ -80,8 +82,11 @@ class RunLock:
             return
         if self.rival() is None:
             with contextlib.suppress(OSError):
-                self._file.unlink()
-                self._file.parent.rmdir()
+                if self._name is not None and self._holder and not self._holder.endswith(_on_this_host()):
+                    _write(self._descriptor, self._holder)  # it may live
+                elif os.path.samestat(os.fstat(self._descriptor), self._file.stat()):
+                    self._file.unlink()
+                    self._file.parent.rmdir()
         self._let_go()
 
     def rival(self) -> str | None:
@@ -90,7 +95,9 @@ class RunLock:
             return None
         try:
             holder = self._file.read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:  # with the directory, it is out of the way
+        except FileNotFoundError:  # removed with the directory
+            return None
+        except OSError:
             holder = ""
         return None if holder == _this_process() else holder or _UNKNOWN
 
@@ -108,8 +115,8 @@ class RunLock:
                 os.close(descriptor)
                 self._let_go()
                 return None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_this_process()}\n".encode(), 0)
+            self._holder = _holder_in(descriptor)
+            _write(descriptor, _this_process())
         except BaseException:
             os.close(descriptor)
             self._let_go()
@@ -117,18 +124,19 @@ class RunLock:
         return descriptor
 
     def _bound_name(self, descriptor: int) -> socket.socket:
-        """Return a socket with a name that only one process of this host can have at a time; see unix(7)."""
+        """Return a socket with a name that only one process can have at a time; see unix(7)."""
         file, name = os.fstat(descriptor), socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0chameleon-ft {os.getuid()} {file.st_dev} {file.st_ino}")
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # a policy of this host: the claim of a term decides
+                return name
             name.close()
             raise self._held_by(descriptor) from None
         return name
 
     def _held_by(self, descriptor: int) -> LiveRunError:
-        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
-        return LiveRunError(self._file.parent, holder or _UNKNOWN)
+        return LiveRunError(self._file.parent, _holder_in(descriptor) or _UNKNOWN)
 
     def _let_go(self) -> None:
         if self._name is not None:
@@ -145,8 +153,21 @@ class RunLock:
             lock._let_go()
 
 
+def _write(descriptor: int, holder: str) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{holder}\n".encode(), 0)
+
+
+def _holder_in(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+
+
 def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"process {os.getpid()}{_on_this_host()}"
+
+
+def _on_this_host() -> str:
+    return f" on {socket.gethostname()}"
 
 
 os.register_at_fork(after_in_child=RunLock._forget)
