@@ -101,17 +101,16 @@ class _Striker(threading.Thread):
                 with contextlib.suppress(Exception):
                     return [process for process in session if process.pid == self._run.read_control().pid]
                 return []
-            case "fork server":  # the oldest one: processes that it forks have its name, too
-                servers = [process for process in session if _is_forked(process)]
+            case "fork server":  # the oldest one
+                servers = [process for process in session if _is_fork_server(process)]
                 return sorted(servers, key=lambda process: process.create_time())[:1]
             case "worker":
                 return [process for process in session if _writes(process, f"worker-{strike.worker}.log")]
 
 
-def _is_forked(process: psutil.Process) -> bool:
-    """Return whether a process is a fork server, or forked by one and has not opened its log yet."""
+def _is_fork_server(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        return bool(process.name() == "fork server") and not _writes(process, ".log")
+        return bool(process.name() == "fork server")
     return False
 
 

@@ -46,7 +46,6 @@ SchedulerParameters=sched_interval=2,bf_interval=1,batch_sched_delay=1
 MailProg=/bin/true
 ReturnToService=2
 SlurmdTimeout=6
-MessageTimeout=5
 SlurmctldTimeout=30
 InactiveLimit=0
 KillWait=120

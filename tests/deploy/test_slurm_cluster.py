@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import pytest
 
-from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, TrainConfig, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Parallel, TrainConfig, config_to_toml
 from chameleon_ft.deploy import BatchScript, Machines, with_reachable_host
 from chameleon_ft.observe import RunDirectory
 from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, small_config
@@ -40,8 +40,7 @@ def configured(directory: Path, *, nodes: int) -> TrainConfig:
         parallel=Parallel(dp=nodes, pp=1),
         batch=Batch(micro_batches=6, micro_batch_size=2),
         checkpoint=Checkpoint(every=20),
-        control=Control(lease_s=5.0),
-        timeouts=PATIENT.model_copy(update={"heartbeat_timeout_s": 5.0, "reconnect_s": 5.0}),
+        timeouts=PATIENT.model_copy(update={"reconnect_s": 10.0}),
     )
 
 

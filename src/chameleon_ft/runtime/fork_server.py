@@ -253,6 +253,7 @@ def _fork_twice(requests: socket.socket, connection: socket.socket, files: list[
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     end_with(starter)
+    name_process("chameleon")
     _call(connection, files)
 
 

@@ -41,6 +41,7 @@ from chameleon_ft.runtime.process import (
     end_with_holder,
     exit_immediately,
     ignore_interrupts,
+    name_process,
     outlive_parent,
     terminations,
 )
@@ -54,6 +55,7 @@ def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoRetur
 
     It outlives the agent, and ends with the process that holds its lifeline, if there is one.
     """
+    name_process(f"worker {worker}")
     for lifeline in lifelines:
         end_with_holder(lifeline)
     outlive_parent()

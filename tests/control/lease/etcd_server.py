@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +16,19 @@ from typing import Final
 
 __all__ = ["ETCD", "EtcdServer", "etcd_server"]
 
-ETCD: Final = shutil.which("etcd")
+_OLDEST: Final = (3, 4)  # with the JSON interface under /v3
+
+
+def _etcd() -> str | None:
+    """Return the command, if there is one that is new enough."""
+    if (etcd := shutil.which("etcd")) is None:
+        return None
+    version = subprocess.run([etcd, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"etcd Version: (\d+)\.(\d+)", version)
+    return etcd if found and tuple(map(int, found.groups())) >= _OLDEST else None
+
+
+ETCD: Final = _etcd()
 
 
 class EtcdServer:
