@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,7 +20,9 @@ from chameleon_ft.control.wire.messages import (
     Acknowledged,
     Adopt,
     Drain,
+    Examine,
     Exit,
+    HostExamined,
     HostHello,
     Kill,
     Message,
@@ -28,7 +31,7 @@ from chameleon_ft.control.wire.messages import (
     Spawn,
     WorkerExited,
 )
-from chameleon_ft.control.wire.parts import RankProcess
+from chameleon_ft.control.wire.parts import HostReport, RankProcess
 from chameleon_ft.errors import ControlError
 
 
@@ -73,6 +76,7 @@ def play(
     coordinator: Callable[[ServerConnection], Coroutine[Any, Any, None]],
     *,
     terminated: threading.Event | None = None,
+    examine: Callable[[Examine], Coroutine[Any, Any, HostReport]] | None = None,
 ) -> Exit | None:
     """Have an agent serve a coordinator; once `terminated` is set, it is to drain its workers."""
 
@@ -99,6 +103,7 @@ def play(
                 slots=2,
                 host=None,
                 start_rank=cast(Any, starter),
+                examine=examine,
             )
             assert not agent.drain(), "it is not connected yet"
             serving = asyncio.ensure_future(agent.serve())
@@ -155,6 +160,31 @@ def test_a_later_life_has_the_place_of_the_first_and_reports_for_itself() -> Non
     assert play(starter, coordinator)
     found = [(each["worker"], each["incarnation"], each["local_index"]) for each in starter.arguments]
     assert found == [(4, 1, 0), (7, 1, 1), (7, 2, 1)]
+
+
+def test_an_examination_ends_when_another_one_begins() -> None:
+    began, ended = asyncio.Event(), list[int]()
+
+    async def examine(order: Examine) -> HostReport:
+        began.set()
+        try:
+            await asyncio.sleep(0 if order.request == 2 else math.inf)
+        finally:
+            ended.append(order.request)
+        return HostReport(clock_s=0.0)
+
+    async def coordinator(connection: ServerConnection) -> None:
+        order = Examine(device="cpu", backend="gloo", workers=2, share_devices=False, measures=True, request=1)
+        await tell(connection, order)
+        await began.wait()
+        await tell(connection, order.model_copy(update={"request": 2}))
+        answer = await heard(connection)
+        assert isinstance(answer, HostExamined)
+        assert answer.request == 2
+        assert ended == [1, 2]
+        await tell(connection, Exit(reason="over"))
+
+    assert play(Starter(), coordinator, examine=examine)
 
 
 def test_it_leaves_where_a_rank_cannot_be_started() -> None:

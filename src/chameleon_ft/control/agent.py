@@ -97,6 +97,7 @@ class Agent:
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
+        self._examination: asyncio.Task[None] | None = None  # of this host
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -177,7 +178,9 @@ class Agent:
                     self._pending.update(ranks)
                     self._run(self._start(ranks))
                 case Examine():
-                    self._run(self._report_host(message))
+                    if self._examination is not None:  # for an earlier connection; both would disturb each other
+                        self._examination.cancel()
+                    self._examination = self._run(self._report_host(message))
                 case Adopt(ranks=adopted, given_up=given_up):
                     for worker, incarnation, process in adopted:
                         self._adopt(worker, incarnation, process)
@@ -283,10 +286,11 @@ class Agent:
         finally:
             rank.kill()
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
         return await self._start_rank(

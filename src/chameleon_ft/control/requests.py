@@ -90,7 +90,7 @@ def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -
 
     Raises:
         ConfigError: the coordinator is lost.
-        ControlError: there is no plan without these workers, so some of them stay.
+        ControlError: there is no plan without these workers, so some of them stay; or no coordinator leads for long.
     """
     _wait(run, lambda: not _remaining(workers, run.events()[after:]))
 
@@ -103,19 +103,22 @@ def wait_until_saved(run: RunDirectory, committed: int, *, after: int) -> int | 
 
     Raises:
         ConfigError: the coordinator is lost.
-        ControlError: it could not be written.
+        ControlError: it could not be written, or no coordinator leads for long.
     """
     _wait(run, lambda: _saved(committed, run.events()[after:]) is not None)
     return _saved(committed, run.events()[after:])
 
 
 def wait_until_over(run: RunDirectory) -> None:
-    """Wait for the end of the run. Raises ConfigError if the coordinator is lost."""
+    """Wait for the end of the run. Raises ConfigError or ControlError if the coordinator is lost."""
     _wait(run, lambda: False)
 
 
 def _wait(run: RunDirectory, is_done: Callable[[], bool]) -> None:
-    """Wait until something is so, or the run is over. Raises ConfigError if the coordinator is lost for good."""
+    """Wait until something is so, or the run is over.
+
+    Raises ConfigError or ControlError if the coordinator is lost, and none leads for long.
+    """
     until_s = None
     while True:
         try:
