@@ -16,7 +16,7 @@ from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outc
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
 __all__ = ["Clock", "observe"]
@@ -92,7 +92,7 @@ class _Watch:
             at_s = self.clock.at_s(time.time())
             try:
                 inject(self.run, worker=worker, kind="kill", phase=None, step=None)
-            except ConfigError:
+            except (ConfigError, ControlError):
                 self.skipped.append(worker)
             else:
                 self.changes.append(Change(at_s, worker, -1))

@@ -23,7 +23,7 @@ from chameleon_ft.config import (
     Timeouts,
 )
 from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.errors import ConfigError
+from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints, read_recorded_steps
 from tests.harness import (
     PATIENT,
@@ -527,7 +527,7 @@ def test_failures_injected_into_a_live_run(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def again() -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ControlError) as caught:
             inject(run, worker=0, kind="kill", phase=None, step=None)
         refused.append(str(caught.value))
 
