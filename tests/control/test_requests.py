@@ -145,6 +145,8 @@ def refusing(run: RunDirectory, status: HTTPStatus) -> Iterator[None]:
 def test_a_coordinator_that_does_not_lead_or_answer_is_no_run_that_is_over(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with refusing(run, HTTPStatus.UNAUTHORIZED), pytest.raises(ConfigError, match=r"does not answer .*401"):
+        drain(run, workers=[1])
     with refusing(run, HTTPStatus.SERVICE_UNAVAILABLE), pytest.raises(ControlError, match="does not take requests now"):
         drain(run, workers=[0])
     monkeypatch.setattr(asking, "_ANSWER_TIMEOUT_S", 0.2)

@@ -43,7 +43,7 @@ def test_nothing_is_left_of_a_directory_for_which_there_is_no_room(tmp_path: Pat
         assert not (disk / "run").exists()
 
 
-def test_a_process_that_has_ended_is_none_although_nobody_has_reaped_it(run: RunDirectory) -> None:
+def test_a_zombie_has_no_start_time(run: RunDirectory) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         run.write_control(replace(CONTROL, pid=process.pid))
         assert run.read_control().has_process_here() is True

@@ -7,6 +7,7 @@ import ssl
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -196,12 +197,12 @@ def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
     try:
         with blocking_connection(control.address, control.token, tls=control.tls) as connection:
             yield connection
-    except InvalidStatus as error:
-        raise _DoesNotLeadError(
-            f"{run.path}: the process at {control.address} does not take requests now "
-            f"({error.response.reason_phrase}); try again in some seconds"
-        ) from None
     except (OSError, WebSocketException, EOFError) as error:
+        if isinstance(error, InvalidStatus) and error.response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise _DoesNotLeadError(
+                f"{run.path}: the process at {control.address} does not take requests now "
+                f"({error.response.reason_phrase}); try again in some seconds"
+            ) from None
         raise ConfigError(
             f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any "
             "more, or its coordinator is yet to be replaced"

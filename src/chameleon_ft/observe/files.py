@@ -226,7 +226,7 @@ class RunDirectory:
 def _start_of(pid: int) -> int | None:
     """Return when a process of this host started, in clock ticks; None if there is none. See proc_pid_stat(5).
 
-    One that has ended, and that its parent has not reaped, is none: some containers have no process that does.
+    A zombie counts as none: in some containers no process reaps them.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -22,9 +22,9 @@ _UNKNOWN: Final = "another process"
 class RunLock:
     """Held by the process that starts a run, from before it looks at the directory until it ends, however it does.
 
-    It holds between the processes of all hosts if the file system has locks (see flock(2)). Where it has none, it holds
-    between those of one user in a network namespace. Of several hosts the last one gets it then, and the term that a
-    coordinator claims decides, a little later; `rival` tells those before. Processes that are forked do not hold it.
+    If the file system has locks (see flock(2)), it excludes processes of all hosts. Otherwise it excludes only those of
+    the same user and network namespace: of several hosts, the last one gets it, `rival` tells the earlier ones, and the
+    term that a coordinator claims decides soon after. Forked processes do not hold it.
     """
 
     _held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
@@ -83,7 +83,7 @@ class RunLock:
         if self.rival() is None:
             with contextlib.suppress(OSError):
                 if self._name is not None and self._holder and not self._holder.endswith(_on_this_host()):
-                    _write(self._descriptor, self._holder)  # it may live
+                    _write(self._descriptor, self._holder)  # it may still run
                 elif os.path.samestat(os.fstat(self._descriptor), self._file.stat()):
                     self._file.unlink()
                     self._file.parent.rmdir()
