@@ -53,7 +53,7 @@ _POLICIES: Final[tuple[PolicyName, ...]] = ("chameleon", "recycle", "oobleck", "
 _SURE: Final = 10.0  # failures: the prior rate is the true one
 _ALWAYS: Final = 1_000_000  # more steps, and restarts of a worker, than there are
 _CHECKPOINTS_EVERY: Final = 2
-_SETTINGS: Final = ("workers", "share", "duration_s", "time_scale", "restart_s", "seed")
+_SETTINGS: Final = ("workers", "share", "optimizer_redundancy", "duration_s", "time_scale", "restart_s", "seed")
 
 
 def main() -> int:
@@ -123,7 +123,10 @@ def configured(
         steps=_ALWAYS,
         seed=given.seed,
         parallel=Parallel(
-            dp=given.workers // PP, pp=PP, split_backward=scenario.split_backward, optimizer_redundancy="all"
+            dp=given.workers // PP,
+            pp=PP,
+            split_backward=scenario.split_backward,
+            optimizer_redundancy=given.optimizer_redundancy,
         ),
         batch=Batch(micro_batches=given.workers // PP * given.share, micro_batch_size=1),
         checkpoint=Checkpoint(every=_CHECKPOINTS_EVERY if policy == "restart" else 0),
@@ -228,6 +231,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=get_args(PolicyName), default=_POLICIES, metavar="NAME")
     parser.add_argument("--workers", type=int, default=32, metavar="N", help=f"a multiple of {PP}, and at least 8")
     parser.add_argument("--share", type=int, default=16, help="micro-batches of a pipeline at the start")
+    parser.add_argument(
+        "--optimizer-redundancy",
+        type=lambda owners: owners if owners == "all" else int(owners),
+        default="all",
+        metavar="OWNERS",
+        help="workers that keep each slice of the optimizer's state, or all",
+    )
     parser.add_argument("--duration-s", type=float, default=150.0, help="seconds of the wall clock in a window")
     parser.add_argument("--time-scale", type=float, default=4.0, help="seconds that a second of the profile takes")
     parser.add_argument("--restart-s", type=float, default=300.0, help="what going back to a checkpoint costs")
