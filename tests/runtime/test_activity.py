@@ -23,3 +23,8 @@ def test_what_a_rank_is_doing() -> None:
     assert state() == ("F3", False, False, None)
     activity.idle("quiesced")
     assert state() == ("quiesced", True, False, None)
+    with activity.waiting("sync", for_message=True, peer=3):
+        with activity.waiting("parameters"):
+            pass
+        assert state() == ("sync", True, True, 3), "a wait that ends leaves the one around it"
+    assert state() == ("quiesced", True, False, None)

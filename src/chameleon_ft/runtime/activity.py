@@ -52,18 +52,20 @@ class Activity:
 
     @contextmanager
     def waiting(self, doing: str, *, for_message: bool = False, peer: int | None = None) -> Iterator[None]:
-        """Note that inside the block the thread waits, for another rank or for memory or disk, and then computes.
+        """Note that inside the block the thread waits, for another rank or for memory or disk.
+
+        After it the thread does what it did before: it computes, or waits in an outer block.
 
         Args:
             for_message: whether it waits for another rank.
             peer: that rank; None if a collective does not tell.
         """
-        before = self._state[0]
+        before, was_waiting, was_for_message, previous_peer, _ = self._state
         self._note(doing, for_message=for_message, peer=peer)
         try:
             yield
         finally:
-            self.begin(before)
+            self._note(before, waiting=was_waiting, for_message=was_for_message, peer=previous_peer)
 
     def position(self, probe: int) -> Position:
         """Return the answer to a probe."""

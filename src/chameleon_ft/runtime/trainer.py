@@ -189,6 +189,7 @@ class Trainer:
             self._state.restore(generation)
             self._state.gather_again(generation)
             if order.transition is not None:
+                self._activity.begin("the transition")
                 self._state.carry_out_transition(generation)
             if self._state.committer is None:
                 self._stand_by(generation, "spare")
