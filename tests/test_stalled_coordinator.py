@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[1]
 STALL_S = 13.0  # longer than the lease, and than workers wait for an answer before they connect again
-STEPS = 40
+STEPS = 28
 
 
 def test_workers_train_on_and_none_is_lost(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Checkpoint
-from chameleon_ft.observe import ControlAddress, RunDirectory, StepRecord, View, complete_checkpoints, file_queue
+from chameleon_ft.observe import (
+    ControlAddress,
+    RunDirectory,
+    StepRecord,
+    View,
+    complete_checkpoints,
+    file_queue,
+    recorder,
+)
 from tests.harness import assert_trained_as_if_nothing_failed, small_config, train_here
 from tests.mounts import fill, freezable_disk, freeze, small_disk, thaw
 
@@ -40,21 +48,29 @@ class FillingView(View):
         self.seen.setdefault(name, fields)
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files tried again, and the user told that they are late, sooner than after seconds."""
+    monkeypatch.setattr(file_queue, "_ANNOUNCED_AFTER_S", 0.2)
+    monkeypatch.setattr(file_queue, "_RETRY_MAX_S", 0.4)
+
+
 def test_a_full_disk_makes_records_late_and_stops_nothing(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", megabytes=8) as disk:
-        view = FillingView(disk, full_at=3, free_at=150)
-        ended = train_here(small_config(tmp_path, steps=200), disk / "run", view=view)
+        view = FillingView(disk, full_at=3, free_at=60)
+        ended = train_here(small_config(tmp_path, steps=80), disk / "run", view=view)
         assert "No space left on device" in view.seen["records_late"]["message"]
         assert str(disk / "run") in view.seen["records_late"]["message"]
         assert "records_written" in view.seen
-        assert ended.steps == list(range(200))
+        assert ended.steps == list(range(80))
         assert not ended.failures
         assert [event["event"] for event in ended.events("records_written")] == ["records_written"]
-        assert ended.summary["steps"] == 200
+        assert ended.summary["steps"] == 80
         assert ended.code == 0
 
 
-def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_CATCH_UP_S", 2.0)
     with small_disk(tmp_path / "disk", megabytes=8) as disk:
         view = FillingView(disk, full_at=3, free_at=-1)
         ended = train_here(small_config(tmp_path, steps=40), disk / "run", view=view)
@@ -66,7 +82,7 @@ def test_an_address_that_does_not_fit_is_written_later(tmp_path: Path, monkeypat
     write, steps = RunDirectory.write_control, list[int]()
 
     def write_if_there_is_room(run: RunDirectory, control: ControlAddress) -> None:
-        if len(steps) < 20:
+        if len(steps) < 40:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(run, control)
 
@@ -82,7 +98,7 @@ def test_an_address_that_does_not_fit_is_written_later(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(RunDirectory, "write_control", write_if_there_is_room)
     view = CountingView()
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=view)
+    ended = train_here(small_config(tmp_path, steps=80), tmp_path / "run", view=view)
     assert_trained_as_if_nothing_failed(ended)
     assert view.seen["records_late"]["message"].startswith(
         f"[Errno 28] No space left on device, at {ended.run.control_file}; training goes on"
@@ -108,8 +124,7 @@ def test_checkpoints_that_do_not_fit_are_removed_and_tried_again(tmp_path: Path)
         assert left == ["step-00000040", "step-00000050"], "nothing is left of those that do not fit"
 
 
-def test_training_goes_on_while_a_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_queue, "_ANNOUNCED_AFTER_S", 0.2)
+def test_training_goes_on_while_a_disk_does_not_answer(tmp_path: Path) -> None:
     with freezable_disk(tmp_path / "disk", megabytes=64) as disk:
 
         @dataclass

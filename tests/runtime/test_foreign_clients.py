@@ -8,23 +8,32 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from torch._C._distributed_c10d import TCPStore
+from websockets.asyncio.server import serve
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from chameleon_ft.control.wire import server
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
 from chameleon_ft.control.wire.codec import encode
 from chameleon_ft.control.wire.messages import Publish
 from chameleon_ft.observe import RunDirectory
 from tests.harness import Ended, ScriptedView, assert_as_the_plain_loop, fails, small_config, train_here
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures("silence_is_short")]
 
 NOISE = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" + b"A" * 200, b"\xff" * 4096)
+
+
+@pytest.fixture
+def silence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the coordinator, before it ends, wait less for clients that say nothing."""
+    monkeypatch.setattr(server, "serve", partial(serve, open_timeout=4.0))
 
 
 def listening_ports() -> set[int]:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -23,18 +22,8 @@ from tests.harness import every_process_ends
 
 pytestmark = pytest.mark.multiprocess
 
-HERE = "tests.runtime.test_fork_server"
+FUNCTIONS = "tests.runtime.forked_functions"
 LIGHT = "chameleon_ft.quantities"
-
-
-def echo(pipe: int, *, text: str) -> None:
-    """Send a text, the parent and the blocked signals through a pipe, and end with code 7."""
-    Connection(pipe, readable=False).send((text, os.getppid(), signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    sys.exit(7)
-
-
-def sleep() -> None:
-    time.sleep(100)
 
 
 @pytest.fixture
@@ -47,7 +36,7 @@ def server() -> Iterator[ForkServer]:
 async def ask(server: ForkServer, text: str = "hello") -> tuple[str, int, set[signal.Signals]]:
     ours, theirs = Pipe(duplex=False)
     with theirs:
-        process = await server.fork(f"{HERE}:echo", theirs.fileno(), text=text)
+        process = await server.fork(f"{FUNCTIONS}:echo", theirs.fileno(), text=text)
     answer: tuple[str, int, set[signal.Signals]] = await asyncio.to_thread(ours.recv)
     assert await process.wait() == 7
     assert not process.is_alive
@@ -66,7 +55,7 @@ def test_one_that_is_stopped_or_killed_is_replaced_and_its_processes_live_on(
     number: signal.Signals, server: ForkServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scene() -> int | None:
-        before = await server.fork(f"{HERE}:sleep")
+        before = await server.fork(f"{FUNCTIONS}:sleep")
         await ask(server)
         former = psutil.Process(server.pid)
         former.send_signal(number)
@@ -99,7 +88,7 @@ def test_one_that_is_stopped_while_it_loads_is_replaced() -> None:
 def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     server = ForkServer("no_such_module")
     with pytest.raises(ControlError, match=r"3 fork servers in a row failed.* has ended with exit code 1"):
-        asyncio.run(server.fork(f"{HERE}:sleep"))
+        asyncio.run(server.fork(f"{FUNCTIONS}:sleep"))
     assert "No module named 'no_such_module'" in capfd.readouterr().err
 
 
@@ -108,11 +97,11 @@ def test_a_request_that_is_given_up_leaves_no_process() -> None:
     before = set(psutil.Process().children())
 
     async def scene() -> None:
-        giving_up = asyncio.create_task(server.fork(f"{HERE}:sleep"))
+        giving_up = asyncio.create_task(server.fork(f"{FUNCTIONS}:sleep"))
         await asyncio.sleep(0)
         giving_up.cancel()
         await asyncio.wait({giving_up})
-        process = await server.fork(f"{HERE}:sleep")  # by now the server has forked for the first request, too
+        process = await server.fork(f"{FUNCTIONS}:sleep")  # by now the server has forked for the first request, too
         process.kill()
         await process.wait()
 
@@ -141,7 +130,7 @@ from chameleon_ft.runtime.fork_server import ForkServer
 
 async def main():
     server = ForkServer("torch")
-    await server.fork("{HERE}:sleep")
+    await server.fork("{FUNCTIONS}:sleep")
     print("forked", flush=True)
     await asyncio.sleep(100)
 

@@ -110,7 +110,6 @@ def test_it_ends_with_its_run(tmp_path: Path, last: Message | None) -> None:
 HOLDER = """
 import os, subprocess, sys, time
 from chameleon_ft.runtime.process import Lifeline
-from tests.harness import every_process_ends
 
 lifeline = Lifeline()
 forked = os.fork()  # which does not hold it

@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from chameleon_ft.config import Recovery, Timeouts
 from chameleon_ft.launch import processes
-from chameleon_ft.runtime.rank import spawned_rank_main
 from tests.harness import assert_trained_as_if_nothing_failed, small_config, train_here
+from tests.runtime import failing_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-_WORKER = 2
 _TIMEOUTS = Timeouts(heartbeat_timeout_s=6.0, watchdog_min_s=8.0, collective_timeout_s=12.0, rendezvous_s=15.0)
-
-
-def dies(*lifelines: int, **arguments: Any) -> None:
-    """Run a rank; the first process of a worker dies before it connects."""
-    _run_rank(partial(os.kill, os.getpid(), signal.SIGKILL), *lifelines, **arguments)
-
-
-def hangs(*lifelines: int, **arguments: Any) -> None:
-    """Run a rank; the first process of a worker hangs before it connects."""
-    _run_rank(signal.pause, *lifelines, **arguments)
-
-
-def _run_rank(fail: Callable[[], object], *lifelines: int, worker: int, incarnation: int, **arguments: Any) -> None:
-    if (worker, incarnation) == (_WORKER, 1):
-        fail()
-    spawned_rank_main(*lifelines, worker=worker, incarnation=incarnation, **arguments)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_process_that_fails_before_it_connects_is_replaced(tmp_path: Path, how: str) -> None:
     recovery = Recovery(policy="reroute", respawn=True, respawn_delay_s=0.1)
     config = small_config(tmp_path, recovery=recovery, timeouts=_TIMEOUTS)
-    with mock.patch.object(processes, "RANK", f"{__name__}:{how}"):
+    with mock.patch.object(processes, "RANK", f"{failing_ranks.__name__}:{how}"):
         ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == set()
     (lost,) = ended.events("join_failed")
-    assert (lost["worker"], lost["incarnation"]) == (_WORKER, 1)
+    assert (lost["worker"], lost["incarnation"]) == (failing_ranks.WORKER, 1)
     cause = "SIGKILL" if how == "dies" else "hung: its process has not connected within 15 s"
     assert lost["cause"] == cause
     assert [event["incarnation"] for event in ended.events("respawn")] == [2]
 
 
 def test_without_a_restart_the_run_says_so_at_once(tmp_path: Path) -> None:
-    with mock.patch.object(processes, "RANK", f"{__name__}:dies"):
+    with mock.patch.object(processes, "RANK", f"{failing_ranks.__name__}:dies"):
         ended = train_here(small_config(tmp_path), tmp_path / "run")
     assert ended.code == 1
     assert ended.summary["reason"] == f"worker 2 ended before the run began: SIGKILL; see {ended.run.logs}"
