@@ -29,10 +29,11 @@ def _server() -> ForkServer:
 class ForkedCommand:
     """A `chameleon` command that leads a session of its own, with what `subprocess.Popen` has of it.
 
-    It is a child of this process. Its input is empty, and its output and errors can be read from `stdout`.
+    It is a child of this process. Its input is empty, and its output and errors can be read from `stdout`. It runs in
+    this network namespace, or that of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], *, environ: Mapping[str, str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, environ: Mapping[str, str], network: str | None = None) -> None:
         read, written = os.pipe()
         begun, begins = os.pipe()
         forking = _server().fork(
@@ -42,6 +43,7 @@ class ForkedCommand:
             arguments=list(arguments),
             environ=dict(environ),
             directory=Path.cwd(),
+            network=network,
         )
         try:
             self._process = asyncio.run(forking)

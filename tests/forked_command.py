@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import os
@@ -29,6 +30,7 @@ from chameleon_ft.runtime.process import end_with
 
 __all__ = ["run_command"]
 
+_CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _MOST_FILES = os.sysconf("SC_OPEN_MAX")
 
 for _module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
@@ -37,7 +39,13 @@ load_solvers()
 
 
 def run_command(
-    output: int, begins: int, *, arguments: Sequence[str], environ: Mapping[str, str], directory: Path
+    output: int,
+    begins: int,
+    *,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    directory: Path,
+    network: str | None,
 ) -> NoReturn:
     """Run a command as `python -m chameleon_ft` does, in a session of its own.
 
@@ -51,6 +59,8 @@ def run_command(
         os.dup2(output, descriptor)
     os.close(output)
     os.chdir(directory)
+    if network is not None:
+        _enter(network)
     os.environ.clear()
     os.environ.update(environ)
     sys.argv[1:] = arguments
@@ -61,6 +71,13 @@ def run_command(
         finally:  # as an interpreter ends
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
+
+
+def _enter(network: str) -> None:
+    """Enter a network namespace, as `ip netns exec` does."""
+    with Path("/run/netns", network).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {network}")
 
 
 class _ForkedServer(fork_server._Server):

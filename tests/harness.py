@@ -294,6 +294,7 @@ class Command:
     Args:
         environ: changes to the environment.
         prefix: a command that executes it.
+        network: namespace of the network in which it runs.
         own_interpreter: whether it starts an interpreter in a test, too, as it does with a prefix and with other paths
             of modules.
     """
@@ -303,13 +304,15 @@ class Command:
         *arguments: str | int | Path,
         environ: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        network: str | None = None,
         own_interpreter: bool = False,
     ):
         words, changes = [*map(str, arguments)], environ or {}
         self._process: subprocess.Popen[str] | ForkedCommand
         if "PYTEST_CURRENT_TEST" not in os.environ or own_interpreter or prefix or "PYTHONPATH" in changes:
+            inside = () if network is None else ("ip", "netns", "exec", network)
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "chameleon_ft", *words],
+                [*inside, *prefix, sys.executable, "-m", "chameleon_ft", *words],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -317,7 +320,7 @@ class Command:
                 start_new_session=True,
             )
         else:
-            self._process = ForkedCommand(words, environ={**os.environ, **changes})
+            self._process = ForkedCommand(words, environ={**os.environ, **changes}, network=network)
         self.printed = ""
 
     @property

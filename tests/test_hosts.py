@@ -45,11 +45,8 @@ class Network:
     prefix: str
 
     def name(self, host: str) -> str:
+        """Return the network namespace of a host."""
         return f"{self.prefix}-{host}"
-
-    def on(self, host: str) -> tuple[str, ...]:
-        """Return the prefix of a command on a host."""
-        return ("ip", "netns", "exec", self.name(host))
 
     def build(self) -> None:
         for host in ADDRESSES:
@@ -103,11 +100,13 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         coordinator = stack.enter_context(
-            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, prefix=network.on("coordinator"))
+            Command(
+                "coordinator", tmp_path / "config.toml", "--output-dir", run.path, network=network.name("coordinator")
+            )
         )
         coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.1:\d+")
         hosts = {
-            host: stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", prefix=network.on(host)))
+            host: stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", network=network.name(host)))
             for host in ("first", "second")
         }
         coordinator.read_until(r"^\s+5\s")
@@ -147,12 +146,16 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby(tmp_path: Pat
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         first = stack.enter_context(
-            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, prefix=network.on("second"))
+            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, network=network.name("second"))
         )
         first.read_until(r"chameleon agent --coordinator 10\.77\.0\.3:\d+")
-        standby = stack.enter_context(Command("coordinator", "--standby", run.path, prefix=network.on("coordinator")))
+        standby = stack.enter_context(
+            Command("coordinator", "--standby", run.path, network=network.name("coordinator"))
+        )
         standby.read_until(r"standing by at 10\.77\.0\.1:\d+")
-        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", prefix=network.on("first")))
+        agent = stack.enter_context(
+            Command("agent", "--run", run.path, "--workers", "2", network=network.name("first"))
+        )
         first.read_until(r"^\s+5\s")
         with every_process_ends([*agent.session(), *first.session()]):
             network.cut_off("second")

@@ -35,10 +35,10 @@ def own_model(own_model: Path) -> Path:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts: what commands on them begin with, and where the second one answers."""
+    """Two hosts: their network namespaces, and where the second one answers."""
 
-    first: tuple[str, ...]
-    second: tuple[str, ...]
+    first: str | None
+    second: str | None
     address: str
 
 
@@ -48,9 +48,9 @@ def hosts() -> Iterator[Hosts]:
     network = Network(f"profile-{os.getpid()}")
     try:
         network.build()
-        yield Hosts(network.on("first"), network.on("second"), f"{ADDRESSES['second']}:29400")
+        yield Hosts(network.name("first"), network.name("second"), f"{ADDRESSES['second']}:29400")
     except (subprocess.CalledProcessError, FileNotFoundError):
-        yield Hosts((), (), "127.0.0.1:0")
+        yield Hosts(None, None, "127.0.0.1:0")
     finally:
         with contextlib.suppress(FileNotFoundError):
             network.remove()
@@ -166,10 +166,10 @@ def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: Com
 def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_path: Path, hosts: Hosts) -> None:
     out = tmp_path / "p.json"
     secret = {"CHAMELEON_TOKEN": "secret"}
-    with Command("profile", "--serve", hosts.address, environ=secret, prefix=hosts.second) as server:
+    with Command("profile", "--serve", hosts.address, environ=secret, network=hosts.second) as server:
         address = server.read_until(r"answering on (\S+:\d+);")[1]
         arguments = ("profile", own_model, "--repeats", "3", "--peer", address, "--micro-batch-size", "2", "--out", out)
-        with Command(*arguments, environ=secret, prefix=hosts.first) as measuring:
+        with Command(*arguments, environ=secret, network=hosts.first) as measuring:
             assert measuring.wait() == 0, measuring.printed
         server.read_until(r"\S+ has measured the link to here")
         with every_process_ends(server.session()):
