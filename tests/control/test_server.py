@@ -144,6 +144,19 @@ def test_what_does_not_speak_the_protocol_at_all_disturbs_no_other() -> None:
     serving(body)
 
 
+def test_what_connects_and_sends_nothing_is_not_reported() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as member:
+            reader, writer = await asyncio.open_connection(*split_address(listener.address))
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+            assert await echoed(member) == HELLO
+            assert listener.turned_away == []
+
+    serving(body)
+
+
 @pytest.mark.parametrize("noise", ["", "hello", "{}", '{"type": "sudo"}', b"\xff\xfe", '{"type": "finish", "more": 1}'])
 def test_a_message_that_is_not_ours_is_refused_and_its_sender_told(noise: str | bytes) -> None:
     async def body(listener: Listener) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import http
 import itertools
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -86,7 +87,10 @@ class Handler(Protocol):
 
 
 class _Connection(HeardConnection, ServerConnection):
-    """A connection that reports a peer without a valid request, which the library does not."""
+    """A connection that reports a peer without a valid request, which the library does not.
+
+    One that has sent nothing was lost while it connected, or only wanted to know whether the port is open.
+    """
 
     def __init__(self, handler: Handler, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -95,8 +99,8 @@ class _Connection(HeardConnection, ServerConnection):
     async def handshake(self, *arguments: Any, **named: Any) -> None:
         address = _address_of(self)  # unknown once the connection is gone
         await super().handshake(*arguments, **named)
-        if self.request is None:
-            why = self.protocol.handshake_exc or "it left without a word"
+        if self.request is None and math.isfinite(self.heard_at_s):
+            why = self.protocol.handshake_exc or "it sent no request"
             self._handler.refused(address, f"does not speak this protocol: {why}")
 
 
