@@ -162,6 +162,41 @@ def test_without_a_profile_the_operations_are_their_own_prediction() -> None:
     assert found.predicted.program_s < found.steps[0].lane.program_s
 
 
+def test_times_that_vary_in_a_step_count_with_their_mean() -> None:
+    plan = planned(costs_from="assumed")
+
+    def varying(step: RecordedStep) -> RecordedStep:
+        # One of three operations of a kind takes four seconds, and the others one: one after the other, without gaps.
+        ends, kinds, begun = 0.0, dict.fromkeys(OperationKind, 0), []
+        for operation in plan.program.of(step.worker):
+            kinds[operation.kind] += 1
+            begun.append((ends, ends + (4.0 if kinds[operation.kind] % 3 == 0 else 1.0)))
+            ends = begun[-1][1]
+        return dataclasses.replace(step, operations=tuple(begun), reductions=())
+
+    (found,) = compare_generations({1: plan}, [varying(step) for number in (3, 4) for step in recorded(plan, number)])
+
+    assert {kind.predicted_s for kind in found.kinds} == {2.0}
+    assert set(found.predicted.busy_s.values()) == {12.0}, "as long as each worker computes"
+
+
+def test_reductions_take_as_long_as_for_the_holder_that_waits_for_no_other() -> None:
+    plan = planned(costs_from="assumed")
+
+    def reducing(step: RecordedStep) -> RecordedStep:
+        # Of the workers that hold layers 0 and 1, worker 0 comes a second after worker 2.
+        end_s = step.operations[-1][1]
+        late_s = {0: 1.0, 2: 0.0}.get(step.worker, 0.0)
+        first = (0, 2) if step.worker in (0, 2) else (2, 4)
+        own = RecordedReduction(*first, end_s + late_s, end_s + 4.0)
+        return dataclasses.replace(step, reductions=(own,))
+
+    (found,) = compare_generations({1: plan}, [reducing(step) for number in (3, 4) for step in recorded(plan, number)])
+
+    taken = {each.segment.layers.start: each.end_s - each.start_s for each in found.predicted.sync.reductions}
+    assert taken == {0: pytest.approx(3.0), 2: pytest.approx(4.0)}
+
+
 def test_a_step_that_a_worker_did_not_finish_is_left_out() -> None:
     plan = planned()
     whole, broken = recorded(plan, 3), recorded(plan, 4)[:3]

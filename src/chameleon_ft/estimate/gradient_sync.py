@@ -85,7 +85,7 @@ def sync_after(placement: Placement, complete_s: GradientTimes, program_s: float
             (
                 segment.holders,
                 max(_ready_s(complete_s.get(worker, {}), segment) for worker in segment.holders),
-                costs.cluster.ring_all_reduce_s(segment.holders, num_bytes),
+                costs.all_reduce_s(segment.layers, segment.holders, num_bytes),
             )
             for _, segment, num_bytes in segments
         ),

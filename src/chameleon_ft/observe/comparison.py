@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from chameleon_ft.errors import ConfigError
@@ -170,9 +172,10 @@ def _measured_step(plan: GenerationPlan, records: Sequence[RecordedStep]) -> Mea
 
 @dataclass(frozen=True)
 class _MeasuredCosts(CostModel):
-    """A cost model in which recorded operations take the median of their measured times."""
+    """A cost model in which recorded operations and reductions take their measured times."""
 
     measured_s: Mapping[_OperationKey, float] = field(default_factory=dict, compare=False)
+    reductions_s: Mapping[LayerRange, float] = field(default_factory=dict, compare=False)
 
     def pace(self, worker: int) -> float:
         return worker  # operations may take different times on any two workers
@@ -184,12 +187,17 @@ class _MeasuredCosts(CostModel):
             return seconds
         return CostModel.compute_s(self, worker, kind, layers, recompute=recompute)
 
+    def all_reduce_s(self, layers: LayerRange, holders: Collection[int], num_bytes: int) -> float:
+        seconds = self.reductions_s.get(layers)
+        return CostModel.all_reduce_s(self, layers, holders, num_bytes) if seconds is None else seconds
+
 
 def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:
     steps = steps[1:] or steps
     costs, costs_from = plan.costs, plan.costs_from
     if costs_from not in ("profile", "corrected"):
-        costs, costs_from = _MeasuredCosts(costs.workload, costs.cluster, _median_times(steps)), "measured"
+        own = _operation_times(steps), _reduction_times(steps)
+        costs, costs_from = _MeasuredCosts(costs.workload, costs.cluster, *own), "measured"
     predicted = estimate_step(plan.plan, plan.program, costs)
     return GenerationComparison(
         generation=plan.generation,
@@ -201,13 +209,45 @@ def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationC
     )
 
 
-def _median_times(steps: Sequence[MeasuredStep]) -> dict[_OperationKey, float]:
-    found: dict[_OperationKey, list[float]] = defaultdict(list)
+def _operation_times(steps: Sequence[MeasuredStep]) -> dict[_OperationKey, float]:
+    """Return the seconds of the operations of each worker: the median over steps of their mean in a step.
+
+    A worker runs all its operations one after the other, so of times that vary in a step the mean counts.
+    """
+    means: dict[_OperationKey, list[float]] = defaultdict(list)
     for step in steps:
+        own: dict[_OperationKey, list[float]] = defaultdict(list)
         for timed in step.lane.timeline.operations:
-            key = (timed.worker, timed.operation.kind, timed.operation.layers)
-            found[key].append(timed.end_s - timed.start_s)
-    return {key: statistics.median(times) for key, times in found.items()}
+            own[timed.worker, timed.operation.kind, timed.operation.layers].append(timed.end_s - timed.start_s)
+        for key, times in own.items():
+            means[key].append(statistics.fmean(times))
+    return {key: statistics.median(each) for key, each in means.items()}
+
+
+def _reduction_times(steps: Sequence[MeasuredStep]) -> dict[LayerRange, float]:
+    """Return the median seconds of the all-reduce of each range of layers, without the waiting for other holders.
+
+    The last holder to come to a reduction waits for no other, so the shortest time of all holders counts. Ranges of
+    which a worker has several in a step, because layers share parameters, are left out.
+    """
+    found: dict[LayerRange, list[float]] = defaultdict(list)
+    for step in steps:
+        shortest_s: dict[LayerRange, float] = {}
+        by_worker: dict[int, list[WorkerReduction]] = defaultdict(list)
+        for each in step.lane.reductions:
+            by_worker[each.worker].append(each)
+        repeated = {
+            layers for own in by_worker.values() for layers, n in Counter(each.layers for each in own).items() if n > 1
+        }
+        for own in by_worker.values():
+            free_s = -math.inf  # a worker reduces one after the other
+            for each in sorted(own, key=attrgetter("end_s")):
+                seconds = each.end_s - max(each.start_s, free_s)
+                shortest_s[each.layers] = min(seconds, shortest_s.get(each.layers, math.inf))
+                free_s = each.end_s
+        for layers in shortest_s.keys() - repeated:
+            found[layers].append(shortest_s[layers])
+    return {layers: statistics.median(each) for layers, each in found.items()}
 
 
 def _compare_kinds(predicted: Timeline, steps: Sequence[MeasuredStep]) -> Iterable[KindComparison]:

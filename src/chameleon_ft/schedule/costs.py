@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,6 +74,10 @@ class CostModel:
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
         """Return the seconds from the start of a send until it has arrived; zero between a worker and itself."""
         return 0.0 if src == dst else self.cluster.link(src, dst).message_s(num_bytes)
+
+    def all_reduce_s(self, layers: LayerRange, holders: Collection[int], num_bytes: int) -> float:
+        """Return the seconds in which `holders` sum the gradients of a segment, which begins with these layers."""
+        return self.cluster.ring_all_reduce_s(holders, num_bytes)
 
     def message_bytes(self, layer: int) -> int:
         """Return the bytes of the activation after `layer`, which are those of its gradient."""

@@ -21,7 +21,7 @@ __all__ = ["main"]
 _SOURCES: Final = {
     "profile": "its profile",
     "corrected": "its profile, corrected by earlier steps",
-    "measured": "medians of its own operations",
+    "measured": "times of its own operations and reductions",
     "assumed": "assumed costs",
 }
 
@@ -31,8 +31,8 @@ class ReportArguments:
     """Compare the measured operations of a run with the predicted ones: the error per step and per kind of operation.
 
     The prediction is the one the run planned by: from its profile, corrected by what the run had measured until then.
-    Without a profile it is from the medians of the run's own operations, and shows the error of everything else:
-    waiting, messages and gradient sync.
+    Without a profile it is from the times of the run's own operations and reductions, and shows the error of everything
+    else: waiting and messages.
     """
 
     run: RunPath
