@@ -45,6 +45,23 @@ def test_numbers_do_not_make_another_error_of_it() -> None:
     assert crashes.is_of_the_job(1, out.format("1.25", 3, 4), step=5)
 
 
+def test_neither_do_units_of_memory_and_the_other_processes_of_a_device() -> None:
+    crashes = Crashes()
+    out = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}. {} free. {} memory in use."
+    one = out.format("20.00 MiB", "18.31 MiB", "Process 71 has 1.3 GiB memory in use. This process has 2 GiB")
+    other = out.format("1.25 GiB", "512.00 bytes", "This process has 1.3 GiB")
+    assert not crashes.is_of_the_job(0, one, step=5)
+    assert not crashes.is_of_the_job(1, "RuntimeError: CUDA error: misaligned address. Compile with x", step=5)
+    assert not crashes.is_of_the_job(2, other, step=5)
+    assert crashes.is_of_the_job(3, one, step=5)
+
+
+def test_units_of_sizes_in_the_first_sentence_do_not_either() -> None:
+    crashes = Crashes()
+    assert not crashes.is_of_the_job(0, "RuntimeError: no room for 20.00 MiB", step=5)
+    assert crashes.is_of_the_job(1, "RuntimeError: no room for 1.25 GiB", step=5)
+
+
 @pytest.mark.parametrize("since_step", [None, 5], ids=["takes no part", "has just come"])
 def test_a_newcomer_proves_nothing(since_step: int | None) -> None:
     crashes = Crashes()

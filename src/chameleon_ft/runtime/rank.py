@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -48,6 +48,8 @@ from chameleon_ft.runtime.process import (
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
+
+_LONGEST_ERROR: Final = 240
 
 
 def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoReturn:
@@ -129,8 +131,11 @@ def rank_main(
 
 
 def _described(error: BaseException) -> str:
-    """Return an error in one line, and where it was raised; the log has its traceback."""
+    """Return an error in one line, shortened, and where it was raised; the log has all of it, with its traceback."""
     first = (str(error).strip().splitlines() or [""])[0]
+    if len(first) > _LONGEST_ERROR and not isinstance(error, ChameleonError):
+        # That of a full device lists all processes that use it.
+        first = f"{first[:_LONGEST_ERROR]} ..."
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     place = None if isinstance(error, ChameleonError) else place_of(error)
     return text if place is None else f"{text}, at {place}"

@@ -12,8 +12,8 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["CrashDetector"]
 
-_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
-"""A number, in which equal errors of two workers may differ: a layer, a micro-batch, a size, an address, a device."""
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?: (?:bytes|[KMGT]iB)\b)?")
+"""A number, in which equal errors of two workers may differ: a layer, a micro-batch, a size in any unit, an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class CrashDetector:
         # A worker that has joined in this step proves nothing: it may lack what the others have.
         if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
             return self, (lost,)
-        kind = _NUMBER.sub("#", signal.error)
+        # The first sentence: an error of a full device goes on with all processes that use it, in any order.
+        kind = _NUMBER.sub("#", signal.error).partition(". ")[0]
         other, error = self.errors.get(signal.step, (signal.worker, kind))
         after = replace(self, errors={**self.errors, signal.step: (signal.worker, kind)})
         if signal.step == 0 or (error == kind and other != signal.worker):
