@@ -122,15 +122,18 @@ def wait_for_stream(device: torch.device) -> None:
 
 
 def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
-    """Return the memory of a worker's accelerator, or its share of it.
+    """Return the memory that a worker's tensors can have on its accelerator, or its share of that.
 
-    None on a CPU, whose memory all workers of the host share.
+    Each process takes some memory for the driver and its kernels; so what this process has beside its tensors is
+    subtracted. None on a CPU, whose memory all workers of the host share.
     """
     if is_host_memory(device):
         return None
     count = torch.accelerator.device_count()
     sharing = -(-config.workers // count) if config.share_devices else 1
-    return int(torch.accelerator.get_memory_info(device)[1]) // sharing
+    free, total = torch.accelerator.get_memory_info(device)
+    beside_tensors = total - free - torch.accelerator.memory_reserved(device)
+    return int(total // sharing - beside_tensors)
 
 
 class EmulatedDevice:

@@ -41,6 +41,7 @@ def measure_profile(
     model = ModelOnDevice(load_job(config.job, config), config, device)
     with users_errors(config):
         layers = measure_layers(model, repeats=repeats, progress=progress)
+    memory_bytes = worker_memory_bytes(config, device)  # before other processes use the device
     sizes = message_sizes(info.boundary_bytes)
     progress("links inside this host")
     local = measure_local_links(config, message_bytes=sizes, repeats=repeats)
@@ -61,5 +62,5 @@ def measure_profile(
         intra_host=local.link,
         inter_host=inter_host,
         all_reduces=local.all_reduces,
-        memory_bytes=worker_memory_bytes(config, device),
+        memory_bytes=memory_bytes,
     )
