@@ -15,6 +15,7 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter
 from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
 from chameleon_ft.runtime.execution.commit import AppliedStep, Committer
 from chameleon_ft.runtime.execution.executor import Executor
@@ -289,6 +290,7 @@ class StepLoop:
             self._report_committed(applied, stats, start_s=start_s)  # it is, and perhaps on no other worker
             raise
         self.migration.resume()
+        wait_for_stream(self.executor.device)  # or the next step would have the time of the update
         stats.end_s = time.perf_counter()
         self._committed(applied, stats, request=request, start_s=start_s)
         return applied.vote
