@@ -229,10 +229,19 @@ VOTE = Vote(grad_square_sum=math.nan, loss_sum=1.0, terms=1, samples=1, finish=F
         ({"loss": 1.0, "a": math.nan}, {"loss": 1.0, "a": 2.0}, True),
         ({"loss": 1.0, "a": 2.0}, {"loss": 1.0, "a": 2.0}, False),
         ({"loss": math.inf}, {"loss": 1.0}, True),
+        ({"loss": 1.0, "a": 2.0}, {"loss": 1.0, "a": 2.0000002}, False),
+        ({"loss": 1.0, "a": math.nan, "b": 2.0}, {"loss": 1.0, "a": math.nan, "b": 2.0000002}, False),
+        ({"loss": 1.0}, {"loss": 1.0, "a": 2.0}, True),
     ],
 )
 def test_contributions_are_compared(before: dict[str, float], later: dict[str, float], has_changed: bool) -> None:
     assert BadStepError(VOTE, "why", before).changed(later) is has_changed
+
+
+def test_in_a_spike_the_last_bit_of_a_contribution_counts() -> None:
+    spike = BadStepError(VOTE.model_copy(update={"grad_square_sum": 9.0}), "why", {"loss": 1.0, "a": 2.0})
+    assert spike.changed({"loss": 1.0, "a": 2.0000002})
+    assert not spike.changed({"loss": 1.0, "a": 2.0})
 
 
 def origins(look: Callable[[Repetition], None]) -> list[tuple[int, int, int, str]]:

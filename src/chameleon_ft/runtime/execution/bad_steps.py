@@ -51,11 +51,17 @@ class BadStepError(ChameleonError):
         super().__init__(why)
 
     def changed(self, later: Contributions) -> bool:
-        """Return whether a worker's contributions to the same step were other ones when it was computed again."""
-        return self.contributions.keys() != later.keys() or any(
-            value != later[place] and not (math.isnan(value) and math.isnan(later[place]))
-            for place, value in self.contributions.items()
-        )
+        """Return whether a worker's contributions to the same step were other ones when it was computed again.
+
+        If the sums of all workers were not finite, only contributions that were not count, either. Last bits of others
+        may differ without a fault, because kernels of an accelerator may add in any order.
+        """
+        before = self.contributions
+        if before.keys() != later.keys():
+            return True
+        if not (math.isfinite(self.vote.loss_sum) and math.isfinite(self.vote.grad_square_sum)):
+            return any(not math.isfinite(value) and math.isfinite(later[place]) for place, value in before.items())
+        return any(value != later[place] for place, value in before.items())
 
 
 @dataclass(slots=True)
