@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gpu`, their sizes and results; those that start a run are in `_gpu_runs`."""
+"""Sizes and results of the parts of `benchmarks.gpu`, and the parts that start no run."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Size:
     repeats: int
     memory_model: LlamaConfig
     run_model: LlamaConfig
+    fault_model: LlamaConfig
     steps: int
     checksum_bytes: int
     optimizer_elements: int
@@ -92,6 +93,7 @@ FULL: Final = Size(
     repeats=20,
     memory_model=LlamaConfig(dim=2048, num_layers=6, num_heads=16, num_kv_heads=16, ffn_dim=5504, seq_len=2048),
     run_model=LlamaConfig(dim=1024, num_layers=8, num_heads=16, num_kv_heads=16, ffn_dim=2752, seq_len=1024),
+    fault_model=LlamaConfig(dim=512, num_layers=6, num_heads=8, num_kv_heads=8, ffn_dim=1376, seq_len=256),
     steps=20,
     checksum_bytes=600_000_000,
     optimizer_elements=200_000_000,
@@ -102,6 +104,7 @@ SMALL: Final = Size(
     repeats=10,
     memory_model=LlamaConfig(dim=64, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=176, seq_len=64),
     run_model=LlamaConfig(dim=64, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=176, seq_len=64),
+    fault_model=LlamaConfig(dim=64, num_layers=4, num_heads=2, num_kv_heads=2, ffn_dim=176, seq_len=64),
     steps=20,
     checksum_bytes=20_000_000,
     optimizer_elements=1_000_000,
@@ -209,7 +212,10 @@ def memory(subject: Subject) -> Result:
     config = _prepared(config_of(subject, subject.size.memory_model, in_bf16=True), subject.folder / "data" / "memory")
     model = measured_model("Llama", config, claim_device(config))
     counted = [each for name, plan in _memory_plans(model) for each in count(model, name, plan)]
+    shared = replace(model, owners=1, snapshots=1)
+    counted += count(shared, "2 x 2, shared optimizer, snapshots", model.pipelines(2, 2, 8))
     errors = [each.error for each in counted for _ in each.workers]
+    kept = [predicted / found - 1 for each in counted for predicted, found in each.snapshots]
     return Result(
         columns=("plan", "worker", "predicted, MB", "allocator's peak, MB", "error"),
         rows=tuple(
@@ -225,6 +231,7 @@ def memory(subject: Subject) -> Result:
         bars=(
             Bar(name="mean error of the peak", value=statistics.fmean(map(abs, errors)), limit=_MEMORY_ERROR),
             Bar(name="largest underestimate", value=max(0.0, -min(errors)), limit=_MEMORY_UNDERESTIMATE),
+            Bar(name="largest error of snapshots in host memory", value=max(map(abs, kept)), limit=_MEMORY_ERROR),
         ),
         data={"counted": [each.to_json() for each in counted]},
     )

@@ -1,4 +1,4 @@
-"""Measure what a single GPU can show within ten minutes, and write one report.
+"""Measure what a single GPU can show within a quarter of an hour, and write one report.
 
   profiles    measured layers of published models in bf16, beside those derived from the device's data sheet
   memory      predicted peaks beside those of the device's allocator
@@ -10,6 +10,12 @@
   migration   a rank is drained and its layers move while all train; losses beside those of the plain loop
   snapshots   the only holder of some layers is killed; losses beside those of the plain loop
   bf16        as salvage, in bf16 with a shared optimizer
+  corruption  bits of a rank's state flip, and are found; losses beside those of the plain loop
+  slow        a rank becomes slow, and is noticed, and no other one
+  joins       a killed rank is replaced by a new process; losses beside those of the plain loop
+  takeover    the coordinator is killed and replaced; losses beside those of the plain loop
+  errors      ranks run out of memory, fail in a kernel and hang in one; losses beside those of the plain loop
+  checkpoint  a run is continued from a checkpoint, on the device and on the CPU
 
 A part that fails is in the report and does not end the others. report.md and report.json are written after each part.
 `--device cpu --small` rehearses all parts in a few minutes; what it measures means nothing.
@@ -34,7 +40,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks import _gpu_parts, _gpu_runs
+from benchmarks import _gpu_faults, _gpu_parts, _gpu_runs
 from benchmarks._common import ROOT, markdown_table, new_folder, report_arguments
 from benchmarks._gpu_parts import FULL, SMALL, Result, Subject
 from benchmarks._neighbours import progress
@@ -53,6 +59,12 @@ _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "migration": _gpu_runs.migration,
     "snapshots": _gpu_runs.snapshots,
     "bf16": _gpu_runs.in_bf16,
+    "corruption": _gpu_faults.corruption,
+    "slow": _gpu_faults.slowness,
+    "joins": _gpu_faults.joins,
+    "takeover": _gpu_faults.takeover,
+    "errors": _gpu_faults.errors,
+    "checkpoint": _gpu_faults.resumption,
 }
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import _gpu_parts, gpu
+from benchmarks import _faulty_job, _gpu_parts, gpu
+from benchmarks._gpu_faults import FAULTY_JOB
 from benchmarks._gpu_parts import SMALL, Result, Subject, config_of
+from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import LlamaConfig
+from chameleon_ft.job import Job
 from chameleon_ft.profiles import profile_of_run, read_profile
 from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.runtime.profiling import profile
@@ -93,6 +96,25 @@ def test_predicted_peaks_are_those_of_the_allocator(tmp_path: Path) -> None:
     found = _gpu_parts.memory(subject(tmp_path))
     assert {row[0] for row in found.rows} >= {"2 x 2, fused", "2 x 2, split", "1 x 3, recomputed"}
     assert all(bar.reached for bar in found.bars), found.bars
+
+
+def test_a_fault_of_a_step_befalls_the_first_process_that_begins_it(tmp_path: Path) -> None:
+    config = config_of(subject(tmp_path), TINY, job=FAULTY_JOB).model_copy(update={"output_dir": tmp_path})
+    prepare_data_of(config)
+    first, second = (_faulty_job.job(config) for _ in range(2))
+    tokens = torch.zeros(1, TINY.seq_len, dtype=torch.long)
+
+    def begin(job: Job, step: int) -> None:
+        assert job.learning_rate is not None
+        job.learning_rate(step - 1)  # of the update before
+        job.layers[0]()(tokens)
+
+    begin(first, 3)
+    with pytest.raises(RuntimeError, match="allocate"):
+        begin(first, 4)
+    begin(second, 4)
+    with pytest.raises(IndexError):
+        begin(second, 8)
 
 
 def test_a_device_that_is_not_there_is_a_wrong_flag(
