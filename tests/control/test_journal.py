@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,20 +149,81 @@ def test_records_of_the_last_change_alone_may_be_missing(tmp_path: Path) -> None
     assert found.records == [("metrics", {"step": 1}), ("events", {"event": "a"})]
 
 
-def test_a_disk_that_does_not_answer_gets_the_newest_state_once_it_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("longest_bytes", [0, 2_000, 1 << 20])
+def test_a_disk_that_does_not_answer_gets_the_newest_state_once_it_does(tmp_path: Path, longest_bytes: int) -> None:
     path = tmp_path / "journal.jsonl"
     first, *others = states(steps=2)
     answered = threading.Event()
     with FileQueue() as files:
-        journal = Journal(path, files)
+        journal = Journal(path, files, longest_bytes=longest_bytes)
         journal.write(first, moment(0.0), received={7: 1})
         files.submit(path, answered.wait)
         for number, state in enumerate(others, start=1):
             journal.write(state, moment(number), received={7: 1 + number}, records=[("metrics", {"step": number})])
-        assert files.num_waiting == 2, "there are no changes to write that the state contains"
+            if longest_bytes == 0:
+                assert files.num_waiting <= 3, "there are no changes to write that the whole state contains"
+        assert len(files.unwritten()[1]) == files.num_waiting - 1 - (longest_bytes < 1 << 20)
         answered.set()
         journal.write(others[0], moment(100.0))
         assert files.ask(path, lambda: None).result(10.0) is None
     found = LastEntry.read(path)
     assert found is not None
     assert (found.state, found.received) == (others[0], {7: len(others) + 1})
+
+
+def test_a_disk_that_is_late_does_not_get_the_whole_state_with_each_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wholes: list[Path] = []
+    replace_file = FileQueue.replace
+
+    def replaced(self: FileQueue, path: Path, text: Callable[[], str], *, mode: int) -> int:
+        wholes.append(path)
+        return replace_file(self, path, text, mode=mode)
+
+    monkeypatch.setattr(FileQueue, "replace", replaced)
+    first, *others = states(steps=2)
+    answered = threading.Event()
+    with FileQueue() as files:
+        journal = Journal(tmp_path / "journal.jsonl", files)
+        journal.write(first, moment(0.0))
+        files.submit(tmp_path / "other", answered.wait)
+        for number, state in enumerate(others, start=1):
+            journal.write(state, moment(number))
+        assert files.is_late
+        answered.set()
+    assert len(wholes) == 1
+
+
+def test_after_a_line_that_is_dropped_comes_the_whole_state(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    first, *others = states(steps=2)
+    answered = threading.Event()
+    with FileQueue(longest_bytes=300) as files:
+        journal = Journal(path, files)
+        journal.write(first, moment(0.0))
+        files.submit(path, answered.wait)
+        for number, state in enumerate(others, start=1):
+            journal.write(state, moment(number))
+        answered.set()
+        assert files.ask(path, lambda: None).result(10.0) is None
+        journal.write(others[0], moment(100.0))
+        journal.write(others[1], moment(101.0))
+    found = LastEntry.read(path)
+    assert found is not None
+    assert found.state == replace(others[1], detectors=found.state.detectors, ticked_at_s=found.state.ticked_at_s)
+
+
+@scene()
+async def test_reports_of_a_step_that_is_committed_write_no_lines(stage: Stage) -> None:
+    path = stage.run.journal_file(1)
+    with FileQueue() as files:
+        stage.coordinator._journal = Journal(path, files)
+        stage.gather(4)
+        stage.start()
+        stage.commit(0, 0)
+        size = path.stat().st_size
+        for worker in (1, 2, 3):
+            stage.commit(0, worker)
+            assert not stage.coordinator.state.members.in_first_step.issuperset({worker})
+        assert path.stat().st_size == size

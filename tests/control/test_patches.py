@@ -92,12 +92,12 @@ def test_a_plan_is_written_once_wherever_it_moves_to() -> None:
 
 def test_a_writer_forgets_old_parts_and_writes_them_again() -> None:
     writer, parts = PatchWriter(), dict[int, Any]()
-    plans = [replace(PLANS[0]) for _ in range(40)]
+    plans = [replace(PLANS[0]) for _ in range(100)]
     for plan in (*plans, plans[0]):
         patch = writer.patch(plan)
         read_parts(as_json(writer.new_parts()), parts)
         assert patched(None, patch, parts) == as_json(plan)
-    assert len(parts) == 41
+    assert len(parts) == 101
 
 
 @pytest.mark.parametrize("patch", ["text", [], [1, 2], 7, {"x": None}, 1.5])

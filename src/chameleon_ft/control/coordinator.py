@@ -343,7 +343,9 @@ class Coordinator:
             self._commands.require_costs(self.state, event, state)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                is_due = bool(orders) or isinstance(event, events.Ticked)
+                # Of what it only measures, nothing follows outside this process.
+                acts = any(not isinstance(order, commands.MeasureOperations) for order in orders)
+                is_due = acts or isinstance(event, events.Ticked)
                 self._journal.write(state, event.at, received=received, records=records, is_due=is_due)
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)

@@ -83,8 +83,9 @@ class Journal:
 
     While the disk is quick, a change is written when `write` returns, so that it is in the journal before the commands
     of the change are carried out. A disk that is full or does not answer must not stop training: then the commands do
-    not wait, and instead of all changes the journal gets the whole state, once that is possible. If the coordinator is
-    lost meanwhile, another one continues from the last state that was written. It lacks changes that peers know:
+    not wait, and the changes are written once that is possible, or the whole state instead of too many of them. If the
+    coordinator is lost meanwhile, another one continues from the last state that was written. It lacks changes that
+    peers know:
 
     - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`.
     - Messages of peers: they are sent again, because none is acknowledged that is not in the journal. Records that
@@ -98,15 +99,15 @@ class Journal:
     Args:
         path: of the file.
         files: writes it, in its order with all other files.
-        longest_bytes: size from which on it begins anew, with the whole state.
+        longest_bytes: of changes, after which it begins anew with the whole state.
     """
 
     def __init__(self, path: Path, files: FileQueue, *, longest_bytes: int = _LONGEST_BYTES) -> None:
         self._path = path
         self._files = files
         self._longest_bytes = longest_bytes
-        self._num_bytes = 0
-        self._whole: int | None = None  # number of the newest operation that writes the whole state
+        self._num_bytes = 0  # of changes since the whole state
+        self._waiting: list[int] = []  # numbers of the operations on it that may not be done
         self._last: State | None = None
         self._patches = PatchWriter()
         self._received: dict[int, int] = {}
@@ -134,7 +135,7 @@ class Journal:
         last = self._last
         if last is not None and not records and (not is_due or _told(state) == _told(last)):
             return
-        is_whole = last is None or self._num_bytes > self._longest_bytes or self._files.is_late
+        is_whole = last is None or self._num_bytes > self._longest_bytes
         if is_whole:
             self._patches, last = PatchWriter(), None
         line: dict[str, Any] = {"at": (at.unix_s, at.monotonic_s), "state": self._patches.patch(state, last) or {}}
@@ -144,20 +145,26 @@ class Journal:
             line["received"] = dict(noted)
         if records:
             line["records"] = records
-        if is_whole:
-            if self._whole is not None:
-                self._files.cancel(self._whole)
-            self._whole = self._files.replace(self._path, lambda: self._begun_anew(line), mode=0o600)
-        else:
-            text = _line(line)
-            self._num_bytes += len(text)
-            self._files.append(self._path, text)
         self._last, self._unwritten = state, {}
+        if is_whole:
+            self._begin_anew(line)
+        else:
+            self._append(_line(line))
+        if not self._files.is_late:
+            self._waiting.clear()
 
-    def _begun_anew(self, line: Mapping[str, Any]) -> str:
-        text = _line(line)
-        self._num_bytes = len(text)
-        return text
+    def _begin_anew(self, line: Mapping[str, Any]) -> None:
+        for number in self._waiting:
+            self._files.cancel(number)
+        self._waiting, self._num_bytes = [self._files.replace(self._path, lambda: _line(line), mode=0o600)], 0
+
+    def _append(self, text: str) -> None:
+        number = self._files.append(self._path, text)
+        if number is None:  # too much waits for the disk: the changes that follow do not lead on from what it gets
+            self._last = None
+            return
+        self._waiting.append(number)
+        self._num_bytes += len(text)
 
 
 def _line(content: Mapping[str, Any]) -> str:

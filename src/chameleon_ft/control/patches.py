@@ -6,8 +6,8 @@ A patch is one of
     number            the part with this number
     {name: patch}     patches of fields or of the keys of a mapping, the others stay; null removes a key
 
-Parts are large values that a state has in several places, and keeps when it moves them to another place: plans, and
-what remains of a step. Each is written once, as the patch that makes it of nothing.
+Parts are large values that a state has in several places, and keeps when it moves them to another place: plans with
+their owners and keepers, and what remains of a step. Each is written once, as the patch that makes it of nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import Any, Final
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.rest import RestOfStep
+from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.snapshots import SnapshotLayout
 
 __all__ = ["PatchWriter", "patched", "read_parts"]
 
-_PARTS: Final = frozenset({ActivePlan, Plan, RestOfStep})
-_KEPT: Final = 16  # parts that can be referred to; a state has fewer
+_PARTS: Final = frozenset({ActivePlan, Plan, RestOfStep, Sharding, SnapshotLayout})
+_KEPT: Final = 64  # parts that can be referred to; a state has fewer
 _NOTHING: Final = object()  # where there was no value
 
 

@@ -133,14 +133,17 @@ class FileQueue(AbstractContextManager["FileQueue"]):
         """How many operations are not done."""
         return len(self._waiting)
 
-    def append(self, path: Path, line: str) -> None:
-        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left."""
+    def append(self, path: Path, line: str) -> int | None:
+        """Append a line to a file; the first time, remove an unfinished last line, which a crash may have left.
+
+        Returns a number for `cancel`; None if the line is dropped.
+        """
         encoded = line.encode()
         if self._bytes + len(encoded) > self._longest_bytes:
             self._dropped += 1
-            return
+            return None
         operation = _Operation(path, lambda: self._write(operation), line=encoded)
-        self._put(operation)
+        return self._put(operation)
 
     def replace(self, path: Path, text: Callable[[], str], *, mode: int) -> int:
         """Replace the content of a file by `text()`, called in the thread. Returns a number for `cancel`."""
@@ -175,6 +178,7 @@ class FileQueue(AbstractContextManager["FileQueue"]):
             operation = self._waiting.get(number)
             if operation is not None and operation.begun_at_s is None:
                 del self._waiting[number]
+                self._bytes -= len(operation.line)
 
     def ask(self, path: Path, read: Callable[[], Result]) -> Future[Result]:
         """Call a function after all operations so far, once. Its result may be there already, see `wait`."""
