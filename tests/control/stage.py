@@ -98,13 +98,19 @@ class _StandingClock(selectors.DefaultSelector):
         return ready
 
 
-class _StandingLoop(asyncio.SelectorEventLoop):
+class StandingLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock that stands still but for waits."""
+
     def __init__(self) -> None:
         self._standing = _StandingClock()
         super().__init__(self._standing)
 
     def time(self) -> float:
         return self._standing.now
+
+    def hold_up(self, seconds: float) -> None:
+        """Do nothing else for a while."""
+        self._standing.now += seconds
 
 
 def vote(step: int) -> Vote:
@@ -336,7 +342,7 @@ def play(directory: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], *
         with _staged(directory, **changes) as stage:
             await scene(stage)
 
-    with asyncio.Runner(loop_factory=_StandingLoop) as runner:
+    with asyncio.Runner(loop_factory=StandingLoop) as runner:
         runner.run(whole())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 from tests.control.histories import History
-from tests.control.stage import Stage, scene
+from tests.control.stage import THREE_PIPELINES, Stage, scene
 from tests.control.test_salvage import HELD, report
 
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
@@ -129,6 +130,7 @@ def no_decision(*_: Any, **__: Any) -> None:
 async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage) -> None:
     stage.train(steps=3)
     stage.depart(stage.ranks[1])
+    await asyncio.sleep(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "decide", no_decision)
         patch.setattr(foreseen, "decide", no_decision)
@@ -139,12 +141,37 @@ async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage)
     assert not decision["prepared"], "before the loss, nothing was"
 
 
+@scene(**THREE_PIPELINES)
+async def test_nothing_is_foreseen_between_losses_at_once_nor_after_the_reports(stage: Stage) -> None:
+    asked: list[tuple[int, ...]] = []
+    foresee = Foreseen.of
+
+    def noting(context: DecisionContext, rate: FailureModel, *, is_reviewed: bool) -> Foreseen | None:
+        asked.append(tuple(context.lost))
+        return foresee(context, rate, is_reviewed=is_reviewed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Foreseen, "of", noting)
+        stage.train(workers=6, steps=3)
+        for worker in (1, 2):
+            stage.depart(stage.ranks[worker])
+        await asyncio.sleep(0)
+        assert asked == [(1, 2)]
+        stage.quiesce(2, 3)
+        stage.start()
+        stage.depart(stage.ranks[3])
+        stage.quiesce(stage.coordinator.state.generation, 3)
+        await asyncio.sleep(0)
+        assert asked == [(1, 2)], "the decision is made"
+
+
 @scene()
 async def test_an_error_while_the_survivors_stop_is_that_of_the_decision(stage: Stage) -> None:
     stage.train(steps=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foreseen, "check_program", refused)
         stage.depart(stage.ranks[1])
+        await asyncio.sleep(0)
     report(stage, 2, 3, HELD)
     assert stage.order().members == (0, 2, 3)
 

@@ -20,6 +20,7 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.heartbeat import HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Position, ProcessState, Stop, WorkerExited
 from tests.control.histories import AGENT, History, new_state
+from tests.control.stage import StandingLoop
 from tests.examples import examples
 
 
@@ -294,3 +295,25 @@ def test_heartbeats_do_not_count_the_time_in_which_they_were_not_watched() -> No
 
     asyncio.run(watch())
     assert reported == [pytest.approx(0.1), pytest.approx(0.15)]
+
+
+def test_peers_of_a_large_run_are_not_silent_while_the_coordinator_is_busy() -> None:
+    """With thousands of peers a ping is rare, but its answer is not waited for any less."""
+    silent_at_s: list[float] = []
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, StandingLoop)
+        connection = cast(HeardConnection, Silence())
+        watching = asyncio.create_task(
+            watch_heartbeat(
+                connection, every_s=8.0, timeout_s=2.5, silent=lambda _: silent_at_s.append(round(loop.time(), 3))
+            )
+        )
+        loop.call_later(8.1, loop.hold_up, 3.0)  # the ping may still wait behind orders that are to be sent
+        await asyncio.sleep(18.0)
+        watching.cancel()
+
+    with asyncio.Runner(loop_factory=StandingLoop) as runner:
+        runner.run(watch())
+    assert silent_at_s[:1] == [8.1 + 3.0 + 2.5]

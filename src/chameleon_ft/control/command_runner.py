@@ -87,6 +87,7 @@ class CommandRunner:
         self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
         self._handle = handle
         self._loop = asyncio.get_running_loop()
+        self._foresight: asyncio.Handle | None = None  # of the decision that follows the loss
         self.files = RunFiles(run, recorder.files)
         self.checkpoints = RunCheckpoints(
             checkpoint_storage(config, run),
@@ -171,6 +172,7 @@ class CommandRunner:
             case commands.MarkDamaged(step=checkpoint):
                 self.checkpoints.mark_damaged(checkpoint)
             case commands.Task.DECIDE:
+                self._cancel_foresight()
                 return self.questions.decide(state)
             case commands.Launch(plan=plan, is_first=is_first):
                 return self.orders.launch(state, plan, is_first=is_first)
@@ -179,8 +181,10 @@ class CommandRunner:
             case commands.Task.PREPARE_DECISIONS:
                 self.decisions.prepare(state)
             case commands.Task.FORESEE_DECISION:
-                self.decisions.foresee(state)
+                self._cancel_foresight()
+                self._foresight = self._loop.call_soon(self.decisions.foresee, state)
             case commands.Task.FORGET_DECISIONS:
+                self._cancel_foresight()
                 self.decisions.forget()
             case commands.MeasureOperations(worker=worker, step=step, times=times):
                 measured = self.planner.calibration.operations(worker, times)
@@ -221,6 +225,12 @@ class CommandRunner:
                 standbys=standbys,
             ),
         )
+
+    def _cancel_foresight(self) -> None:
+        """Foresee nothing for a state that has changed: workers of a host are lost one after the other, at once."""
+        if self._foresight is not None:
+            self._foresight.cancel()
+            self._foresight = None
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
         self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)

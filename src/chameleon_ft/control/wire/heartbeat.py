@@ -16,6 +16,9 @@ __all__ = ["WILL_RETURN", "HeardConnection", "heartbeat_interval_s", "watch_hear
 _PEERS_PER_S: Final = 600
 """Peers that a coordinator asks for a sign of life in a second."""
 
+_PARTS: Final = 4
+"""Parts of the wait for the answer to a ping."""
+
 WILL_RETURN: Final = 4000
 """Close code of a peer that gives up a silent connection, and makes another one."""
 
@@ -54,14 +57,15 @@ async def watch_heartbeat(
 ) -> None:
     """Ping the other end once nothing has arrived from it for `every_s` seconds, until the connection is closed.
 
-    Seconds in which this process did not run do not count: the answer may have come meanwhile. Nor do those in which
-    other data has arrived: after a reconnection, thousands of messages may be ahead of a ping or of its answer.
+    Seconds in which this process did not run do not count: the answer may have come meanwhile, and the ping itself may
+    have waited behind orders that only this process hands to the network. Nor do those in which other data has arrived:
+    after a reconnection, thousands of messages may be ahead of a ping or of its answer.
 
     Args:
         silent: called once a ping is unanswered for `timeout_s` and nothing else arrives, and from then on every
             `every_s` until it is answered, with these seconds.
     """
-    loop = asyncio.get_running_loop()
+    loop, part_s = asyncio.get_running_loop(), min(every_s, timeout_s / _PARTS)
     with contextlib.suppress(ConnectionClosed):
         while True:
             left_s = every_s
@@ -72,13 +76,14 @@ async def watch_heartbeat(
             pong, waited_s, silent_s = asyncio.create_task(_ping(connection)), 0.0, timeout_s
             try:
                 while not pong.done():
-                    pause_s, before_s = min(every_s, silent_s - waited_s), loop.time()
+                    # In small parts, so that one in which this process was busy is told from one spent waiting.
+                    pause_s, before_s = min(part_s, silent_s - waited_s), loop.time()
                     # Unlike `wait_for`, this takes a pong that came while this process did not run to see it.
                     await asyncio.wait({pong}, timeout=pause_s)
                     # After a stall, the pong may be behind other messages that have come meanwhile.
                     if connection.heard_at_s > before_s:
                         waited_s, silent_s = 0.0, timeout_s
-                    elif loop.time() - before_s < pause_s + every_s / 2:
+                    elif loop.time() - before_s < pause_s + part_s:
                         waited_s += pause_s
                     if waited_s >= silent_s and not pong.done():
                         silent(waited_s)
