@@ -96,6 +96,26 @@ def test_what_messages_share_is_written_only_once(monkeypatch: pytest.MonkeyPatc
         assert sum(text.count("150") for text in written) == copies
 
 
+def test_long_fields_that_messages_share_are_compressed() -> None:
+    members = tuple(range(4096))
+    shards = (((0, 1), members, ((0, 1 << 16, (0, 1)),)),)
+    order = StartGeneration(generation=7, members=members, first_step=0, operations="", segments=(), shards=shards)
+    orders = [order.model_copy(update={"operations": str(worker)}) for worker in range(2)]
+    for messages, head in ((orders, ""), ([Prepare(order=each) for each in orders], '{"type":"prepare","order":')):
+        for message, text in zip(messages, encode_alike(messages), strict=True):
+            assert text.startswith(head + '{"type":"start_generation","generation":7,')
+            assert len(text) < len(encode(message)) / 3
+            assert decode(text) == decode(text.encode()) == message
+
+
+@pytest.mark.parametrize("packed", ["", "AAAA", "A", "eJw="])
+def test_what_cannot_be_decompressed_is_no_message(packed: str) -> None:
+    with pytest.raises(ControlError, match="not a message of this protocol"):
+        decode(f'{{"type":"ready","zlib":"{packed}"}}')
+    with pytest.raises(ControlError, match="not a message of this protocol"):
+        decode(b"\xff")
+
+
 @given(planned(), st.booleans())
 def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) -> None:
     plan = recomputing(planned.plan, planned.plan.workers if recompute else ())
