@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Parallel, Recovery, Snapshots
+from chameleon_ft.config import Batch, Parallel, Recovery, Snapshots
+from chameleon_ft.control.decisions import completion, generation_orders, keepers
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.wire.messages import (
     Begin,
     Exit,
@@ -122,6 +126,45 @@ async def test_slices_of_the_optimizer_move_to_a_worker_that_comes_back_while_al
     (moved,) = stage.events("migration")
     assert (moved["layers"], moved["slices"]) == (len(order.moves), len(order.slices))
     assert len(stage.failures) == 1
+
+
+@scene(
+    workers=6,
+    parallel=Parallel(dp=3, pp=2, optimizer_redundancy="auto"),
+    batch=Batch(micro_batches=12, micro_batch_size=1),
+    recovery=Recovery(policy="reroute", salvage=False),
+)
+async def test_no_program_is_looked_for_when_only_owners_change(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train(workers=6)
+        stage.reap(1)
+        stage.quiesce(2, 3)
+        stage.start()
+        threads: set[threading.Thread] = set()
+        with_keepers = keepers.with_keepers
+
+        def noting(*arguments: Any) -> RecoveryPlan:
+            threads.add(threading.current_thread())
+            return with_keepers(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(completion, "with_keepers", noting)
+            patch.setattr(generation_orders, "best_program", no_search)
+            patch.setattr(generation_orders, "check_program", no_search)
+            before, after = stage.order(), await considered(stage)
+        assert threads, "it has keepers"
+        assert threading.main_thread() not in threads, "the event loop goes on meanwhile"
+        sharding = after.unpack_shards()
+        assert sharding is not None
+        assert sharding.copies == 2
+        assert after.unpack_operations() == before.unpack_operations()
+        stage.switch(3)
+    plans = [(event["generation"], event["policy"]) for event in stage.events("plan")]
+    assert plans[-1] == (3, "redundancy")
+
+
+def no_search(*_: object, **__: object) -> None:
+    raise AssertionError("the program in force is known")
 
 
 @scene(**RESPAWNING, snapshots=Snapshots(every=3))

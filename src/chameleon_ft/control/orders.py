@@ -11,6 +11,7 @@ from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.peers import Peers
 from chameleon_ft.control.rendezvous import RendezvousStore
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ProfileError
@@ -46,12 +47,13 @@ class Orders:
         self._peers = peers
         self._now = now
         self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
+        self._in_force: GenerationPlan | None = None
 
     def continue_from(self, state: State) -> None:
         """Take in the generations of a coordinator that is lost; send nothing."""
         if state.active is not None:
             planned, _ = self._orders(state, RecoveryPlan.kept(state.active, None), state.generation)
-            self._planner.begin(planned, state.members.hosts())
+            self._begin(state, planned)
         if (upcoming := state.switching_to) is not None:
             self._prepared, _ = self._orders(state, RecoveryPlan.kept(upcoming.plan, None), upcoming.number)
 
@@ -63,7 +65,7 @@ class Orders:
         except ProfileError as error:  # a link between hosts without costs
             return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
         self._peers.send_alike(orders)
-        self._planner.begin(planned, state.members.hosts())
+        self._begin(state, planned)
         launched = events.Launched(at=self._now(), generation=generation)
         # Before any answer is handled: records of a generation mean nothing without its plan.
         self._recorder.plan(planned, policy=plan.policy)
@@ -76,7 +78,7 @@ class Orders:
         upcoming = state.next
         assert upcoming is not None
         try:
-            self._prepared, orders = self._orders(state, self._decisions.to_prepare(upcoming.plan), upcoming.number)
+            self._prepared, orders = self._orders(state, self._to_prepare(state, upcoming.plan), upcoming.number)
         except ProfileError as error:
             return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
         self._peers.send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
@@ -95,8 +97,19 @@ class Orders:
         assert active is not None
         assert planned is not None
         assert planned.generation == state.active_generation
-        self._planner.begin(planned, state.members.hosts())
+        self._begin(state, planned)
         self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
+
+    def _begin(self, state: State, planned: GenerationPlan) -> None:
+        self._in_force = planned
+        self._planner.begin(planned, state.members.hosts())
+
+    def _to_prepare(self, state: State, plan: ActivePlan) -> RecoveryPlan:
+        """Return a plan with its program; if only owners change, that is the one in force, and nothing is searched."""
+        found, active, now = self._decisions.to_prepare(plan), state.active, self._in_force
+        assert active is not None
+        is_same = (plan.plan, plan.in_flight_limits) == (active.plan, active.in_flight_limits)
+        return RecoveryPlan.kept(plan, now.program) if is_same and found.program is None and now is not None else found
 
     def _orders(
         self, state: State, plan: RecoveryPlan, generation: int

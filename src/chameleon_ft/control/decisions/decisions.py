@@ -100,14 +100,11 @@ class Decisions:
         context = self._context(state, phases=phases, repeat_s=0.0, without=state.members.draining())
         rate = state.history.rate
         start, loop = time.perf_counter(), asyncio.get_running_loop()
-        decide = partial(decide_on_switch, migrates=self._planner.migrates)
+        members, live = state.members, [worker.id for worker in context.senders.workers]
+        assert state.placed is not None
+        complete = self._planner.completion(state.placed, members.hosts(), live, host_memory=members.host_memory())
+        decide = partial(decide_on_switch, migrates=self._planner.migrates, complete=complete)
         decision, plans = await loop.run_in_executor(self._executor, decide, context, self._planner.policy, rate)
-        if state.placed is not None:
-            live = [worker.id for worker in context.senders.workers]
-            members = state.members
-            plans = self._planner.plans_with_owners(
-                plans, state.placed, members.hosts(), live, host_memory=members.host_memory()
-            )
         search_s = time.perf_counter() - start
         scale_up = state.scale_up
         trigger: Literal["join", "review", "drain", "slow"] = "join" if scale_up.newcomers else "review"

@@ -9,10 +9,11 @@ from chameleon_ft import recovery
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.cluster_state import ClusterState
+from chameleon_ft.control.decisions.completion import Completion
 from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
 from chameleon_ft.control.decisions.generation_orders import generation_orders, migration_order
 from chameleon_ft.control.decisions.keepers import with_keepers
-from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies, with_owners, with_owners_between
+from chameleon_ft.control.decisions.owners import with_owners
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
 from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
@@ -277,27 +278,19 @@ class Planner:
         """Begin to observe the steps of a generation."""
         self.calibration.begin(planned.plan, planned.program, self._reference(hosts))
 
-    def plans_with_owners(
-        self,
-        plans: Sequence[RecoveryPlan],
-        active: ActivePlan,
-        hosts: Mapping[int, str],
-        live: Collection[int],
-        *,
-        host_memory: Mapping[str, int],
-    ) -> tuple[RecoveryPlan, ...]:
-        """Return plans to switch to, with the owners of slices and the keepers of snapshots.
-
-        If there is no plan but slices have lost owners, the one in force, in which they get others.
-        """
-        redundancy, layers = self._config.owners, self._costs(hosts).workload.layers
-        if redundancy is not None:
-            if not plans and active.sharding is not None and lacks_copies(active.sharding, redundancy):
-                plans = (restoring_copies(active, redundancy),)
-            plans = with_owners_between(
-                plans, active, hosts, redundancy, migrates=self.migrates, live=live, layers=layers
-            )
-        return tuple(with_keepers(plan, hosts, self._config, self._costs, host_memory) for plan in plans)
+    def completion(
+        self, active: ActivePlan, hosts: Mapping[int, str], live: Collection[int], *, host_memory: Mapping[str, int]
+    ) -> Completion:
+        """Return what gives plans to switch to their owners and keepers; it can be sent to another process."""
+        return Completion(
+            config=self._config,
+            costs=self._costs(hosts),
+            active=active,
+            hosts=hosts,
+            live=tuple(live),
+            host_memory=host_memory,
+            migrates=self.migrates,
+        )
 
     def _with_owners(
         self, plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], host_memory: Mapping[str, int]

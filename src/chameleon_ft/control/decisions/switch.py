@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chameleon_ft import recovery
@@ -19,11 +20,20 @@ __all__ = ["decide_on_switch", "plans_to"]
 
 
 def decide_on_switch(
-    context: recovery.DecisionContext, policy: str, failures: FailureModel, *, migrates: bool
+    context: recovery.DecisionContext,
+    policy: str,
+    failures: FailureModel,
+    *,
+    migrates: bool,
+    complete: Callable[[Sequence[RecoveryPlan]], tuple[RecoveryPlan, ...]] = tuple,
 ) -> tuple[recovery.Decision, tuple[RecoveryPlan, ...]]:
-    """Decide, and return the decision with the plans to switch to, whose programs are checked; see `plans_to`."""
+    """Decide, and return the decision with the plans to switch to, whose programs are checked; see `plans_to`.
+
+    Args:
+        complete: gives the plans their owners and keepers.
+    """
     decision = recovery.decide(replace(context, migrates=migrates), policy, failures)
-    return decision, plans_to(decision, context, migrates=migrates)
+    return decision, complete(plans_to(decision, context, migrates=migrates))
 
 
 def plans_to(
