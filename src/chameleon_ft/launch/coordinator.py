@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import signal
@@ -54,6 +55,8 @@ __all__ = [
 ]
 
 EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
+_COLLECTIONS: Final = (10_000, 20, 100)
+"""Objects, and collections of younger generations, before each collection; as for `gc.set_threshold`."""
 DEPOSED: Final = os.EX_UNAVAILABLE
 """Exit code of a coordinator that ends because another one leads the run."""
 
@@ -132,12 +135,22 @@ async def begin_run(
 
 def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:
     """Run a coordinator, and return its exit code."""
+    _collect_rarely()
     with unattended():
         try:
             return EXIT_CODES[asyncio.run(coordinated)]
         except DeposedError as error:
             print(error, file=sys.stderr, flush=True)
             return DEPOSED
+
+
+def _collect_rarely() -> None:
+    """Make full garbage collections rare: with thousands of peers each stops the event loop for half a second.
+
+    What a coordinator makes, such as connections and plans, lives long or is freed without them.
+    """
+    gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
 
 
 async def serve_run(
