@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
-from chameleon_ft.control.state.members import Members
+from chameleon_ft.control.state.members import Members, Worker
 from chameleon_ft.control.wire.address import (
     address_of_host,
     join_address,
@@ -57,6 +59,55 @@ def refuses(members: Members, worker: int, incarnation: int, match: str) -> None
 
 
 # --- members ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=30), st.sets(st.integers(0, 29)))
+def test_what_is_known_of_members_is_what_a_look_at_all_of_them_shows(
+    changes: list[tuple[int, int]], looks: set[int]
+) -> None:
+    members = with_host(Members(count=4), slots=4)
+    connections = itertools.count(1)
+    for number, (worker, change) in enumerate(changes):
+        if number in looks:
+            known_of(members)
+        now = members[worker]
+        fields: list[dict[str, Any]] = [
+            {"takes_part": not now.takes_part},
+            {"connection": None},
+            {"connection": next(connections)},
+            {"lost": not now.lost},
+            {"draining": not now.draining},
+            {"has_stepped": not now.has_stepped},
+        ]
+        members = members.changed(now, **fields[change])
+        assert known_of(members) == known_of(dataclasses.replace(members))
+
+
+def known_of(members: Members) -> object:
+    by_connection = {worker.connection: members.worker_of(worker.connection) for worker in members if worker.connection}
+    return members.live(), members.unsettled, members.departing, members.in_first_step, by_connection
+
+
+def test_a_message_of_a_worker_takes_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    def looked(worker: Worker) -> bool:
+        looks.append(worker.id)
+        return worker.takes_part and worker.connection is not None and not worker.lost
+
+    monkeypatch.setattr(Worker, "is_live", property(looked))
+    count = 100
+    members = with_host(Members(count=count), slots=count)
+    members.live()
+    members.worker_of(1)
+    looks.clear()
+    for worker in range(count):
+        members = joined(members, worker, 1)
+        assert members.live()[-1] == worker
+        assert members.worker_of(connection(worker, 1)) == members[worker]
+        members = members.changed(members[worker], has_stepped=True)
+    assert members.live() == tuple(range(count))
+    assert len(looks) <= 10 * count
 
 
 @given(st.lists(st.integers(1, 5), max_size=6))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_ft.control import rendezvous
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.wire.messages import LookUp, Publish, Published
 
@@ -65,3 +67,22 @@ def test_all_members_of_a_group_are_sent_all_its_values_once_the_last_is_there()
     assert list(store.look_up(20, LookUp(generation=1, key="group-0/2"))) == [
         (20, Published(generation=1, values=values))
     ]
+
+
+def test_an_answer_takes_no_look_at_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+
+    def folder_of(key: str) -> str:
+        folders.append(key)
+        return key.partition("/")[0]
+
+    monkeypatch.setattr(rendezvous, "folder_of", folder_of)
+    store, groups, members = RendezvousStore(), 50, 4
+    keys = [f"group-{group}/{rank}" for group in range(groups) for rank in range(members)]
+    answers = [
+        answer
+        for connection, key in enumerate(keys)
+        for answer in store.publish(connection, Publish(generation=1, key=key, value="x", members=members))
+    ]
+    assert [to for to, _ in answers] == list(range(len(keys)))
+    assert len(folders) == len(keys)

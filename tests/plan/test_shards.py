@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import shards as sharding_module
 from chameleon_ft.plan.shards import (
     UNITS,
     LayerShards,
@@ -99,6 +101,23 @@ def test_owners_keep_what_they_can_when_holders_change(data: st.DataObject) -> N
             for worker in own.holders:
                 assert not (owned_units(own, worker) & ~found[worker, layer]).any()
         sharding = after
+
+
+def test_layers_that_are_alike_are_sliced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sliced: list[int] = []
+    joined = sharding_module._joined
+
+    def noting(slices: Iterator[Slice] | Sequence[Slice]) -> tuple[Slice, ...]:
+        sliced.append(0)
+        return joined(slices)
+
+    monkeypatch.setattr(sharding_module, "_joined", noting)
+    hosts, workers = on_hosts(8, 1), set(range(8))
+    before = shard_optimizer(placement_of([workers] * 5), hosts, 2)
+    left = before.left_to({worker: range(5) for worker in workers - {1}})
+    after = shard_optimizer(placement_of([workers - {1}] * 5), hosts, 2, left)
+    assert len(sliced) == 3
+    assert len(set(map(id, after.layers))) == 1
 
 
 @given(st.integers(3, 16), st.integers(2, 3))

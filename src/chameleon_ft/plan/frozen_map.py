@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import Self, TypeVar
+from typing import Self, TypeVar, overload
 
 __all__ = ["FrozenMap", "updated"]
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
+D = TypeVar("D")
 
 
 class FrozenMap(Mapping[K, V]):
@@ -22,10 +23,13 @@ class FrozenMap(Mapping[K, V]):
     _items: dict[K, V]
 
     def __new__(cls, items: Mapping[K, V]) -> Self:
-        if isinstance(items, cls):
-            return items
+        return items if isinstance(items, cls) else cls._of(dict(items))
+
+    @classmethod
+    def _of(cls, items: dict[K, V]) -> Self:
+        """Return a map of these items, to which nothing else refers."""
         self = super().__new__(cls)
-        object.__setattr__(self, "_items", dict(items))
+        object.__setattr__(self, "_items", items)
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -41,6 +45,15 @@ class FrozenMap(Mapping[K, V]):
         return len(self._items)
 
     # Without these, `Mapping` would call `__getitem__` for each key.
+
+    @overload
+    def get(self, key: K, /) -> V | None: ...
+
+    @overload
+    def get(self, key: K, /, default: V | D) -> V | D: ...
+
+    def get(self, key: K, /, default: object = None) -> object:
+        return self._items.get(key, default)
 
     def __contains__(self, key: object) -> bool:
         return key in self._items
@@ -69,4 +82,4 @@ class FrozenMap(Mapping[K, V]):
 
 def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
     """Return a mapping with values replaced, in their places, or added at the end."""
-    return FrozenMap({**(mapping._items if isinstance(mapping, FrozenMap) else mapping), **changes})
+    return FrozenMap._of({**(mapping._items if isinstance(mapping, FrozenMap) else mapping), **changes})

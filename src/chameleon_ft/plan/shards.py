@@ -158,7 +158,15 @@ class Sharding:
         for worker, layers in held.items():
             for layer in layers:
                 holders[layer].add(worker)
-        return Sharding(tuple(own.left_to(holders[layer]) for layer, own in enumerate(self.layers)))
+        # Many layers are sliced alike.
+        found: dict[tuple[LayerShards, tuple[int, ...]], LayerShards] = {}
+        left = []
+        for layer, own in enumerate(self.layers):
+            key = own, tuple(holder for holder in own.holders if holder in holders[layer])
+            if key not in found:
+                found[key] = own.left_to(holders[layer])
+            left.append(found[key])
+        return Sharding(tuple(left))
 
     def moves_from(self, before: Sharding) -> tuple[SliceMove, ...]:
         """Return what has to be sent so that all owners have their slices, in an order that all workers share.
@@ -191,17 +199,19 @@ def shard_optimizer(
         redundancy: 1 or more.
         before: owners that keep their slices as far as their share allows.
     """
-    by_holders: dict[tuple[int, ...], LayerShards] = {}
+    # Many layers are alike.
+    known: dict[tuple[LayerShards | None, tuple[int, ...]], LayerShards] = {}
     found = []
     for layer in range(placement.num_layers):
         holders = placement.holders(layer)
         former = None if before is None else before.layers[layer]
-        if former is not None and not set(former.holders).isdisjoint(holders):
-            found.append(_kept(former, holders, hosts, redundancy))
-            continue
-        if holders not in by_holders:
-            by_holders[holders] = _new(holders, hosts, redundancy)
-        found.append(by_holders[holders])
+        if former is not None and set(former.holders).isdisjoint(holders):
+            former = None
+        if (former, holders) not in known:
+            known[former, holders] = (
+                _new(holders, hosts, redundancy) if former is None else _kept(former, holders, hosts, redundancy)
+            )
+        found.append(known[former, holders])
     return Sharding(tuple(found))
 
 
@@ -246,7 +256,11 @@ def _kept(before: LayerShards, holders: tuple[int, ...], hosts: Mapping[int, str
         return before
     # A few units more, so that rounding moves nothing.
     share = -(-copies * UNITS // len(holders)) + copies
-    loads = {holder: sum(stop - start for start, stop in before.owned_by(holder)) for holder in holders}
+    loads = dict.fromkeys(holders, 0)
+    for each in before.slices:
+        for owner in each.owners:
+            if owner in loads:
+                loads[owner] += len(each)
     pieces = [piece for each in before.slices for piece in _kept_parts(each, loads, share, copies)]
     room = dict.fromkeys(holders, share)
     for start, stop, owners in pieces:

@@ -79,7 +79,7 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
         draft.set(waiting_hosts={**others, agent: hello})
         return
     is_late = state.phase is not Phase.GATHERING
-    blocklist = [worker.id for worker in state.members if is_late and state.respawns.is_blocked(worker.id)]
+    blocklist = [worker for worker in state.members.workers if state.respawns.is_blocked(worker)] if is_late else []
     members, adopt, spawn = state.members.with_host(
         agent, hello, is_late=is_late, blocklist=blocklist, now=draft.at.unix_s
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final, Self
 
 from chameleon_ft.config import Recovery
@@ -100,8 +102,8 @@ class Members:
         return frozenset(worker for worker in self._live if not self.workers[worker].has_stepped)
 
     @cached_property
-    def _by_connection(self) -> dict[int | None, Worker]:
-        return {worker.connection: worker for worker in self.workers.values() if worker.connection is not None}
+    def _by_connection(self) -> dict[int, int]:
+        return {worker.connection: worker.id for worker in self.workers.values() if worker.connection is not None}
 
     def staying(self) -> tuple[int, ...]:
         """Return the live workers that are not to leave, ascending."""
@@ -135,7 +137,8 @@ class Members:
 
     def worker_of(self, connection: int) -> Worker | None:
         """Return the worker whose control connection this is."""
-        return self._by_connection.get(connection)
+        number = self._by_connection.get(connection)
+        return None if number is None else self.workers[number]
 
     def incarnation_of(self, worker: int, incarnation: int) -> Worker | None:
         """Return an incarnation of a worker, present or former."""
@@ -166,9 +169,33 @@ class Members:
         key = worker.id, worker.incarnation
         now = self.workers.get(worker.id)
         if now is not None and now.incarnation == worker.incarnation:
-            return replace(self, workers=updated(self.workers, {worker.id: replace(now, **changes)}))
+            after = replace(now, **changes)
+            members = replace(self, workers=updated(self.workers, {worker.id: after}))
+            members._derive_from(self, now, after)
+            return members
         former = tuple(replace(each, **changes) if (each.id, each.incarnation) == key else each for each in self.former)
         return replace(self, former=former)
+
+    def _derive_from(self, before: Members, worker: Worker, after: Worker) -> None:
+        """Take over what is known of the members before this worker changed: each message of thousands changes one."""
+        known = before.__dict__
+        if (live := known.get("_live")) is not None and worker.is_live == after.is_live:
+            self.__dict__["_live"] = live
+        elif live is not None:
+            place = bisect_left(live, worker.id)
+            added = (worker.id,) if after.is_live else ()
+            self.__dict__["_live"] = (*live[:place], *added, *live[place + 1 - len(added) :])
+        if "unsettled" in known and worker.is_live and after.is_live:
+            self.__dict__["unsettled"] = before.unsettled
+        if "departing" in known and not worker.draining and not after.draining:
+            self.__dict__["departing"] = before.departing
+        if "_by_connection" in known:
+            connections = before._by_connection
+            if worker.connection != after.connection:
+                connections = {**connections, **({} if after.connection is None else {after.connection: worker.id})}
+                if worker.connection is not None:
+                    del connections[worker.connection]
+            self.__dict__["_by_connection"] = connections
 
     def with_new_layers(self, workers: Collection[int]) -> Self:
         """Note that these workers run layers that they have not run before."""
@@ -190,12 +217,13 @@ class Members:
         """
         members, adopt = self._adopted(agent, hello)
         # Where others of the host go on, those that were drained stay away.
-        drained = {each.id for each in self if each.lost and each.draining and each.agent_host == hello.host}
+        drained = {each.id for each in self.departing if each.lost and each.agent_host == hello.host}
         left = drained if adopt.ranks else set()
         slots = hello.slots - len(adopt.ranks) - len(left)
         end = max(self.count, 1 + max(self.workers, default=0)) + max(0, slots) if is_late else self.count
         kept = {*blocklist, *left}
-        free = [worker for worker in range(end) if self._is_free(worker) and worker not in kept][: max(0, slots)]
+        free_ones = (worker for worker in range(end) if self._is_free(worker) and worker not in kept)
+        free = list(islice(free_ones, max(0, slots)))
         if not free and not adopt.ranks:
             raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
         members = replace(
@@ -298,7 +326,8 @@ class Members:
 
         It also ends processes of workers that were given up when they had no agent.
         """
-        left = [each for each in (*self, *self.former) if each.is_orphan and each.agent_host == hello.host]
+        every = (*self.workers.values(), *self.former)
+        left = [each for each in every if each.agent is None and each.is_orphan and each.agent_host == hello.host]
         living = [each for each in left if each.connection is not None][: hello.slots]
         given_up = [each for each in left if each.lost]
         members = self
