@@ -1,14 +1,16 @@
 """Agents and ranks of some hosts, without processes of their own and without torch, for `control_plane`.
 
 Each has a control connection as in a run, and says on it what a real one would: who it is, that its communicators are
-formed, its steps, that it has stopped. Commands are lines of JSON on standard input, [name, argument]; what happens
-is told likewise on standard output, [name, argument, monotonic seconds]:
+formed, its steps, that it has stopped, that it has prepared another generation. One whose connection is lost ends them
+all. Commands are lines of JSON on standard input, [name, argument]; what happens is told likewise on standard output,
+[name, argument, monotonic seconds]:
 
-    ["step", number]     every rank commits this step
+    ["step", number, switches]  every rank commits this step, and then switches to the generation that it has prepared
     ["lose", worker]     the process of a rank is killed: its connection ends, and its agent reports that
     -> ["begun", 0, ...]             the agents are about to connect
     -> ["orders", generation, ...]   the last of the ranks here has its orders of a generation
     -> ["started", generation, ...]  the last of them has met the others
+    -> ["switching", generation, ...]  the last of them is to switch to a generation with its next step
     -> ["committed", step, ...]      the last of them has said that it has committed a step
     -> ["lost", worker, ...]         a rank is about to be lost
 """
@@ -43,6 +45,8 @@ from chameleon_ft.control.wire.messages import (
     LookUp,
     Message,
     Position,
+    Prepare,
+    Prepared,
     Probe,
     ProcessState,
     Publish,
@@ -53,13 +57,13 @@ from chameleon_ft.control.wire.messages import (
     Started,
     StartGeneration,
     Stop,
+    Switch,
     Welcome,
     WorkerExited,
 )
 from chameleon_ft.control.wire.parts import OperationTimes, Vote
 
-_ORDER: Final = re.compile(r'\{"type":"start_generation","generation":(\d+),')
-_PUBLISHED: Final = '{"type":"published",'
+_HEAD: Final = re.compile(r'\{"type":"(\w+)"(?:,"order":\{"type":"\w+")?(?:,"generation":(\d+))?')
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
 _RETRY_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
@@ -92,7 +96,8 @@ class _Rank(_Peer):
     incarnation: int = 0
     agent: _Peer | None = None
     placed: int = 0  # the generation of its orders
-    has_met: bool = False
+    prepared: int = 0  # the newest one that it has orders to prepare
+    met: int = 0  # the newest one in which it has met the others
 
 
 def _silent(since_s: float) -> None:
@@ -109,7 +114,10 @@ class _Generation:
     groups: list[tuple[int, ...]]
 
     @classmethod
-    def of(cls, order: StartGeneration) -> _Generation:
+    def of(cls, text: str) -> _Generation:
+        message = decode(text)
+        order = message.order if isinstance(message, Prepare) else message
+        assert isinstance(order, StartGeneration)
         layers: dict[int, list[int]] = {}
         segments = [each for each in order.unpack_segments() if not each.tied]
         for segment in segments:
@@ -129,11 +137,13 @@ class Hosts:
     expected: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     _patient_until_s: float = 0.0
-    _known: _Generation | None = None
+    _known: dict[int, _Generation] = field(default_factory=dict)
+    _generation: int = 0  # that trains
     _committed: int = 0
     _vote: Vote | None = None
     _with_orders: Counter[int] = field(default_factory=Counter)  # by generation
     _started: Counter[int] = field(default_factory=Counter)
+    _switching: Counter[int] = field(default_factory=Counter)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def serve(self, hosts: Sequence[int]) -> None:
@@ -147,8 +157,8 @@ class Hosts:
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
             match json.loads(line):
-                case ["step", int(step)]:
-                    await self._commit(step)
+                case ["step", int(step), bool(switches)]:
+                    await self._commit(step, switches=switches)
                 case ["lose", int(worker)]:
                     await self._lose(worker)
 
@@ -167,8 +177,8 @@ class Hosts:
         peer = _Peer(await self._connected())
         own: dict[int, int] = {}
         await peer.send(HostHello(host=f"host-{host}", slots=self.per_host, id=f"agent-{host}"))
-        async for text in peer.connection:
-            match decode(text):
+        while True:
+            match decode(await peer.connection.recv()):
                 case Acknowledged() as message:
                     peer.acknowledged(message)
                 case Spawn(workers=workers, incarnations=incarnations):
@@ -200,24 +210,31 @@ class Hosts:
         rank = self.ranks[worker] = _Rank(connection, worker=worker, incarnation=incarnation, agent=agent)
         await rank.send(Hello(worker=worker, host="127.0.0.1", incarnation=incarnation))
         try:
-            async for text in connection:
-                assert isinstance(text, str)
+            while True:
                 # On a host of its own a rank reads its orders while others do. Here one process would for thousands.
-                if (order := _ORDER.match(text)) is not None:
-                    await self._ordered(rank, int(order[1]), text)
-                elif text.startswith(_PUBLISHED):
-                    await self._met(rank)
-                else:
-                    await self._told(rank, decode(text))
+                text = await connection.recv()
+                assert isinstance(text, str)
+                head = _HEAD.match(text)
+                assert head is not None
+                match head[1]:
+                    case "start_generation" | "prepare":
+                        await self._ordered(rank, int(head[2]), text, prepares=head[1] == "prepare")
+                    case "published":
+                        await self._met(rank, int(head[2]))
+                    case "migrate":
+                        pass  # nothing moves between ranks that compute nothing
+                    case _:
+                        await self._told(rank, decode(text))
         except ConnectionClosed:
-            pass
+            if worker in self.ranks:
+                raise
 
     async def _told(self, rank: _Rank, message: Message) -> None:
         match message:
             case Acknowledged():
                 rank.acknowledged(message)
             case Stop(generation=generation):
-                layers = () if self._known is None else self._known.layers.get(rank.worker, ())
+                layers = self._known[rank.placed].layers.get(rank.worker, ()) if rank.placed else ()
                 await rank.send(
                     Quiesced(
                         generation=generation,
@@ -228,6 +245,10 @@ class Hosts:
                         layers=tuple(sorted(layers)),
                     )
                 )
+            case Switch(generation=generation):
+                self._switching[generation] += 1
+                if self._switching[generation] == self.expected:
+                    _tell("switching", generation)
             case Welcome():
                 await rank.send(Ready())
             case Probe(probe=probe):
@@ -235,40 +256,50 @@ class Hosts:
             case Refused(reason=reason):
                 print(f"worker {rank.worker}: {reason}", file=sys.stderr, flush=True)
 
-    async def _ordered(self, rank: _Rank, generation: int, text: str) -> None:
+    async def _ordered(self, rank: _Rank, generation: int, text: str, *, prepares: bool) -> None:
         """Take an order, and look up where the others of this rank's groups are, as nccl does."""
-        rank.placed, rank.has_met = generation, False
-        self._with_orders[generation] += 1
-        if self._with_orders[generation] == self.expected:
-            _tell("orders", generation)
-        if self._known is None or self._known.number < generation:
-            order = decode(text)
-            assert isinstance(order, StartGeneration)
-            self._known = _Generation.of(order)
-        for index, group in enumerate(self._known.groups):
+        if prepares:
+            rank.prepared = generation
+        else:
+            rank.placed = self._generation = generation
+            self._with_orders[generation] += 1
+            if self._with_orders[generation] == self.expected:
+                _tell("orders", generation)
+        if generation not in self._known:
+            self._known[generation] = _Generation.of(text)
+        for index, group in enumerate(self._known[generation].groups):
             if group[0] == rank.worker:
                 await rank.send(Publish(generation=generation, key=f"group-{index}/0", value=_ADDRESS))
         await rank.send(LookUp(generation=generation, key="group-0/0"))
 
-    async def _met(self, rank: _Rank) -> None:
-        if rank.has_met:
+    async def _met(self, rank: _Rank, generation: int) -> None:
+        if generation <= rank.met:
             return
-        rank.has_met = True
+        rank.met = generation
+        if generation == rank.prepared:
+            await rank.send(Prepared(generation=generation))
+        else:
+            await self._start(rank)
+
+    async def _start(self, rank: _Rank) -> None:
         await rank.send(Started(generation=rank.placed))
         self._started[rank.placed] += 1
         if self._started[rank.placed] == self.expected:
             _tell("started", rank.placed)
 
-    async def _commit(self, step: int) -> None:
-        assert self._known is not None
-        vote = Vote(grad_square_sum=4.0, loss_sum=12.0, terms=12, samples=12, finish=False)
+    async def _commit(self, step: int, *, switches: bool) -> None:
+        vote = Vote(grad_square_sum=4.0, loss_sum=12.0, terms=12, samples=12, finish=False, switch=switches)
         times = OperationTimes(forward_s=0.01, backward_s=0.02, longest_s=0.03)
-        common = {"generation": self._known.number, "step": step, "vote": vote, "times": times}
+        common = {"generation": self._generation, "step": step, "vote": vote, "times": times}
         committed = Committed(grad_norm=0.5, lr=0.1, step_s=_STEP_S, **common)
         self._committed, self._vote = step + 1, vote
         for rank in list(self.ranks.values()):
             await rank.send(committed)
         _tell("committed", step)
+        if switches:
+            for rank in list(self.ranks.values()):
+                rank.placed = self._generation = rank.prepared
+                await self._start(rank)
 
     async def _lose(self, worker: int) -> None:
         if (rank := self.ranks.pop(worker, None)) is None:

@@ -10,7 +10,8 @@ nothing is computed. They share the machine with the coordinator. For each numbe
   loss        seconds from the notice of the loss of a rank until the last survivor has its new orders, and processor
               seconds of the coordinator for it: survivors are told to stop, report that they have, and wait for the
               decision. Planning is included. The ranks are between two steps, and hand over no partial sums of an
-              interrupted one; forming groups of tensors is not included.
+              interrupted one; forming groups of tensors is not included. Before the next loss, the ranks switch to the
+              plan in which all slices of the optimizer's state have as many owners again.
   memory      peak resident memory of the coordinator's process, and of its helper processes at the end
 
 The policy is `reroute`, which decides in place; the search for a better plan that follows under other policies runs
@@ -120,11 +121,11 @@ class _Ranks:
         """Return when the first process has told this, once all have."""
         return min(self._times(name, about, processes=len(self._processes)))
 
-    def next_generation(self, after: int) -> int:
-        """Return the next generation that the first ranks get orders of: one may have been prepared in between."""
+    def next(self, name: str, after: int) -> int:
+        """Return the next generation of which a process tells this: one may have been given up in between."""
         until_s = time.monotonic() + _LONGEST_S
-        while not (begun := [about for name, about in self._seen if name == "orders" and about > after]):
-            self._hear(f"orders after {after}", until_s)
+        while not (begun := [about for told, about in self._seen if told == name and about > after]):
+            self._hear(f"{name} after {after}", until_s)
         return min(begun)
 
     def _times(self, name: str, about: int, *, processes: int) -> list[float]:
@@ -143,10 +144,11 @@ class _Ranks:
             raise SystemExit(f"{awaited}: a process of ranks has ended; see ranks-*.txt")
         self._seen[told.name, told.about].append(told.at_s)
 
-    def step(self, number: int) -> None:
-        """Have all ranks commit a step."""
+    def step(self, number: int, *, switches: bool = False) -> None:
+        """Have all ranks commit a step, and wait until they have; then all may switch to what they have prepared."""
         for process in self._processes:
-            self._say(process, "step", number)
+            self._say(process, "step", number, switches)
+        self.last("committed", number)
 
     def lose(self, worker: int) -> float:
         """End a rank; return when its agent noticed."""
@@ -215,20 +217,24 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
         before_s = _processor_s(coordinator)
         for step in range(_STEPS):
             peers.step(step)
-            peers.last("committed", step)
         _rest(coordinator)
         step_s = (_processor_s(coordinator) - before_s) / _STEPS
-        losses_s, processor_s = [], []
+        losses_s, processor_s, step = [], [], _STEPS
         for number in range(losses):
             before_s = _processor_s(coordinator)
             noticed_s = peers.lose(number % _STAGES + number * _APART * _STAGES % ranks)
-            generation = peers.next_generation(generation)
+            generation = peers.next("orders", generation)
             losses_s.append(peers.last("orders", generation) - noticed_s)
             processor_s.append(_processor_s(coordinator) - before_s)
             peers.last("started", generation)
-            peers.step(_STEPS + number)
-            peers.last("committed", _STEPS + number)
+            peers.step(step)
+            # Slices of the optimizer's state get the owners back that they have lost, while the ranks train.
+            generation = peers.next("switching", generation)
+            peers.last("switching", generation)
+            peers.step(step + 1, switches=True)
+            peers.last("started", generation)
             _rest(coordinator)
+            step += 2
             progress(f"{ranks} ranks: loss {losses_s[-1]:.2f} s")
         helpers = sum(each.memory_info().rss for each in coordinator.children(recursive=True))
         return Measured(

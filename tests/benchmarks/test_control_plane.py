@@ -27,6 +27,8 @@ def test_ranks_join_are_lost_and_get_new_orders(tmp_path: Path) -> None:
     failures = [event for event in events if event["event"] == "failure"]
     assert [each["worker"] for each in failures] == [0, 25]
     assert {each["noticed_by"] for each in failures} <= {"child", "connection"}
+    assert [each["policy"] for each in events if each["event"] == "plan"] == ["start", *["reroute", "redundancy"] * 2]
+    assert not [each for each in events if each["event"] in ("host_lost", "discarded")]
 
 
 @pytest.mark.parametrize("ranks", ["31", "8", "many"])
