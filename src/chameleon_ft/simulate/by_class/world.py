@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Final
 
 from chameleon_ft.cluster import Worker
@@ -30,7 +29,7 @@ from chameleon_ft.simulate.by_class.published import oobleck_planner, paper_plan
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 from chameleon_ft.simulate.parameters import Parameters
 
-__all__ = ["World", "world_of"]
+__all__ = ["World", "plans_found", "world_of"]
 
 # Numbers of copies of each layer that layouts are made with; more copies are hardly ever lost at once.
 _COPIES: Final = (1, 2, 3, 4, 6, 8, 12)
@@ -135,7 +134,7 @@ class World:
         depth = max(_SHALLOW, self.pipelines.per_host)
         found.append(self._layout_of(lambda count: self.mixes.equal_within(count, depth), ClusterLayout(()), speeds))
         if len(speeds) <= _REPLAYED:
-            few = [*self._cuts_found(_plans_found, speeds)[:1], *self._cuts_found(self._equal_layouts, speeds)]
+            few = [*self._cuts_found(plans_found, speeds)[:1], *self._cuts_found(self._equal_layouts, speeds)]
             found += [arranged(cuts, sorted(speeds)) for cuts in few]
 
         def step_s(layout: ClusterLayout) -> float:
@@ -176,7 +175,7 @@ class World:
         if on_hosts is not None:
             found.append(on_hosts)
         if len(speeds) <= _REPLAYED:
-            found += [arranged(cuts, sorted(speeds), current) for cuts in self._cuts_found(_plans_found, speeds)]
+            found += [arranged(cuts, sorted(speeds), current) for cuts in self._cuts_found(plans_found, speeds)]
         found = [placed for layout in found for placed in self.placements(layout)]
         return [current if set(each.pipelines) == set(current.pipelines) else each for each in dict.fromkeys(found)]
 
@@ -228,8 +227,9 @@ class World:
         ]
 
 
+@lru_cache(maxsize=2)
 def world_of(costs: CostModel, parameters: Parameters, start: Plan | None = None) -> World:
-    """Return the world of a workload and a cluster.
+    """Return the world of a workload and a cluster, which simulations of several traces share.
 
     Backward is split or fused as in `start`. Without one, as in the plan that `find_plan` finds for few workers, if it
     fits by class too, and otherwise as is faster for all.
@@ -251,15 +251,19 @@ def world_of(costs: CostModel, parameters: Parameters, start: Plan | None = None
     # Pipelines of one stage take as long either way, but not those of fewer workers later.
     equal = [split for split, (step_s, _) in found.items() if step_s <= fastest_s * (1 + ROUNDING)]
     preferred = equal[0]
-    if len(equal) == 1 and workers <= _REPLAYED:
-        with contextlib.suppress(InfeasibleError):
-            preferred = find_plan(costs).best.plan.split_backward
+    if len(equal) == 1 and workers <= _REPLAYED and (plans := plans_found(costs)):
+        preferred = plans[0].plan.split_backward
     return found[preferred if preferred in found else equal[0]][1]
 
 
-def _plans_found(costs: CostModel) -> Sequence[FoundPlan]:
+@lru_cache(maxsize=64)
+def plans_found(costs: CostModel) -> Sequence[FoundPlan]:
+    """Return the plans that `find_plan` finds, the fastest first; none if nothing fits.
+
+    Several policies and planners ask for those of the same workers.
+    """
     try:
         result = find_plan(costs)
     except InfeasibleError:
-        return []
+        return ()
     return result.best, *result.alternatives

@@ -26,10 +26,9 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
-from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, fitting_estimate, plan_of_layout
 from chameleon_ft.simulate.by_class.pipeline_classes import on_workers
-from chameleon_ft.simulate.by_class.world import World
+from chameleon_ft.simulate.by_class.world import World, plans_found
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
 __all__ = ["Decisions", "ExactPlanner", "RealPlan"]
@@ -144,13 +143,9 @@ class ExactPlanner(Planner):
         options = self._of_layouts(self._world.starts(self._policy, speeds, self._start_number), costs)
         if self._policy.starts == "several":
             return options
-        try:
-            result = find_plan(costs)
-        except InfeasibleError:
-            return options
         return options + [
             Option(policy="start", plan=RealPlan(each.plan, each.in_flight_limits), step_s=each.step_s)
-            for each in (result.best, *result.alternatives)
+            for each in plans_found(costs)
         ]
 
     def _of_layouts(self, layouts: Iterable[ClusterLayout], costs: CostModel) -> list[Option]:
