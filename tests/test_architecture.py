@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Return all imports of a file, also those for type checkers only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -67,7 +69,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 def parts_imported(path: Path) -> set[str]:
@@ -135,7 +137,7 @@ def test_what_decides_in_control_reads_no_clock_and_touches_nothing(module: str,
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     files = {f"chameleon_ft.{module}": path for module, path in MODULES if module != "__init__"}
-    imported = {name: imports(path) & files.keys() - {name} for name, path in files.items()}
+    imported = {name: set(imports(path)) & files.keys() - {name} for name, path in files.items()}
     for name, found in imported.items():
         # `from package import module` imports the module; the package itself is not what is used.
         imported[name] = {other for other in found if not any(deeper.startswith(f"{other}.") for deeper in found)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,43 @@ from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.plan_arguments import PlanArguments
 from chameleon_ft.cli.plan_case import plan_cases
 from chameleon_ft.estimate import estimate_step, paper, pipeline_times
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.profiles import derived_profile, write_profile
-from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
+from chameleon_ft.search import SearchResult, find_plan
+from chameleon_ft.search.options import DEFAULT_EFFORT
 
 ROOT = Path(__file__).parent.parent.parent
 PRESET = ("--model", "llama2-7b", "--device", "h100-80g", "--dp", "2", "--pp", "4")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[object, SearchResult]:
+    """The results of all searches, by their arguments."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def searched_once(monkeypatch: pytest.MonkeyPatch, found: dict[object, SearchResult]) -> None:
+    """Search with equal arguments once: most tests compare ways to show the same results."""
+
+    def once(
+        costs: CostModel,
+        *,
+        current: Placement | None = None,
+        others: Mapping[str, Plan] | None = None,
+        others_in_flight_limits: Mapping[int, InFlightLimit] | None = None,
+        effort: int | None = DEFAULT_EFFORT,
+    ) -> SearchResult:
+        others, limits = others or {}, others_in_flight_limits or {}
+        key = (costs, current, tuple(others.items()), tuple(limits.items()), effort)
+        if key not in found:
+            found[key] = find_plan(costs, current=current, others=others, others_in_flight_limits=limits, effort=effort)
+        return found[key]
+
+    for name in ("chameleon_ft.cli.prediction", "chameleon_ft.search.find"):
+        monkeypatch.setattr(import_module(name), "find_plan", once)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -33,15 +32,6 @@ WIDTH, ROWS, SAMPLES, FLOAT = 64, 32, 8, 4
 BETWEEN = SAMPLES * ROWS * WIDTH * FLOAT
 """Bytes of what crosses between two layers of `job_of`."""
 LLAMA = LlamaConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, seq_len=16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported_objects_are_kept() -> Iterator[None]:
-    """Spare the collections before every measurement the modules of the whole process, most of their time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Mean(nn.Module):

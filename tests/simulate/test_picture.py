@@ -96,11 +96,14 @@ def test_live_workers_are_seen_where_none_is_lost(scene: Scene) -> None:
             assert np.all((low < heights) & (heights < high))
 
 
-@pytest.mark.parametrize(("name", "values"), [("rate", [0.1, 1, 30]), ("workers", [24, 32])])
-def test_a_sweep_is_readable(scene: Scene, name: str, values: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "values", "policies"),
+    [("rate", [0.1, 1, 30], POLICIES), ("workers", [36, 40], ("chameleon", "restart", "oracle"))],
+)
+def test_a_sweep_is_readable(scene: Scene, name: str, values: list[float], policies: tuple[str, ...]) -> None:
     from chameleon_ft.simulate.pictures.sweep_figure import figure_of_sweep
 
-    assert_readable(figure_of_sweep("a sweep", sweep(scene, name, values, POLICIES)))
+    assert_readable(figure_of_sweep("a sweep", sweep(scene, name, values, policies)))
 
 
 def test_pictures_are_files_that_can_be_read(results: Results, scene: Scene, tmp_path: Path) -> None:
