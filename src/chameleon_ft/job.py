@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -168,7 +168,7 @@ class Job:
             raise ConfigError("`dataset` must be map-style: give it __len__ and __getitem__(i) -> (input, target)")
         if len(self.dataset) < 1:
             raise ConfigError("`dataset` is empty: training needs at least one sample")
-        if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+        if self.clip_norm is not None and not _is_positive(self.clip_norm):
             raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
             object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
@@ -256,7 +256,12 @@ def _require_callable(name: str, value: object) -> None:
 def _checked_tied(
     tied: Sequence[Sequence[tuple[int, str]]], num_layers: int
 ) -> tuple[tuple[tuple[int, str], ...], ...]:
-    groups = tuple(tuple(copies) for copies in tied)
+    try:
+        groups = tuple(tuple((int(layer), str(name)) for layer, name in copies) for copies in tied)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"`tied` is {tied!r:.80}: give for each shared parameter a list of its copies, each as (layer, name)"
+        ) from None
     for copies in groups:
         layers = [layer for layer, _ in copies]
         if len(layers) < 2 or len(set(layers)) < len(layers):
@@ -270,13 +275,21 @@ def _checked_tied(
 
 
 def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]:
-    if len(costs) != num_layers:
-        raise ConfigError(f"`layer_costs` has {len(costs)} entries for {num_layers} layers: give one for each layer")
-    if any(not (math.isfinite(cost) and cost > 0) for cost in costs):
+    given: object = costs  # of a user, who may give anything
+    if not isinstance(given, Iterable) or len(costs := tuple(given)) != num_layers:
+        raise ConfigError(f"`layer_costs` is {costs!r:.80}: give a list of {num_layers} numbers, one for each layer")
+    if not all(map(_is_positive, costs)):
         raise ConfigError(
             "`layer_costs` must all be positive and finite; a layer that costs nearly nothing gets a small one"
         )
     return tuple(float(cost) for cost in costs)
+
+
+def _is_positive(number: object) -> bool:
+    try:
+        return math.isfinite(number) and number > 0  # type: ignore[operator, arg-type]
+    except TypeError:
+        return False
 
 
 def _split_reference(reference: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,6 +248,40 @@ def test_layers_that_do_not_fit_together_are_named() -> None:
 def test_a_layer_that_returns_several_tensors_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer 0 \(LSTM\) returned tuple: a layer returns one tensor"):
         boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, which it keeps in a buffer."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4), persistent=persistent)
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        mean = self.get_buffer("mean")
+        with torch.no_grad():
+            mean.mul_(0.9).add_(boundary.mean(0), alpha=0.1)
+        return (boundary - mean) * self.weight
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")], ids=str)
+def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.device) -> None:
+    job = make_job([nn.Identity, partial(Running, persistent=True)], Zeros(4))
+    with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes its buffer 'mean' in its forward"):
+        boundary_specs(job, 2, device=device)
+    boundary_specs(make_job([partial(Running, persistent=False)], Zeros(4)), 2, device=device)
+
+
+def test_complex_parameters_are_refused_if_they_are_trained() -> None:
+    class Rotated(nn.Module):
+        def __init__(self, *, trained: bool) -> None:
+            super().__init__()
+            self.angle = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=trained)
+
+    with pytest.raises(ConfigError, match=r"layer 0 trains the complex parameter 'angle', .* torch.view_as_complex"):
+        param_bytes(make_job([partial(Rotated, trained=True)], Zeros(4)))
+    assert param_bytes(make_job([partial(Rotated, trained=False)], Zeros(4))) == (32,)
 
 
 @pytest.mark.parametrize("sample", [torch.zeros(2), (torch.zeros(2), 1), (torch.zeros(2),)])

@@ -56,6 +56,7 @@ def job(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], el
         (partial(torch.optim.SGD, momentum=0.9), ""),
         (torch.optim.LBFGS, "LBFGS"),
         (torch.optim.Adafactor, "Adafactor"),
+        (partial(torch.optim.Muon, lr=0.1), "Muon"),
         (Mine, "Mine"),
     ],
 )

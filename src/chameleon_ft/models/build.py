@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,13 @@ def _has_blank_buffers(module: nn.Module) -> bool:
 def _initialize(job: Job, layer: int, seed: int) -> nn.Module:
     with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
-        return job.layers[layer]()
+        return _require_module(job.layers[layer](), layer)
+
+
+def _require_module(built: object, layer: int) -> nn.Module:
+    if not isinstance(built, torch.nn.Module):
+        raise ConfigError(f"the factory of layer {layer} returned {type(built).__name__}: it returns a torch.nn.Module")
+    return built
 
 
 def tie(job: Job, layers: Sequence[nn.Module]) -> None:
@@ -144,6 +150,8 @@ def boundary_specs(
     inputs = _first_inputs(job, micro_batch_size)
     if job.boundaries is not None:
         stated = tuple(job.boundaries(micro_batch_size))
+        if not all(isinstance(each, BoundarySpec) for each in stated):
+            raise ConfigError("`boundaries` returns a list of BoundarySpec, one for the output of each layer")
         if len(stated) != job.num_layers:
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
         return tuple(_cast(spec, job) for spec in stated)
@@ -190,6 +198,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     boundary = boundary.clone()  # which the layer may change in place
+    before = {name: (buffer, buffer._version) for name, buffer in _persistent_buffers(module)}
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
         with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
@@ -201,12 +210,25 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
             f"{boundary.dtype} on the device {device} ({type(error).__name__}: {error}); check that it takes what "
             "the layer before it returns, or set the job's `boundaries`"
         ) from error
+    for name, buffer in _persistent_buffers(module):
+        old, version = before.get(name, (None, 0))
+        if buffer.is_floating_point() and (buffer is not old or buffer._version != version):
+            raise ConfigError(
+                f"layer {layer} ({type(module).__name__}) changes its buffer {name!r} in its forward, which would come "
+                "out differently on each worker that holds it; compute it from the input or, if no output depends on "
+                "it, register it with persistent=False"
+            )
     if not isinstance(output, torch.Tensor):
         raise ConfigError(
             f"layer {layer} ({type(module).__name__}) returned {type(output).__name__}: a layer returns one tensor; "
             "pack several into one, or put both users of them into the same layer"
         )
     return output.detach()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    persistent = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 # --- sizes, found on the meta device, which computes and allocates nothing -----------------------------------------
@@ -307,16 +329,23 @@ def _cast_on_meta(job: Job, layer: int) -> tuple[nn.Module, dict[str, nn.Paramet
 def _build_on_meta(job: Job, layer: int) -> nn.Module:
     try:
         with _META:
-            module = job.layers[layer]()
+            built = job.layers[layer]()
     except Exception as error:
         raise ConfigError(
             f"layer {layer} cannot be built on torch's meta device ({type(error).__name__}: {error}); "
             "see that its factory works under `with torch.device('meta')`"
         ) from error
+    module = _require_module(built, layer)
     for part in module.modules():
         if getattr(part, "track_running_stats", False):
             raise ConfigError(
                 f"layer {layer} has a {type(part).__name__} that keeps running statistics, which would come out "
                 "differently on each worker that holds it; take GroupNorm or LayerNorm, or track_running_stats=False"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ConfigError(
+                f"layer {layer} trains the complex parameter {name!r}, which workers cannot share; train its real and "
+                "imaginary parts as one real parameter, and join them in forward by torch.view_as_complex"
             )
     return module

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 
 __all__ = ["undivided_optimizer"]
@@ -32,9 +33,17 @@ _ELEMENTWISE: Final = frozenset(
 def undivided_optimizer(job: Job) -> str:
     """Return the name of the job's optimizer, unless its state can be divided; then it is empty.
 
-    The job says whether it can, or if it does not, the optimizer's class, which is made for a matrix and a vector.
+    The job says whether it can, or if it does not, the optimizer's class, which is made for a matrix and a vector, or
+    for a matrix alone if it takes no vectors. Raises ConfigError if that is no optimizer.
     """
     if job.elementwise:
         return ""
-    kind = type(job.optimizer([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]))
+    matrix, vector = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
+    try:
+        optimizer: object = job.optimizer([matrix, vector])
+    except ValueError:  # of torch.optim.Muon, for example
+        optimizer = job.optimizer([matrix])
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"`optimizer` returned {kind.__name__}: it returns a torch.optim.Optimizer of the parameters")
     return "" if kind in _ELEMENTWISE and job.elementwise is None else kind.__name__

@@ -16,6 +16,7 @@ from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.checks import check_learning_rate, check_loss
 from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -88,7 +89,12 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
-    sizes, tied = param_bytes(job), tied_bytes(job)
+    if run_on.type != "meta" and job.boundaries is None:
+        check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on)
+    check_learning_rate(job)
+    sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
+    if not any(gradients):
+        raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
     num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
     return JobInfo(
@@ -100,7 +106,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
-        gradient_bytes=gradient_bytes(job),
+        gradient_bytes=gradients,
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         undivided=undivided,

@@ -1,0 +1,95 @@
+"""The functions of a job are called once before a run, and what they return is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.models.build import boundary_specs, param_bytes
+from chameleon_ft.models.checks import check_learning_rate, check_loss
+from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.runtime.inspection import inspect_job
+
+OUTPUT = BoundarySpec((2, 4), torch.float32)
+CPU = torch.device("cpu")
+
+
+def job(**changes: Any) -> Job:
+    fields: dict[str, Any] = {
+        "layers": [partial(nn.Linear, 4, 4)],
+        "loss": partial(functional.cross_entropy, reduction="sum"),
+        "dataset": [(torch.zeros(4), torch.tensor(index)) for index in range(3)],
+        "optimizer": torch.optim.SGD,
+    }
+    return Job(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (partial(functional.cross_entropy, reduction="none"), r"returned a tensor of shape \(2,\): .* reduction=.sum."),
+        (lambda output, targets: 3.0, r"`loss` returned float: it returns the sum"),
+        (lambda output, targets: functional.cross_entropy(output.detach(), targets), r"has no gradient .* detach\(\)"),
+        (lambda output: output.sum(), r"cannot be computed \(TypeError: .*; check that `loss` takes the output"),
+    ],
+    ids=["of each term", "no tensor", "detached", "of one argument"],
+)
+def test_a_loss_that_trains_nothing_is_refused(loss: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
+
+
+def count_in_tensor(targets: Tensor) -> Tensor:
+    return (targets >= 0).sum()
+
+
+@pytest.mark.parametrize("loss_terms", [len, count_in_tensor, lambda targets: 0, lambda targets: 2.0])
+def test_terms_are_counted_by_any_number(loss_terms: Callable[[Tensor], Any]) -> None:
+    check_loss(job(loss_terms=loss_terms), OUTPUT, 2, device=CPU)
+
+
+@pytest.mark.parametrize("terms", [-1, float("nan"), "many", None, torch.ones(2)])
+def test_what_counts_no_terms_is_refused(terms: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`loss_terms` returned .*: it returns how many terms"):
+        check_loss(job(loss_terms=lambda targets: terms), OUTPUT, 2, device=CPU)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])
+def test_what_is_no_learning_rate_is_refused(rate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`learning_rate` returned .* for step 0: it returns the rate"):
+        check_learning_rate(job(learning_rate=lambda step: rate))
+    check_learning_rate(job(learning_rate=lambda step: torch.tensor(0.1)))
+
+
+def test_what_is_no_optimizer_and_what_are_no_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`optimizer` returned NoneType: it returns a torch.optim.Optimizer"):
+        undivided_optimizer(job(optimizer=lambda parameters: None))
+    nothing = job(layers=[partial(nn.Linear, 4, 4), lambda: None])
+    for check in (param_bytes, partial(boundary_specs, micro_batch_size=2)):
+        with pytest.raises(ConfigError, match=r"factory of layer 1 returned NoneType: it returns a torch.nn.Module"):
+            check(nothing)
+
+
+def test_a_run_is_refused_for_them_before_it_starts(tmp_path: Path) -> None:
+    path = tmp_path / "means.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from chameleon_ft import Job\n"
+        "def job():\n"
+        "    data = [(torch.zeros(4), torch.zeros(4))]\n"
+        "    loss = nn.MSELoss(reduction='none')\n"
+        "    return Job(layers=[lambda: nn.Linear(4, 4)] * 2, loss=loss, dataset=data, optimizer=torch.optim.SGD)\n"
+    )
+    with pytest.raises(ConfigError, match=r"`loss` returned a tensor of shape \(2, 4\)"):
+        inspect_job(RunConfig(job=str(path)))
