@@ -403,6 +403,22 @@ def test_a_whole_model_shares_one_tied_parameter() -> None:
     assert tied_bytes(LLAMA) == {}
 
 
+def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    job = make_job([Twice, Twice], Zeros(4), tied=[((0, "first.weight"), (1, "first.weight"))])
+    layers = [build_layer(job, layer, 7) for layer in range(2)]
+
+    tie(job, layers)
+
+    assert layers[1].get_parameter("second.weight") is layers[0].get_parameter("first.weight")
+    assert len({id(parameter) for layer in layers for parameter in layer.parameters() if parameter.ndim == 2}) == 1
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

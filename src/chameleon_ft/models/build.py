@@ -108,8 +108,9 @@ def tie(job: Job, layers: Sequence[nn.Module]) -> None:
     """Make the layers of a whole model, first to last, share the parameter objects that they have copies of."""
     for (first, first_name), *copies in job.tied:
         for layer, name in copies:
-            path, _, leaf = name.rpartition(".")
-            setattr(layers[layer].get_submodule(path), leaf, layers[first].get_parameter(first_name))
+            copy, shared = layers[layer].get_parameter(name), layers[first].get_parameter(first_name)
+            for module in layers[layer].modules():  # which may use it in several places
+                module._parameters.update({leaf: shared for leaf, each in module._parameters.items() if each is copy})
 
 
 def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: torch.device | None = None) -> None:
