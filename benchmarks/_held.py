@@ -24,7 +24,8 @@ from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.device import is_host_memory
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation

@@ -16,7 +16,8 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError
 from chameleon_ft.runtime.execution.commit import Committer
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.sync import Segment

@@ -34,7 +34,8 @@ from chameleon_ft.observe import (
 from chameleon_ft.observe.checkpoints import step_directory
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.sync import Segment
 from tests.examples import examples
 from tests.harness import Ended, assert_as_the_plain_loop, fails, in_thread, resume_here, small_config, train_here

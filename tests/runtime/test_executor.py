@@ -22,7 +22,8 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector

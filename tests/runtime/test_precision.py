@@ -26,8 +26,9 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.saved_activations import input_gradient
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError

@@ -18,7 +18,8 @@ from torch import nn
 from chameleon_ft.control.wire.messages import Discard, Message, Migrate, Prepare, Prepared, StartGeneration
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.generation import Preparations
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration

@@ -125,7 +125,7 @@ def test_a_matrix_keeps_its_input_and_for_its_weights_the_gradient_of_its_output
 
     found = bytes_of(job_of([linear] * 3), 1)
 
-    assert (found.param_bytes, found.gradient_bytes) == (matrix, matrix)
+    assert (found.param_bytes, found.gradient_bytes) == (matrix, matrix + FLOAT), "with a flag"
     assert found.optimizer_bytes == 2 * matrix + FLOAT  # two moments and a counter
     assert (found.output_bytes, found.activation_bytes, found.weight_grad_bytes) == (BETWEEN, BETWEEN, 2 * BETWEEN)
     assert found.working_bytes == matrix  # the gradient before it is added up
@@ -265,8 +265,8 @@ def in_bf16(job: Job) -> Job:
 
 def test_in_bf16_a_layer_holds_its_masters_too_and_its_parameters_do_not_move() -> None:
     full, half = (bytes_of(job, 1) for job in (llama_job(), in_bf16(llama_job())))
-    norms = 4 * 2 * LLAMA.dim
-    matrices = full.gradient_bytes - norms
+    norms, flags = 4 * 2 * LLAMA.dim, 4 * 9  # one flag for each parameter of a block
+    matrices = full.gradient_bytes - norms - flags
     assert half.gradient_bytes == full.gradient_bytes
     assert half.optimizer_bytes - full.optimizer_bytes == matrices
     assert full.param_bytes - half.param_bytes == matrices // 2

@@ -13,7 +13,8 @@ from torch import Tensor
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment

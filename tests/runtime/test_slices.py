@@ -32,7 +32,8 @@ from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import UNITS, Sharding, shard_optimizer
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.execution import gather
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.fault_injection import flip_random_bit

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.fault_injection import flip_random_bit
 from chameleon_ft.sync import Segment

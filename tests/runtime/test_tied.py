@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
@@ -17,8 +18,9 @@ from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.hugging_face import to_hugging_face
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import read_layer
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.sync import Segment
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, fails, resume_here, small_config, train_here
 from tests.models.transformers_llama import transformers_llama
@@ -34,6 +36,11 @@ def held(*layers: int) -> HeldLayers:
     return HeldLayers(toy_job(LAYERS, tied=True), layers, seed=SEED, device=CPU)
 
 
+def with_flag(value: float) -> Tensor:
+    """Return the flat buffer of a tied parameter whose gradient has one value throughout."""
+    return torch.cat([torch.full((IDS * WIDTH,), value), torch.ones(1)])
+
+
 def test_several_copies_on_one_worker_have_one_gradient() -> None:
     both = held(0, 3)
     buffers = GradientBuffers(both, (Segment(LayerRange(0, 1), (0,)), Segment(LayerRange(3, 4), (0,)), TIED))
@@ -42,10 +49,10 @@ def test_several_copies_on_one_worker_have_one_gradient() -> None:
     (3 * embedding.sum() + 4 * head.sum()).backward()
 
     (gradient,) = buffers.of(TIED)
-    assert torch.equal(gradient, torch.full((IDS * WIDTH,), 7.0))
+    assert torch.equal(gradient, with_flag(7.0))
     assert torch.equal(embedding.grad, head.grad)  # type: ignore[arg-type]
     assert buffers.of(buffers.segments[0]) == (), "the embedding has nothing else"
-    assert sum(part.numel() for part in buffers.of(buffers.segments[1])) == IDS, "the head has a bias"
+    assert sum(part.numel() for part in buffers.of(buffers.segments[1])) == IDS + 1, "the head has a bias"
     assert buffers.square_sum(0) == pytest.approx(49.0 * IDS * WIDTH)
     assert buffers.square_sum(1) == 0.0, "it is counted once, by the first holder"
 
@@ -69,7 +76,7 @@ def test_the_gradient_outlives_a_copy_that_is_dropped_before_it_has_arrived() ->
     buffers.regroup(first, (Segment(LayerRange(0, 1), (0,)), Segment(LayerRange(3, 4), (1,)), TIED))
 
     (gradient,) = buffers.of(TIED)
-    assert torch.equal(gradient, torch.full((IDS * WIDTH,), 3.0))
+    assert torch.equal(gradient, with_flag(3.0))
     assert gradient.data_ptr() == embedding.grad.data_ptr()  # type: ignore[union-attr]
     assert buffers.totals == {(0, 3)}
 

@@ -25,8 +25,9 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer import layer_messages
 from chameleon_ft.runtime.state_transfer.layer_messages import (

@@ -13,7 +13,8 @@ from chameleon_ft.plan.shards import Sharding, SliceMove
 from chameleon_ft.runtime.communicators import Communicators, Membership, Rendezvous
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.executor import channels_of
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator

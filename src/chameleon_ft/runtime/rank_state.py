@@ -21,7 +21,8 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import RecentSteps
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.gather import ParameterExchange
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector, flip_random_bit
 from chameleon_ft.runtime.generation import Generation
 from chameleon_ft.runtime.snapshots.restore import RestoredLayers, rebuild

@@ -22,7 +22,8 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps, Repetition
 from chameleon_ft.runtime.execution.gather import ParameterExchange
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_state import StepState
@@ -189,11 +190,12 @@ class Committer:
         grad_norm = _grad_norm(vote)
         self.activity.begin(f"the optimizer in step {self.committed}")
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
-        self.buffers.scale(clip / vote.terms)
         if self.gather is not None:
             self.gather.restart()
             self.missing = self.held.layers
-        lr = self.held.update(self.committed)
+        with self.buffers.without_idle():
+            self.buffers.scale(clip / vote.terms)
+            lr = self.held.update(self.committed)
         self.faults.at("optimizer", self.committed)  # after the update, which may round a flipped bit away
         return self._applied(vote, grad_norm, lr)
 

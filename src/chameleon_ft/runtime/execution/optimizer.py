@@ -103,6 +103,12 @@ class _Part:
         """Whether the parameter is rounded from a master, of which `own` is a slice."""
         return _is_rounded(self.parameter)
 
+    def take_gradient(self) -> None:
+        """Give it the gradient of its elements of the parameter, or none if the parameter has none."""
+        if self.own is not self.parameter:
+            whole = self.parameter.grad
+            self.own.grad = None if whole is None else whole.view(-1)[self.start : self.stop].view(self.own.shape)
+
     def round(self) -> None:
         """Round its elements of the parameter from those of the master."""
         self.parameter.detach().view(-1)[self.start : self.stop].copy_(self.own.detach().view(-1))
@@ -225,8 +231,7 @@ class LayerOptimizer:
                 for group in updating.torch.param_groups:
                     group["lr"] = lr
             for part in updating.parts:
-                if part.own is not part.parameter and part.parameter.grad is not None:
-                    part.own.grad = part.parameter.grad.view(-1)[part.start : part.stop].view(part.own.shape)
+                part.take_gradient()
             updating.torch.step()
             for part in updating.parts:
                 if part.is_rounded:
@@ -236,7 +241,7 @@ class LayerOptimizer:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         if self._job.learning_rate is not None:
-            return self._job.learning_rate(step)
+            return float(self._job.learning_rate(step))
         optimizer = self._updating.torch
         return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 

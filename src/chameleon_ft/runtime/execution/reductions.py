@@ -18,7 +18,7 @@ from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.device import side_stream
 from chameleon_ft.runtime.execution.bad_steps import Contributions
-from chameleon_ft.runtime.execution.layers import GradientBuffers
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.step_stats import TimedReduction
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment, issue_points

@@ -19,8 +19,9 @@ from chameleon_ft.plan.shards import UNITS
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.gather import ParameterExchange
+from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import LayerState
-from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.optimizer import Range
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
