@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from chameleon_ft.runtime.execution.saved_activations import input_gradient
 
@@ -34,10 +36,17 @@ STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
     "a transposed end": lambda x, linear, value: linear(x * value).t(),
     "no way to the input": lambda x, linear, value: (value * 2).expand_as(x) + linear.bias,
     "no way to the input, and a view": lambda x, linear, value: value.expand_as(x),
+    "a reentrant checkpoint": lambda x, linear, value: (
+        checkpoint(lambda y: torch.tanh(linear(y)), x, use_reentrant=True) * value
+    ),
+    "a compiled function": torch.compile(
+        lambda x, linear, value: functional.gelu(linear(x).exp()) * value, backend="aot_eager"
+    ),
     "a scalar": lambda x, linear, value: (linear(x) * value).sum(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("first", [False, True], ids=["inner", "first"])
 @pytest.mark.parametrize("name", STAGES)
 def test_both_halves_are_the_backward(name: str, first: bool) -> None:
@@ -63,9 +72,10 @@ def test_both_halves_are_the_backward(name: str, first: bool) -> None:
         assert_equal(parameter.grad, wanted)
 
 
-def test_the_weight_half_accumulates_gradients() -> None:
+@pytest.mark.parametrize("name", ["plain", "a compiled function"])
+def test_the_weight_half_accumulates_gradients(name: str) -> None:
     torch.manual_seed(0)
-    stage = Stage(STAGES["plain"])
+    stage = Stage(STAGES[name])
     buffers = [torch.zeros_like(p) for p in stage.parameters()]
     for parameter, buffer in zip(stage.parameters(), buffers, strict=True):
         parameter.grad = buffer

@@ -1,7 +1,7 @@
 """Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
 
 Torch's pipelining package splits a backward into I (gradient of the input) and W (gradients of the weights). The split
-is private there, and only this file uses it.
+is private there, and only this file uses it. Where it fails, I is the whole backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.execution.gradients import note_gradient
+from chameleon_ft.runtime.execution.gradients import note_gradient, without_gradients
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.schedule import Operation
 from chameleon_ft.workload import is_recomputed
@@ -128,7 +128,10 @@ def input_gradient(
         output = output.clone()  # torch detaches the output in place, which a view does not allow
     whole = partial(_backward, output.view_as(output), output_gradient)
     gradients = None if output_gradient is None else [output_gradient]
-    (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
+    try:
+        (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
+    except RuntimeError:  # a part of the graph runs as a whole only
+        return _both_at_once(whole, boundary, parameters)
     # Torch also stores the gradient here, where it would stay as long as W keeps the input.
     boundary.grad = None
     # Torch looks for weights on the path from the output to the input; without such a path it finds none.
@@ -138,6 +141,28 @@ def input_gradient(
 def _backward(output: Tensor, gradient: Tensor | None) -> None:
     if output.requires_grad:
         torch.autograd.backward(output, gradient)
+
+
+def _both_at_once(
+    whole: Callable[[], None], boundary: Tensor, parameters: list[nn.Parameter]
+) -> tuple[Tensor | None, WeightHalf]:
+    """Run a backward that torch cannot divide; W adds the gradients of parameters, which are kept until then.
+
+    Functions of torch.compile and reentrant checkpoints have such a backward.
+    """
+    with without_gradients(parameters):
+        whole()
+        kept = [parameter.grad for parameter in parameters]
+    gradient, boundary.grad = boundary.grad, None
+    return gradient, partial(_add_gradients, parameters, kept)
+
+
+def _add_gradients(parameters: list[nn.Parameter], kept: list[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            note_gradient(parameter)
+    kept.clear()
 
 
 def _weight_gradients(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
