@@ -189,3 +189,44 @@ def test_the_command_prints_json(run: RunDirectory, config: RunConfig, capsys: p
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert data["steps"] == 4
     assert data["max_relative_loss_deviation"] < 1e-6
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
+def test_a_tolerance_that_says_nothing_is_refused(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], tolerance: str
+) -> None:
+    assert main(["verify", str(run.path), f"--tolerance={tolerance}"]) == 2
+    assert "--tolerance" in capsys.readouterr().err
+
+
+def test_an_error_of_the_job_names_its_line(
+    tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.py"
+    path.write_text("def job():\n    raise FileNotFoundError('the weights are gone')\n")
+    run = RunDirectory.create(tmp_path / "run", config.model_copy(update={"job": str(path)}))
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    assert main(["verify", str(run.path)]) == 2
+    message = capsys.readouterr().err
+    assert "FileNotFoundError: the weights are gone, at " in message
+    assert str(path) in message
+
+
+def test_layers_are_trained_and_terms_counted_as_in_a_run(
+    tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A factory may return a layer that is set to evaluate, and a tensor is a count, too."""
+    path = tmp_path / "job.py"
+    path.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "import dataclasses\n"
+        "from tests import test_verify\n"
+        "def job(config):\n"
+        "    found = test_verify.job(config)\n"
+        "    layers = [lambda layer=layer: layer().eval() for layer in found.layers]\n"
+        "    return dataclasses.replace(found, layers=layers, loss_terms=lambda targets: (targets >= 0).sum())\n"
+    )
+    run = RunDirectory.create(tmp_path / "run", config.model_copy(update={"job": str(path)}))
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    assert main(["verify", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_relative_loss_deviation"] < 1e-6

@@ -157,7 +157,9 @@ class _PlainLoop:
         self._config = config
         self._job = job
         self._device = torch.device(config.device if DEVICES[config.device].is_accelerator else "cpu")
-        self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
+        self._layers = [
+            build_layer(job, layer, config.seed).to(self._device).train() for layer in range(job.num_layers)
+        ]
         casts = [cast_layer(layer, job.precision, is_first=not number) for number, layer in enumerate(self._layers)]
         masters = {
             layer.get_parameter(name): master
@@ -203,7 +205,7 @@ class _PlainLoop:
             loss = loss_of(self._job, self._forward(inputs, step, micro_batch), targets.to(self._device))
             loss.backward()
             loss_sum += loss.item()
-            terms += self._job.loss_terms(targets)
+            terms += int(self._job.loss_terms(targets))  # which may count them in a tensor
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         grad_norm = _norm(gradients) / terms
         largest = math.inf if self._job.clip_norm is None else self._job.clip_norm

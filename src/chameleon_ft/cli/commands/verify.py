@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,15 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(VerifyArguments, arguments, command="verify")
     if given.steps is not None and given.steps < 1:
         raise ConfigError(f"--steps {given.steps}: should be 1 or more")
+    if given.tolerance is not None and not (math.isfinite(given.tolerance) and given.tolerance >= 0):
+        raise ConfigError(f"--tolerance {given.tolerance}: should be 0 or a positive number, such as 1e-5")
     run = RunDirectory.open(given.run)
     # Imported here, because --help must not wait for torch.
     from rich.console import Console
     from rich.progress import track
 
     from chameleon_ft.runtime.device import require_devices
+    from chameleon_ft.runtime.inspection import users_errors
     from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
@@ -55,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         transient=True,
     )
     tolerance = TOLERANCES[run.config().precision] if given.tolerance is None else given.tolerance
-    result = Verification.of(comparisons, tolerance=tolerance)
+    with users_errors(run.config()):
+        result = Verification.of(comparisons, tolerance=tolerance)
     print(json.dumps(result.to_json()) if given.json else result)
     return 0 if result.first_step_outside is None else 1
