@@ -231,6 +231,7 @@ SURFACE = {
         "DEVICES",
         "LASTING_KINDS",
         "LLAMA_JOB",
+        "MOST_WORKERS",
         "RENAMED_KEYS",
         "SLOWNESS",
         "STAND_IN_JOB",
@@ -377,7 +378,7 @@ SURFACE = {
         "ProgramError",
         "StoreError",
     ],
-    "workload": ["LayerCost", "TiedParameters", "Workload", "is_recomputed"],
+    "workload": ["MOST_MICRO_BATCHES", "LayerCost", "TiedParameters", "Workload", "is_recomputed"],
     "cluster": ["Cluster", "Link", "Worker"],
     "plan": [
         "Hop",

@@ -61,6 +61,8 @@ def test_places_of_the_lease(lease: str) -> None:
         ({"steps": 0}, "steps = 0: should be greater than or equal to 1"),
         ({"steps": "many"}, 'steps = "many": should be a valid integer'),
         ({"steps": True}, "steps = True: should be a valid integer"),
+        ({"workers": 10**9}, "workers = 1000000000: should be less than or equal to 100000"),
+        ({"batch": {"micro_batches": 10**9}}, "micro_batches = 1000000000: should be less than or equal to 1000000"),
         ({"steps": 2.0}, "steps = 2.0: should be a valid integer"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: should be a finite number"),
         ({"recovery": {"policy": "magic"}}, "recovery.policy = \"magic\": should be 'chameleon', 'reroute'"),
@@ -143,6 +145,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
             {"timeouts": {"collective_timeout_s": 1.0}},
             "timeouts.collective_timeout_s = 1.0: must be longer than watchdog_min_s",
         ),
+        ({"timeouts": {"first_step_s": 1e12}}, "timeouts.first_step_s = 1000000000000.0: should be 1e+09 at most"),
         ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_timeout_s"),
         ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),
         ({"model": {"dim": 12}}, "model.dim = 12: gives heads of width 3"),
@@ -208,7 +211,13 @@ def test_the_examples_are_valid(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "there is no such file"), ("steps = ", "is not valid TOML"), (b"\xff", "is not text")],
+    [
+        (None, "there is no such file"),
+        ("steps = ", "is not valid TOML"),
+        ("steps = " + "[" * 5000, "is not valid TOML"),
+        ("steps = " + "9" * 5000, "is not valid TOML"),
+        (b"\xff", "is not text"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | bytes | None, expected: str) -> None:
     path = tmp_path / "run.toml"

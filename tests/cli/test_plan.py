@@ -202,6 +202,17 @@ def test_where_nothing_fits_the_nearest_is_named(capsys: pytest.CaptureFixture[s
     )
 
 
+@pytest.mark.parametrize("command", [("--dp", "2"), ("--micro-batch-size", "1,2")])
+def test_a_section_that_is_none_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("parallel = 3\nbatch = 4\n")
+    printed = plan(capsys, config, *command, code=2)
+    assert f"{config}: 2 errors:" in printed
+    assert "parallel = 3: should be" in printed
+
+
 def test_a_run_is_predicted_by_the_profile_that_it_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     example = (ROOT / "examples" / "emulated.toml").read_text()
     profile = tmp_path / "profile.json"
@@ -265,6 +276,16 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--failed", "1,5"), "no live worker holds layers 9-16; a run then returns to its newest checkpoint"),
         ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
         ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
+        ((*PRESET, "--micro-batches", "9" * 12), "batch.micro_batches = 999999999999: should be less than or equal"),
+        ((*PRESET, "--dp", "9" * 12), "workers = 3999999999996: should be less than or equal to 100000"),
+        (
+            ("--model", "llama2-7b", "--device", "h100", "--workers", "9" * 9, "--micro-batches", "8"),
+            "--workers 999999999: should be 100000 at most",
+        ),
+        (
+            ("--model", "llama2-7b", "--device", "h100", "--workers", "8", "--micro-batches", "9" * 9),
+            "micro_batches must be at most 1000000; got 999999999",
+        ),
         ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
         ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be a whole number of 1 or more"),
         ((*PRESET, "--micro-batch-size", "two"), "--micro-batch-size two: should be a whole number of 1 or more"),

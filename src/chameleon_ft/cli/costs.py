@@ -17,7 +17,7 @@ import tyro
 from chameleon_ft.cli.arguments import OptionalStr, metavar
 from chameleon_ft.cli.run_config import absolute_job
 from chameleon_ft.cli.starting import prepare_data_of
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import MOST_WORKERS, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.presets import (
     DEVICES,
@@ -238,9 +238,11 @@ def profile_of(preset: PresetArguments, path: Path | None, *, missing: str) -> P
 
 
 def hosts_of(workers: int, per_host: int) -> dict[int, str]:
-    """Return the host of each worker. Raises ConfigError if a host would have no worker."""
+    """Return the host of each worker. Raises ConfigError if a host would have no worker, or there are too many."""
     if per_host < 1:
         raise ConfigError(f"--workers-per-host {per_host}: should be 1 or more")
+    if workers > MOST_WORKERS:
+        raise ConfigError(f"--workers {workers}: should be {MOST_WORKERS} at most")
     return {worker: f"host{worker // per_host}" for worker in range(workers)}
 
 

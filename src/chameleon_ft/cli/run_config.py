@@ -50,13 +50,16 @@ def overridden(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str 
 def read_config_values(file: Path) -> dict[str, Any]:
     """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
 
-    Raises ConfigError if the file cannot be read.
+    Raises ConfigError if the file cannot be read, or a value is of a wrong type or out of range.
     """
     script = Path(str(file).partition(":")[0])
     if script.suffix != ".py":
-        return read_toml(file)
-    beside = script.with_suffix(".toml")
-    return {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}
+        values, source = read_toml(file), file
+    else:
+        beside = script.with_suffix(".toml")
+        values, source = {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}, beside
+    parse_fields(config_type(values), values, source=str(source))
+    return values
 
 
 def absolute_job(reference: str) -> str:

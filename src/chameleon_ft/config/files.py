@@ -67,7 +67,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a TOML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not text: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also for a number of too many digits, and too deep nesting
         raise ConfigError(f"{path}: is not valid TOML: {error}") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
@@ -25,13 +25,16 @@ from chameleon_ft.config.sections import (
     Timeouts,
 )
 
-__all__ = ["LLAMA_JOB", "STAND_IN_JOB", "RunConfig", "TrainConfig"]
+__all__ = ["LLAMA_JOB", "MOST_WORKERS", "STAND_IN_JOB", "RunConfig", "TrainConfig"]
 
 LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
 """Reference of the default job of `chameleon train`."""
 
 STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
 """Reference of the job for emulated devices: nearly empty layers, as many as the profile has."""
+
+MOST_WORKERS: Final = 100_000
+"""Of a run or a prediction: a mistyped number would fill the memory of the machine."""
 
 
 class RunConfig(Section):
@@ -46,7 +49,9 @@ class RunConfig(Section):
     output_dir: Annotated[Path, Field(strict=False)] | None = Field(
         default=None, description="New directory for everything the run writes; by default runs/NAME-TIME."
     )
-    workers: int = Field(default=4, ge=1, description="Worker processes; must equal parallel.dp * parallel.pp.")
+    workers: int = Field(
+        default=4, ge=1, le=MOST_WORKERS, description="Worker processes; must equal parallel.dp * parallel.pp."
+    )
     steps: int = Field(default=100, ge=1, description="Optimizer steps, numbered from 0.")
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."

@@ -11,6 +11,8 @@ from pydantic_core import PydanticCustomError
 
 __all__ = ["RELATION_ERROR", "Section"]
 
+_LONGEST_S: Final = 1e9  # 32 years
+
 RELATION_ERROR: Final = "relation"
 """Type of the error that lists the relations between fields that do not hold."""
 
@@ -29,13 +31,19 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _relations_hold(self) -> Self:
-        found = list(self.problems())
+        found = [*self._endless_times(), *self.problems()]
         if found:
             summary = "; ".join(f"{field}: {message}" for field, message in found)
             # A validator can raise only one error, so all problems travel in its context.
             problems = [(field, self._value_at(field), message) for field, message in found]
             raise PydanticCustomError(RELATION_ERROR, "{summary}", {"summary": summary, "problems": problems})
         return self
+
+    def _endless_times(self) -> Iterator[tuple[str, str]]:
+        """Yield the times that clocks cannot count."""
+        for name, value in self:
+            if name.endswith("_s") and isinstance(value, float) and value > _LONGEST_S:
+                yield name, f"should be {_LONGEST_S:g} at most"
 
     def _value_at(self, key: str) -> object:
         """Return the value at a key such as failures[0].worker."""

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.section import Section
+from chameleon_ft.workload import MOST_MICRO_BATCHES
 
 __all__ = [
     "Batch",
@@ -29,6 +30,7 @@ PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
 _USUAL_OWNERS: Final = 2  # one may be lost
+_MOST_IN_A_MICRO_BATCH: Final = 1_000_000
 _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
@@ -74,8 +76,10 @@ class Parallel(Section):
 class Batch(Section):
     """The global batch: the samples of one optimizer step."""
 
-    micro_batches: int = Field(default=8, ge=1, description="Micro-batches of one step, over all pipelines.")
-    micro_batch_size: int = Field(default=2, ge=1, description="Samples of one micro-batch.")
+    micro_batches: int = Field(
+        default=8, ge=1, le=MOST_MICRO_BATCHES, description="Micro-batches of one step, over all pipelines."
+    )
+    micro_batch_size: int = Field(default=2, ge=1, le=_MOST_IN_A_MICRO_BATCH, description="Samples of one micro-batch.")
 
     @property
     def samples(self) -> int:
