@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.randn(()))
         self.fine = nn.Parameter(torch.randn(130, dtype=torch.float64))
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.down = nn.Linear(100, 24)
+        self.ends = nn.ModuleDict({"down/left[0:4]": nn.Linear(100, 24)})  # a name with all that is in keys
 
 
 def block_job() -> Job:

@@ -24,7 +24,9 @@ from chameleon_ft.plan.shards import UNITS
 __all__ = ["LayerOptimizer", "ParameterVector", "Range", "joined_masters"]
 
 _ALIGNMENT: Final = 64  # elements: vectorized code computes the same values for a slice as for the whole parameter
-_ENTRY: Final = re.compile(r"(module|optimizer)/(?P<name>[^\[/]*)(\[(?P<start>\d+):(?P<stop>\d+)\])?(/(?P<key>[^/]*))?")
+_ENTRY: Final = re.compile(
+    r"(module|(?P<optimizer>optimizer))/(?P<name>.+?)(\[(?P<start>\d+):(?P<stop>\d+)\])?(?(optimizer)/(?P<key>[^/]*))"
+)
 _MASTER: Final = ""  # instead of a key of the optimizer's state
 
 Range = tuple[int, int]
