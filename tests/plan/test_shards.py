@@ -21,7 +21,7 @@ from chameleon_ft.plan.shards import (
     Slice,
     SliceMove,
     owned_share,
-    owner_sets,
+    owners_on_ring,
     shard_optimizer,
 )
 
@@ -73,13 +73,14 @@ def test_a_new_layout_shares_equally_and_across_hosts(count: int, redundancy: in
     workers = set(range(count))
     (own,) = shard_optimizer(placement_of([workers]), on_hosts(count, per_host), redundancy).layers
     copies = min(redundancy, count)
-    sets = owner_sets(workers, on_hosts(count, per_host), redundancy)
-    assert sorted(map(tuple, sets.tolist())) == sorted({each.owners for each in own.slices})
+    hosts = on_hosts(count, per_host)
+    ring = np.array(sorted(workers, key=lambda worker: (hosts[worker], worker)))
+    rows = owners_on_ring(ring, redundancy).tolist()
+    assert {tuple(sorted(row)) for row in rows} == {each.owners for each in own.slices}
     assert {len(set(each.owners)) for each in own.slices} == {copies}
     assert all(abs(load - copies * UNITS / count) <= SLACK for load in loads(own).values())
     most_on_a_host = min(per_host, count)
     if most_on_a_host <= count // copies:  # otherwise it cannot be
-        hosts = on_hosts(count, per_host)
         assert all(len({hosts[owner] for owner in each.owners}) == copies for each in own.slices)
 
 

@@ -9,16 +9,17 @@ import pytest
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Placement, data_pipeline_plan
-from chameleon_ft.recovery import reroute, risk_of
+from chameleon_ft.recovery import LossRisk, reroute, risk_of
+from chameleon_ft.recovery.loss_risk import host_numbers
 from chameleon_ft.schedule import best_program
 from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     arranged,
     layout_of_plan,
-    layout_risk,
     layout_step,
-    move_to,
 )
+from chameleon_ft.simulate.by_class.layer_rings import layer_rings
+from chameleon_ft.simulate.by_class.move import move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 from chameleon_ft.transfer import transfer_s, transfer_to
@@ -28,7 +29,7 @@ HALVES, THIRDS = Cut((3, 6)), Cut((2, 4, 6))
 
 
 def placement(layout: ClusterLayout) -> Placement:
-    return Placement(6, {worker: (layers,) for worker, layers in layout.held().items()})
+    return Placement(6, {worker: (layers,) for worker, layers in layout.held.items()})
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -102,5 +103,9 @@ def test_the_risk_of_a_layout_equals_that_of_its_placement(seed: int, owners: in
     layout = arranged({HALVES: 2, THIRDS: 2}, range(10)).without(draw.sample(range(10), draw.randint(0, 5)))
     hosts = {worker: f"host {worker // 3}" for worker in range(12) if worker in layout.used or worker > 9}
     held = placement(layout)
-    expected = None if held.unheld_layers else risk_of(held, hosts, owners)
-    assert layout_risk(layout, hosts, 6, owners) == expected
+    rings = layer_rings(layout, host_numbers(hosts), 6)
+    assert (rings is None) == bool(held.unheld_layers)
+    if rings is not None:
+        numbers, num_hosts = host_numbers(hosts), len(set(hosts.values()))
+        found = LossRisk.of_rings(rings, numbers, num_workers=len(hosts), num_hosts=num_hosts, owners=owners)
+        assert found == risk_of(held, hosts, owners)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import Placement
 
-__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "owned_share", "owner_sets", "shard_optimizer"]
+__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "owned_share", "owners_on_ring", "shard_optimizer"]
 
 UNITS: Final = 1 << 16
 """Units to the vector of a layer's trained parameters."""
@@ -222,31 +222,31 @@ def owned_share(num_bytes: int, holders: int, redundancy: int | None) -> int:
     return -(-num_bytes * redundancy // holders)
 
 
-def owner_sets(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> NDArray[np.int64]:
-    """Return the different owners of slices in a new layout of a layer, ascending; of shape (sets, owners).
+def owners_on_ring(ring: NDArray[np.int64], redundancy: int) -> NDArray[np.int64]:
+    """Return the owners of each slice in a new layout of a layer, as far apart as can be in its holders by host.
 
-    Quick for thousands of holders.
+    Args:
+        ring: the holders in the order of their hosts, of shape (holders,).
+        redundancy: owners of a slice.
+
+    Returns:
+        Owners, of shape (slices, owners). Several slices may have the same owners.
     """
-    return np.unique(np.sort(_new_owners(holders, hosts, redundancy)), axis=0)
+    count, copies = len(ring), min(redundancy, len(ring))
+    apart = np.arange(copies) * count // copies
+    owners: NDArray[np.int64] = ring[(np.arange(count)[:, np.newaxis] + apart) % count]
+    return owners
 
 
 def _new(holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:
     """Slice a layer equally."""
     count = len(holders)
+    ring = np.array(sorted(holders, key=lambda holder: (hosts[holder], holder)))
     slices = (
         Slice(UNITS * number // count, UNITS * (number + 1) // count, tuple(owners))
-        for number, owners in enumerate(_new_owners(holders, hosts, redundancy).tolist())
+        for number, owners in enumerate(owners_on_ring(ring, redundancy).tolist())
     )
     return LayerShards(holders, _joined(slices))
-
-
-def _new_owners(holders: Collection[int], hosts: Mapping[int, str], redundancy: int) -> NDArray[np.int64]:
-    """Return the owners of each slice, of shape (slices, owners): as far apart as can be in the holders by host."""
-    ring: NDArray[np.int64] = np.array(sorted(holders, key=lambda holder: (hosts[holder], holder)))
-    count, copies = len(ring), min(redundancy, len(ring))
-    apart = np.arange(copies) * count // copies
-    owners: NDArray[np.int64] = ring[(np.arange(count)[:, np.newaxis] + apart) % count]
-    return owners
 
 
 def _kept(before: LayerShards, holders: tuple[int, ...], hosts: Mapping[int, str], redundancy: int) -> LayerShards:

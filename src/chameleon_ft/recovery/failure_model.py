@@ -282,7 +282,8 @@ class FailureModel:
             if sets is None or not part:
                 continue
             shares = self.size_shares(sets.groups - 1)
-            total += part * math.fsum(share * sets.hit(size) for size, share in enumerate(shares, start=1))
+            hits = sets.hits(len(shares))[1:]
+            total += part * math.fsum(share * hit for share, hit in zip(shares, hits, strict=True))
         return total
 
     def total_loss_probability(self, risk: LossRisk) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.shards import owner_sets
+from chameleon_ft.plan.shards import owners_on_ring
 
-__all__ = ["HolderSets", "LossRisk", "risk_of"]
+__all__ = ["HolderSets", "LossRisk", "by_host", "host_numbers", "risk_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,18 @@ class HolderSets:
 
         Quick for thousands of rows, which are mostly of one size.
         """
-        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+        by_width: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
         for layer in layers:
-            rows = np.sort(layer)
+            by_width[layer.shape[1]].append(layer)
+        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+        for parts in by_width.values():
+            rows = np.sort(np.concatenate(parts), axis=1)
             is_first = np.diff(rows, axis=1, prepend=-1) != 0
             sizes = is_first.sum(axis=1)
-            for size in np.unique(sizes).tolist():
+            for size in np.flatnonzero(np.bincount(sizes)).tolist():
                 of_size = sizes == size
                 by_size[size].append(rows[of_size][is_first[of_size]].reshape(-1, size))
-        found = {size: np.unique(np.concatenate(parts), axis=0) for size, parts in by_size.items()}
+        found = {size: _distinct(np.concatenate(parts)) for size, parts in by_size.items()}
         if len(found) == 1:
             return cls(groups, FrozenMap({size: len(rows) for size, rows in found.items()}))
         return cls.of((row for rows in found.values() for row in rows.tolist()), groups)
@@ -84,8 +87,8 @@ class HolderSets:
         workers = sum(shared.values())
         return sum(each / (size - 1) for size, each in shared.items()) / workers if workers else 0.0
 
-    def hit(self, lost: int) -> float:
-        """Return an upper bound of the probability that `lost` groups, drawn at random, include one of the sets.
+    def hits(self, most: int) -> list[float]:
+        """Return, for 0 to `most` groups lost at random, upper bounds of the probability that they include a set.
 
         Exact for sets of one group. If none of these is hit, the union bound adds up the others, each with the
         hypergeometric probability that all of its groups are lost:
@@ -96,21 +99,35 @@ class HolderSets:
         than the size of any two of them together.
         """
         others = self.groups - self.singles
-        if lost > others:
-            return 1.0 if self.counts else 0.0
-        spared = 1.0
-        for each in range(lost):
-            spared *= (others - each) / (self.groups - each)
-        rest = sum(count * _all_lost(size, lost, others) for size, count in self.counts.items() if size > 1)
-        return 1.0 - spared * (1.0 - min(1.0, rest))
+        found, spared = [0.0], 1.0
+        for lost in range(1, most + 1):
+            if lost > others:
+                found.append(1.0 if self.counts else 0.0)
+                continue
+            spared *= (others - lost + 1) / (self.groups - lost + 1)
+            rest = sum(count * _all_lost(size, lost, others) for size, count in self.counts.items() if 1 < size <= lost)
+            found.append(1.0 - spared * (1.0 - min(1.0, rest)))
+        return found
 
 
 def _all_lost(size: int, lost: int, groups: int) -> float:
-    """Return the probability that `size` given groups are all among `lost` ones drawn at random."""
+    """Return the probability that `size` given groups are all among `lost` ones, at least as many, drawn at random."""
     probability = 1.0
-    for each in range(min(size, lost + 1)):
+    for each in range(size):
         probability *= (lost - each) / (groups - each)
     return probability
+
+
+def _distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the different rows of numbers from zero on."""
+    base, width = int(rows.max()) + 1, rows.shape[1]
+    if base**width > np.iinfo(np.int64).max:
+        return np.unique(rows, axis=0)
+    # One number for each row: sorting numbers is quicker than sorting rows, and than the hash table of `unique`.
+    places = base ** np.arange(width)
+    codes = np.sort(rows @ places)
+    distinct: NDArray[np.int64] = codes[np.diff(codes, prepend=-1) != 0, np.newaxis] // places % base
+    return distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +153,54 @@ class LossRisk:
             hosts: the host of each live worker, including workers that hold nothing.
             owners: of a slice of a layer's optimizer state, in a new layout of slices; None: each holder has all of it.
         """
-        own = HolderSets.of(holders, len(hosts))
-        names = sorted(set(hosts.values()))
-        if owners is None:
-            workers = own
-            on_hosts = HolderSets.of(([hosts[each] for each in layer] for layer in holders), len(names))
-        else:
-            owned = [owner_sets(layer, hosts, owners) for layer in holders]
-            number_of = np.zeros(max(hosts) + 1, dtype=np.int64)
-            number_of[list(hosts)] = np.searchsorted(names, list(hosts.values()))
-            workers = HolderSets.of_rows(owned, len(hosts))
-            on_hosts = HolderSets.of_rows((number_of[each] for each in owned), len(names))
-        return cls(workers=workers, hosts=on_hosts if len(names) > 1 else None, share_per_peer=own.share_per_peer)
+        numbers = host_numbers(hosts)
+        rings = [by_host(np.array(sorted(layer), dtype=np.int64), numbers) for layer in holders]
+        num_hosts = len(set(hosts.values()))
+        return cls.of_rings(rings, numbers, num_workers=len(hosts), num_hosts=num_hosts, owners=owners)
+
+    @classmethod
+    def of_rings(
+        cls,
+        rings: Sequence[NDArray[np.int64]],
+        numbers: NDArray[np.int64],
+        *,
+        num_workers: int,
+        num_hosts: int,
+        owners: int | None,
+    ) -> LossRisk:
+        """Return the risk of layers whose holders are arrays, as `by_host` orders them.
+
+        Quick for thousands of workers.
+
+        Args:
+            rings: for each layer, the workers that hold it.
+            numbers: `host_numbers` of these workers, and maybe of others.
+            num_workers, num_hosts: that can be lost.
+            owners: see `of`.
+        """
+        own = HolderSets.of((ring.tolist() for ring in rings), num_workers)
+        of_workers, on_hosts = own, None
+        if owners is not None:
+            owned = [owners_on_ring(ring, owners) for ring in rings]
+            of_workers = HolderSets.of_rows(owned, num_workers)
+            if num_hosts > 1:
+                on_hosts = HolderSets.of_rows((numbers[each] for each in owned), num_hosts)
+        elif num_hosts > 1:
+            on_hosts = HolderSets.of((numbers[ring].tolist() for ring in rings), num_hosts)
+        return cls(workers=of_workers, hosts=on_hosts, share_per_peer=own.share_per_peer)
+
+
+def host_numbers(hosts: Mapping[int, str]) -> NDArray[np.int64]:
+    """Return, by worker, the number of its host: its position among the sorted names. Of other workers, zero."""
+    number_of = {name: number for number, name in enumerate(sorted(set(hosts.values())))}
+    found = np.zeros(max(hosts, default=-1) + 1, dtype=np.int64)
+    found[list(hosts)] = [number_of[host] for host in hosts.values()]
+    return found
+
+
+def by_host(workers: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ascending workers in the order of their hosts, as `owners_on_ring` takes them."""
+    return workers[np.argsort(numbers[workers], kind="stable")]
 
 
 def risk_of(placement: Placement, hosts: Mapping[int, str], owners: int | None = None) -> LossRisk:

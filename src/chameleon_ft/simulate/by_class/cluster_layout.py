@@ -6,22 +6,24 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.cluster import Worker
 from chameleon_ft.errors import NoHolderError, PlanError
 from chameleon_ft.estimate import PartsEstimate, estimate_parts
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.presets import Recompute
-from chameleon_ft.recovery import LossRisk, reroute
+from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.simulate.by_class.pipeline_classes import (
     Cut,
     PipelineClass,
-    Pipelines,
     first_fitting,
     limit_levels,
     on_workers,
@@ -32,15 +34,14 @@ from chameleon_ft.simulate.by_class.step_times import ClassStep, StepTimes
 __all__ = [
     "ClusterLayout",
     "LayoutPipeline",
-    "Move",
+    "Places",
     "ReplayedSteps",
     "arranged",
     "by_stage",
+    "count_layers",
     "fitting_estimate",
     "layout_of_plan",
-    "layout_risk",
     "layout_step",
-    "move_to",
     "plan_of_layout",
 ]
 
@@ -67,17 +68,59 @@ class LayoutPipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """The workers of a layout and their stages as arrays, an element for each worker.
+
+    Attributes:
+        workers: their numbers.
+        starts, stops: the layers `start, ..., stop - 1` of each.
+        depths: stages of the pipeline of each.
+    """
+
+    workers: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    depths: NDArray[np.int64]
+
+    def holders(self, num_layers: int) -> NDArray[np.int64]:
+        """Return how many workers hold each layer."""
+        return count_layers(self.starts, self.stops, num_layers)
+
+
+def count_layers(starts: NDArray[np.int64], stops: NDArray[np.int64], num_layers: int) -> NDArray[np.int64]:
+    """Return in how many of the ranges `start, ..., stop - 1` each layer is."""
+    begun, ended = (np.bincount(ends, minlength=num_layers + 1) for ends in (starts, stops))
+    return np.cumsum(begun - ended)[:num_layers]
+
+
+@cache
+def _stage_table(cut_points: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the start, the stop and the number of all stages of a pipeline, by stage; of shape (3, stages)."""
+    return np.array([(0, *cut_points[:-1]), cut_points, (len(cut_points),) * len(cut_points)], dtype=np.int64)
+
+
+@dataclass(frozen=True)
 class ClusterLayout:
     """Pipelines side by side. Shares of the micro-batches are no part of it: they change with every change."""
 
     pipelines: tuple[LayoutPipeline, ...]
-    used: frozenset[int] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        used: set[int | None] = set()
-        used.update(*(pipeline.workers for pipeline in self.pipelines))
-        used.discard(None)
-        object.__setattr__(self, "used", frozenset(used))
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The workers of all pipelines."""
+        return frozenset(self.places.workers.tolist())
+
+    @cached_property
+    def places(self) -> Places:
+        """The workers and their stages as arrays."""
+        if not self.pipelines:
+            return Places(*(np.zeros(0, dtype=np.int64) for _ in range(4)))
+        workers = np.array(
+            [-1 if worker is None else worker for own in self.pipelines for worker in own.workers], dtype=np.int64
+        )
+        live = workers >= 0
+        starts, stops, depths = np.concatenate([_stage_table(own.cut.cut_points) for own in self.pipelines], axis=1)
+        return Places(workers[live], starts[live], stops[live], depths[live])
 
     def without(self, lost: Collection[int]) -> ClusterLayout:
         """Return the layout with gaps in place of these workers."""
@@ -98,8 +141,9 @@ class ClusterLayout:
         """Whether any pipeline lacks a worker."""
         return not all(pipeline.whole for pipeline in self.pipelines)
 
-    def held(self) -> dict[int, LayerRange]:
-        """Return the layers of each worker."""
+    @cached_property
+    def held(self) -> Mapping[int, LayerRange]:
+        """The layers of each worker."""
         return {
             worker: layers
             for pipeline in self.pipelines
@@ -119,16 +163,16 @@ def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Cluster
     pipelines: list[LayoutPipeline] = []
     held: Mapping[int, LayerRange] = {}
     if current is not None:
-        held = current.held()
+        held = current.held
         for pipeline in current.pipelines:
             if left.get(pipeline.cut, 0) and free.issuperset(pipeline.workers):
                 left[pipeline.cut] -= 1
                 free.difference_update(pipeline.live)
                 pipelines.append(pipeline)
-    pool = sorted(free)
+    pool = iter(sorted(free))
     for cut, count in sorted(left.items(), key=lambda item: (-item[0].depth, item[0])):
         for _ in range(count):
-            own, pool = pool[: cut.depth], pool[cut.depth :]
+            own = list(itertools.islice(pool, cut.depth))
             own.sort(key=lambda worker: held[worker].start if worker in held else math.inf)
             pipelines.append(LayoutPipeline(cut, tuple(own)))
     return ClusterLayout(tuple(pipelines))
@@ -240,87 +284,6 @@ def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, fl
     low_s, high_s = (times.pipelines.program_s(own, each) for each in (share, share + 1))
     program_s = low_s + (high_s - low_s) * part / pieces
     return replace(step, step_s=step.step_s - step.program_s + program_s, program_s=program_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """The state that moves to a new layout.
-
-    Attributes:
-        moved_bytes: all that workers receive.
-        transfer_s: seconds until it has arrived.
-        most_bytes: the most that a worker of the layout before needs for what it receives, gradients included.
-        most_idle_bytes: likewise for workers outside that layout.
-    """
-
-    moved_bytes: int = 0
-    transfer_s: float = 0.0
-    most_bytes: int = 0
-    most_idle_bytes: int = 0
-
-
-def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> Move | None:
-    """Return the state that moves to a new layout.
-
-    The time is that of the worker that sends or receives most, at the bandwidth between hosts, which the sources and
-    rounds of `chameleon_ft.transfer` reach but for a few messages. None if a layer has no holder, or the state that
-    arrives does not fit beside the old.
-    """
-    stays = set(current.pipelines)
-    changed = [pipeline for pipeline in new.pipelines if pipeline not in stays]
-    held = current.held() if changed else {}
-    depths = {worker: pipeline.cut.depth for pipeline in current.pipelines for worker in pipeline.live}
-    sizes: dict[int, int] = {}  # the most that a worker receives of each layer
-    total = largest = most = most_idle = 0
-    lacking: Counter[int] = Counter()
-    for pipeline in changed:
-        for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
-            had = None if worker is None else held.get(worker)
-            if worker is None or had == layers:
-                continue
-            missing = [layer for layer in layers if had is None or layer not in had]
-            depth = pipeline.cut.depth
-            own = pipelines.state_bytes(depth)
-            sizes.update((layer, max(sizes.get(layer, 0), own[layer])) for layer in missing)
-            received = sum(own[layer] for layer in missing)
-            lacking.update(missing)
-            total += received
-            largest = max(largest, received)
-            beside = sum(pipelines.held_bytes(LayerRange(layer, layer + 1), depth) for layer in missing)
-            most, most_idle = (most, max(most_idle, beside)) if had is None else (max(most, beside), most_idle)
-            before = 0 if had is None else pipelines.held_bytes(had, depths[worker])
-            if pipelines.memory_bytes is not None and before + received > pipelines.memory_bytes:
-                return None
-    if not lacking:
-        return Move()
-    holders: Counter[int] = Counter()
-    for layers, count in Counter(held.values()).items():
-        holders.update(dict.fromkeys(layers, count))
-    if not lacking.keys() <= holders.keys():
-        return None
-    sent = max(-(-count // holders[layer]) * sizes[layer] for layer, count in lacking.items())
-    return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)), most, most_idle)
-
-
-def layout_risk(
-    layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int, owners: int | None = None
-) -> LossRisk | None:
-    """Return which workers and hosts hold the layers of a layout; None if some layer has no holder.
-
-    Args:
-        layout: gaps are allowed.
-        hosts: the host of each live worker, also of those outside the layout.
-        num_layers: of the model.
-        owners: of a slice of optimizer state; see `LossRisk.of`.
-    """
-    workers: dict[LayerRange, list[int]] = defaultdict(list)  # by stage
-    for worker, layers in layout.held().items():
-        workers[layers].append(worker)
-    # Neighbouring layers mostly belong to the same stages.
-    stages = {tuple(own for own in workers if layer in own) for layer in range(num_layers)}
-    if () in stages:
-        return None
-    return LossRisk.of([[worker for own in each for worker in workers[own]] for each in stages], hosts, owners)
 
 
 def fitting_estimate(plan: Plan, costs: CostModel) -> tuple[Mapping[int, InFlightLimit], PartsEstimate] | None:

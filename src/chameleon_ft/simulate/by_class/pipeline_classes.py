@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Final
@@ -45,6 +45,14 @@ class Cut:
 
     cut_points: tuple[int, ...]
     recompute: Recompute = Recompute.NONE
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Pipelines are counted by their cuts again and again.
+        object.__setattr__(self, "_hash", hash((self.cut_points, self.recompute)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def depth(self) -> int:
@@ -123,7 +131,7 @@ class Pipelines:
         self.cuts = cache(self._cuts)
         self._costs_at = cache(self._costs_at_speeds)
         self._shared = cache(self._with_shares)
-        self._held = cache(self._held_before)
+        self.held_before = cache(self._held_before)
         self.state_bytes = cache(self._state_bytes)
         self._times = cache(self._pipeline_times)
 
@@ -164,7 +172,7 @@ class Pipelines:
 
     def held_bytes(self, layers: LayerRange, depth: int) -> int:
         """Return the bytes that a worker of a pipeline of this depth holds for a stage between two steps."""
-        held = self._held(depth)
+        held = self.held_before(depth)
         return held[layers.stop] - held[layers.start]
 
     def _with_shares(self, depth: int) -> CostModel:
@@ -306,7 +314,7 @@ class Pipelines:
         return sum(sizes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
 
     def _least_stage_bytes(self, depth: int, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
-        activations, held = self._activations[recompute], self._held(depth)
+        activations, held = self._activations[recompute], self.held_before(depth)
         return held[stop] - held[start] + in_flight * (activations[stop] - activations[start])
 
 

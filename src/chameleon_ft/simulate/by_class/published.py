@@ -107,7 +107,7 @@ def reconfigured(planner: PublishedPlanner, current: ClusterLayout) -> ClusterLa
 
     Their workers stay together, so less moves than for the best combination. None if a pipeline has no template.
     """
-    cuts, held = planner.cuts, current.held()
+    cuts, held = planner.cuts, current.held
     pipelines = reconfigured_pipelines((pipeline.live for pipeline in current.pipelines), min(cuts, default=0))
     if not pipelines or not cuts.keys() >= set(map(len, pipelines)):
         return None

@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from chameleon_ft.cluster import Worker
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.recovery import Policy
+from chameleon_ft.recovery import LossRisk, Policy
+from chameleon_ft.recovery.loss_risk import host_numbers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, equal_layouts, find_plan
 from chameleon_ft.simulate.by_class.cluster_layout import (
@@ -24,6 +28,7 @@ from chameleon_ft.simulate.by_class.cluster_layout import (
     layout_step,
 )
 from chameleon_ft.simulate.by_class.fastest_mix import Mix, Mixes
+from chameleon_ft.simulate.by_class.layer_rings import layer_rings
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines, on_workers
 from chameleon_ft.simulate.by_class.published import oobleck_planner, paper_planner
 from chameleon_ft.simulate.by_class.step_times import StepTimes
@@ -36,6 +41,8 @@ _COPIES: Final = (1, 2, 3, 4, 6, 8, 12)
 _SHALLOW: Final = 4
 # Layouts of up to this many workers are replayed as plans, with hosts and detours, and `find_plan` is asked as well.
 _REPLAYED: Final = 32
+# Layouts whose risk is kept: those of a decision, of which several ask for the same one.
+_LAYOUTS: Final = 32
 
 
 class World:
@@ -64,11 +71,14 @@ class World:
         self.start = start
         self.redundant = redundant
         self.workers = tuple(worker.id for worker in costs.cluster.workers)
+        self.host_numbers = host_numbers(costs.cluster.hosts)
         self.pipelines = Pipelines(costs, split_backward=split_backward, redundant=redundant)
         self.times = StepTimes(self.pipelines)
         self.mixes = Mixes(self.times)
         self.oobleck_planner = cache(partial(oobleck_planner, self.times))
         self.paper_planner = cache(partial(paper_planner, self.times))
+        self.rings = lru_cache(_LAYOUTS)(self._rings)
+        self._risk = lru_cache(_LAYOUTS)(self._risk_among)
         self._replayed = ReplayedSteps(self.times)
         self._cuts_on_hosts = cache(self._cuts_of)
         self._equal_layouts = partial(equal_layouts, split_backward=split_backward)
@@ -77,6 +87,19 @@ class World:
         """Return the world of Bamboo on the same workers."""
         split_backward = self.pipelines.split_backward
         return World(self.costs, self.parameters, split_backward=split_backward, start=self.start, redundant=True)
+
+    def risk(self, layout: ClusterLayout, live: NDArray[np.int64]) -> LossRisk | None:
+        """Return which of the live workers and hosts hold the layers; None if some layer has no holder."""
+        return self._risk(layout, len(live), int(np.count_nonzero(np.bincount(self.host_numbers[live]))))
+
+    def _risk_among(self, layout: ClusterLayout, num_workers: int, num_hosts: int) -> LossRisk | None:
+        rings, owners = self.rings(layout), self.costs.workload.owners
+        if rings is None:
+            return None
+        return LossRisk.of_rings(rings, self.host_numbers, num_workers=num_workers, num_hosts=num_hosts, owners=owners)
+
+    def _rings(self, layout: ClusterLayout) -> list[NDArray[np.int64]] | None:
+        return layer_rings(layout, self.host_numbers, self.pipelines.num_layers)
 
     def step_s(self, layout: ClusterLayout, speeds: Mapping[int, float]) -> float | None:
         """Return seconds of a step; None if it cannot be run."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement
@@ -13,11 +16,9 @@ from chameleon_ft.recovery import LossRisk, prefers_rerouting
 from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     LayoutPipeline,
-    Move,
     arranged,
-    layout_risk,
-    move_to,
 )
+from chameleon_ft.simulate.by_class.move import Move, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
 from chameleon_ft.simulate.by_class.world import World
@@ -46,7 +47,7 @@ class ClassPlanner(Planner):
         return plan.without(lost)
 
     def _placement(self, plan: ClusterLayout) -> Placement:
-        held = {worker: (layers,) for worker, layers in plan.held().items()}
+        held = {worker: (layers,) for worker, layers in plan.held.items()}
         return Placement(self._world.pipelines.num_layers, held)
 
     def _in_place(self, reached: ClusterLayout, state: SimulatorState) -> Option | None:
@@ -54,9 +55,13 @@ class ClassPlanner(Planner):
         name = "reroute" if self._lost else "as-it-is"
         return None if step_s is None else Option(policy=name, plan=reached, step_s=step_s)
 
-    def _risk(self, plan: ClusterLayout, live: Collection[int]) -> LossRisk | None:
-        hosts, workload = self._costs.cluster.hosts, self._costs.workload
-        return layout_risk(plan, {worker: hosts[worker] for worker in live}, len(workload.layers), workload.owners)
+    def _risk(self, plan: ClusterLayout, state: SimulatorState) -> LossRisk | None:
+        return self._world.risk(plan, state.live)
+
+    def _rings(self, plan: ClusterLayout) -> Sequence[NDArray[np.int64]]:
+        rings = self._world.rings(plan)
+        assert rings is not None
+        return rings
 
     def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option]:
         proposer = ProposalsByClass(
@@ -166,8 +171,8 @@ class ProposalsByClass:
 
     def begin_anew(self, name: str) -> list[Option]:
         """If no worker is lost, a checkpoint is written first. If some layer has no holder, there is no choice."""
-        held = {layer for layers in set(self._layout.held().values()) for layer in layers}
-        if not self._world.parameters.has_checkpoints or len(held) < self._world.pipelines.num_layers:
+        has_holders = self._layout.places.holders(self._world.pipelines.num_layers).all()
+        if not self._world.parameters.has_checkpoints or not has_holders:
             return []
         return self._from_checkpoint(name, self._world.replicated_layouts(ClusterLayout(()), self._state.speeds))
 
@@ -207,8 +212,8 @@ class ProposalsByClass:
         state, parameters = self._state, self._world.parameters
         if not state.lost:
             return parameters.after_switch if self._migrates else parameters.after_change
-        hosts = self._world.costs.cluster.hosts
-        several = len({hosts[worker] for worker in state.lost}) > 1
+        numbers = self._world.host_numbers
+        several = len({numbers[worker] for worker in state.lost}) > 1
         is_prepared = not (state.interrupted or several or state.running_s < parameters.search_s)
         return parameters.after_loss if is_prepared else parameters.after_surprise
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.estimate import StallModel, estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, Plan
@@ -24,6 +27,7 @@ from chameleon_ft.recovery import (
     rescore,
     risk_of,
 )
+from chameleon_ft.recovery.loss_risk import by_host
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, fitting_estimate, plan_of_layout
@@ -177,12 +181,16 @@ class ExactPlanner(Planner):
             step_s=chosen.step_s,
         )
 
-    def _risk(self, plan: RealPlan, live: Collection[int]) -> LossRisk | None:
-        placement = plan.plan.placement.without(plan.used.difference(live))
-        hosts = self._costs.cluster.hosts
+    def _risk(self, plan: RealPlan, state: SimulatorState) -> LossRisk | None:
+        placement = plan.plan.placement.without(plan.used.difference(state.speeds))
         if placement.unheld_layers:
             return None
-        return risk_of(placement, {worker: hosts[worker] for worker in live}, self._costs.workload.owners)
+        return risk_of(placement, {worker: self._hosts[worker] for worker in state.speeds}, self._costs.workload.owners)
+
+    def _rings(self, plan: RealPlan) -> list[NDArray[np.int64]]:
+        placement, numbers = plan.plan.placement, self._world.host_numbers
+        every = {placement.holders(layer) for layer in range(placement.num_layers)}
+        return [by_host(np.array(holders), numbers) for holders in every]
 
     def _activate(self, option: Option) -> Option:
         if not self._as_in_run and (self._home is None or _places(option.plan) - _places(self._home)):
@@ -229,7 +237,7 @@ class ExactPlanner(Planner):
         largest first, and then those of hosts.
         """
         search_s = self._parameters.search_s
-        hosts = {self._costs.cluster.hosts[worker] for worker in state.lost}
+        hosts = {self._hosts[worker] for worker in state.lost}
         if not context.lost or len(hosts) > 1 or state.running_s < search_s:
             return None
         before = self._costs_of({**state.speeds, **dict.fromkeys(state.lost, 1.0)})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.estimate import lost_share_s, snapshots_fit, total_work_bound_s
 from chameleon_ft.plan import Placement
-from chameleon_ft.plan.shards import owner_sets
+from chameleon_ft.plan.shards import owners_on_ring
 from chameleon_ft.recovery import (
     Candidate,
     Checkpoints,
@@ -28,7 +30,7 @@ from chameleon_ft.simulate.by_class.world import World
 __all__ = ["Option", "Planner", "SimulatorState"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SimulatorState:
     """The known facts after an event.
 
@@ -53,6 +55,11 @@ class SimulatorState:
     checkpoints: Checkpoints
     snapshots: Snapshots | None = None
     rate: FailureModel
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """The live workers."""
+        return np.fromiter(self.speeds, dtype=np.int64, count=len(self.speeds))
 
     @property
     def horizon_s(self) -> float:
@@ -107,11 +114,14 @@ class Planner(ABC):
         self._policy = policy
         self._world = world
         self._costs = world.costs
+        self._hosts = world.costs.cluster.hosts
+        # Seconds of a step on one worker of speed 1.
+        self._work_s = total_work_bound_s(world.costs) * sum(worker.speed for worker in world.costs.cluster.workers)
         self._parameters = world.parameters
         self._start_number = start_number
         self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
         self.salvages = policy.salvages and world.parameters.salvage
-        self.snapshot_rule = world.parameters.snapshot_rule(world.costs.cluster.hosts.values())
+        self.snapshot_rule = world.parameters.snapshot_rule(self._hosts.values())
         # The plan whose layers its workers hold; None if nothing is held.
         self._reached: Any = None
         # That plan when it was reached, before any loss.
@@ -167,22 +177,23 @@ class Planner(ABC):
         owners = self._costs.workload.owners
         if owners is None or len(self._lost) < owners:
             return True
-        placement, hosts = self._placement(self._whole), self._costs.cluster.hosts
-        held = {placement.holders(layer) for layer in range(placement.num_layers)}
-        return not any(np.isin(owner_sets(each, hosts, owners), list(self._lost)).all(axis=1).any() for each in held)
+        is_lost = np.zeros(len(self._world.host_numbers), dtype=np.bool_)
+        is_lost[list(self._lost)] = True
+        return not any(is_lost[owners_on_ring(ring, owners)].all(axis=1).any() for ring in self._rings(self._whole))
 
-    def _assessed(self, option: Option, speeds: Mapping[int, float]) -> Option:
+    def _assessed(self, option: Option, state: SimulatorState) -> Option:
         """Return an option with its risk, and whether snapshots are taken under its plan."""
-        hosts, workload = self._costs.cluster.hosts, self._costs.workload
         rule = self.snapshot_rule
         # Most often no memory is given, and a placement of thousands of workers takes time.
-        fits = not rule.host_memory or snapshots_fit(self._placement(option.plan), workload, hosts, rule)
-        return replace(option, risk=self._risk(option.plan, speeds), has_snapshots=fits)
+        fits = not rule.host_memory or snapshots_fit(
+            self._placement(option.plan), self._costs.workload, self._hosts, rule
+        )
+        return replace(option, risk=self._risk(option.plan, state), has_snapshots=fits)
 
     def _salvaged(self, option: Option, held: Placement, state: SimulatorState) -> Option:
         """Return an option in place with its costs; `held` has the layers of the workers that were lost just now."""
         return replace(
-            self._assessed(option, state.speeds),
+            self._assessed(option, state),
             still_s=self._parameters.after_loss.total_s if state.lost else 0.0,
             share_s=lost_share_s(held, state.lost, self._costs),
             in_place=True,
@@ -191,19 +202,18 @@ class Planner(ABC):
     def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
         """Return the option that `recovery.decide` would choose, with its risk; None if there is none."""
         speeds = state.speeds
-        options = [self._assessed(option, speeds) for option in options]
+        options = [self._assessed(option, state) for option in options]
         if len(options) < 2:
             return next(iter(options), None)
-        whole_speed = sum(worker.speed for worker in self._costs.cluster.workers)
         prospect = Prospect.of(
             state.rate,
             workers=len(speeds),
             after_incident=bool(state.lost),
-            held=None if self._reached is None else self._risk(self._reached, speeds),
+            held=None if self._reached is None else self._risk(self._reached, state),
             restart_cost_s=self._parameters.restart_cost_s,
             checkpoints=state.checkpoints,
             # Of workers that are never idle.
-            reference_step_s=total_work_bound_s(self._costs) * whole_speed / sum(speeds.values()),
+            reference_step_s=self._work_s / sum(speeds.values()),
             has_checkpoints=self._has_checkpoints,
             salvages=self.salvages,
             snapshots=state.snapshots,
@@ -232,8 +242,12 @@ class Planner(ABC):
         """Return the plan whose peers do the work of lost workers, without its costs; None if that is not possible."""
 
     @abstractmethod
-    def _risk(self, plan: Any, live: Collection[int]) -> LossRisk | None:
+    def _risk(self, plan: Any, state: SimulatorState) -> LossRisk | None:
         """Return which of the live workers and hosts hold the layers of a plan; None if some layer has no holder."""
+
+    @abstractmethod
+    def _rings(self, plan: Any) -> Sequence[NDArray[np.int64]]:
+        """Return the different sets of workers that hold some layer of a plan, as `owners_on_ring` takes them."""
 
     @abstractmethod
     def _options(self, reached: Any, state: SimulatorState) -> Sequence[Option]:
