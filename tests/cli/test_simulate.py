@@ -219,6 +219,9 @@ def test_it_counts_shared_optimizer_state_and_snapshots_as_runs_do(folder: Path)
     assert other.scene.workload.owners is None
     assert other.parameters.host_memory_bytes == 500e9
     assert other.parameters.snapshot_every == 4
+    without = case("--assume", "checkpoint_interval_s=inf,salvage=0").parameters
+    assert not without.has_checkpoints
+    assert not without.salvage
 
 
 def test_a_measured_profile_takes_the_place_of_model_and_device(
@@ -366,6 +369,11 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--assume", "restart=1"), "with NAME one of detect_s"),
         ((*CASE, "--assume", "restart_cost_s=soon"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "exact_up_to=inf"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "detect_s=nan"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "detect_s=inf"), "detect_s must be zero or a positive number"),
+        ((*CASE, "--assume", "salvage=2"), "--assume salvage=2: should be 0 or 1"),
+        ((*CASE, "--assume", "detect_s=1,detect_s=2"), "names detect_s twice"),
         ((*CASE, "--assume", "restart_cost_s=-1"), "restart_cost_s must be zero or a positive number"),
         ((*CASE, "--sweep", "speed=1"), "should be rate|workers|memory|bandwidth|micro-batches=VALUE"),
         ((*CASE, "--sweep", "rate"), "should be rate|workers"),

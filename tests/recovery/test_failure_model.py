@@ -172,6 +172,8 @@ def test_a_failure_makes_it_shorter_and_quiet_time_longer(rate: FailureModel, wo
     [
         ({"worker_mtbf_s": 0.0}, "worker_mtbf_s must be a positive number"),
         ({"prior_failures": float("inf")}, "prior_failures must be a positive number"),
+        ({"prior_failures": 1e-300}, "prior_failures must be between 1e-09 and 1e\\+18"),
+        ({"worker_mtbf_s": 1e300}, "worker_mtbf_s must be between 1e-09 and 1e\\+18"),
         ({"failures": -1}, "failures must be zero or more"),
         ({"failures": 1, "host_failures": 2}, "host_failures must be between 0 and the 1 failures"),
         ({"prior_host_failure_fraction": 1.5}, "prior_host_failure_fraction must be between 0 and 1"),

@@ -299,11 +299,18 @@ def _assume(text: str, parameters: Parameters) -> Parameters:
     given: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        name, numbers = present_name(name.strip(), "recovery", source="--assume"), _numbers([value])
-        is_whole = name in types and types[name] is not float
-        if name not in types or not numbers or (is_whole and not numbers[0].is_integer()):
+        name = present_name(name.strip(), "recovery", source="--assume")
+        if name in given:
+            raise ConfigError(f"--assume {text}: names {name} twice")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name not in types or math.isnan(number) or not (types[name] is float or number.is_integer()):
             raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with NAME one of {', '.join(types)}")
-        given[name] = int(numbers[0]) if is_whole else numbers[0]
+        if types[name] is bool and number not in (0, 1):
+            raise ConfigError(f"--assume {part}: should be 0 or 1")
+        given[name] = number if types[name] is float else int(number)
     change: Callable[..., Parameters] = replace
     return change(parameters, **given)
 

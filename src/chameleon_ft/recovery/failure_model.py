@@ -37,6 +37,9 @@ _EXPONENT_SPREAD: Final = 0.75
 _TOTALS: Final = tuple(math.fsum(size**-each for size in range(1, _LARGEST + 1)) for each in _EXPONENTS)
 # Components of the prior of the rate: (weight, share of `worker_mtbf_s`).
 _PRIORS: Final = ((0.6, 1.0), (0.1, 1e-1), (0.1, 1e-2), (0.1, 1e-3), (0.1, 1e-4))
+# Beyond these, products and sums of both leave the range or the precision of a float.
+_LEAST_PRIOR: Final = 1e-9
+_MOST_PRIOR: Final = 1e18
 _PRIOR_MEAN: Final = math.fsum(weight * share for weight, share in _PRIORS)
 # Share of incidents followed by another of the same burst. In the InfiniteHBD trace an incident has 0.13
 # failures beyond the first on average, and 0.35 of these come later than the first.
@@ -130,6 +133,8 @@ class FailureModel:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number; got {value}")
+            if not _LEAST_PRIOR <= value <= _MOST_PRIOR:
+                raise ConfigError(f"{name} must be between {_LEAST_PRIOR:g} and {_MOST_PRIOR:g}; got {value}")
         if not 0 <= self.prior_host_failure_fraction <= 1:
             raise ConfigError(
                 f"prior_host_failure_fraction must be between 0 and 1; got {self.prior_host_failure_fraction}"
