@@ -17,7 +17,7 @@ def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> N
     """Draw the results of each policy on a trace, a row for each, the best first, below the live workers.
 
     A row has the throughput over time as a share of the failure-free one, beside the oracle's if that was simulated,
-    with a mark at every loss; and a bar of the samples that are missing to failure-free, by their cause.
+    with a mark at every loss; and a bar of the samples that it lacks to the failure-free ones, by their cause.
 
     Args:
         path: file to write; its suffix gives the kind: .svg, .png or .pdf. An existing file is replaced.

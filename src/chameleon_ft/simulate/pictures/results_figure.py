@@ -187,7 +187,7 @@ def _draw_bar(axes: Axes, own: PolicyResult, widest: float, *, last: bool) -> No
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if widest < 0.04 else f"{value:.0%}")
     if last:
-        axes.set_xlabel("missing to failure-free", fontsize=8.5, color=TEXT)
+        axes.set_xlabel("short of failure-free", fontsize=8.5, color=TEXT)
 
 
 def _draw_heading(figure: Figure, title: str, *, oracle: bool) -> None:
