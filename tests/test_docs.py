@@ -44,6 +44,14 @@ def test_the_picture_of_the_architecture_is_that_of_the_code() -> None:
     assert script.described()[0].keys() >= script.imports().nodes, "describe the package in docs/architecture.md"
 
 
+def test_the_picture_of_memory_has_the_predictions() -> None:
+    pytest.importorskip("matplotlib")
+    script = load_script("memory")
+    drawn = script.PICTURE.read_text(encoding="utf-8")
+    for precision, owners in script.CASES:
+        assert f"<!-- {script.predicted(precision, owners).label} -->" in drawn, "run `python docs/memory.py`"
+
+
 def test_the_page_on_devices_has_all_of_the_registry() -> None:
     page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.*?) ?\|", page, re.MULTILINE)

@@ -94,6 +94,31 @@ def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixtur
     assert one_pipeline_s <= found["program_s"] <= 1.02 * one_pipeline_s
 
 
+@pytest.mark.parametrize(
+    ("precision", "owners", "per_parameter"), [("fp32", "all", 16), ("bf16", "all", 18), ("bf16", "1", 12)]
+)
+def test_memory_is_shown_by_purpose(
+    capsys: pytest.CaptureFixture[str], precision: str, owners: str, per_parameter: int
+) -> None:
+    case = (*PRESET, "--micro-batches", "32", "--precision", precision, "--optimizer-redundancy", owners)
+    found = predicted(capsys, *case)
+    assert {w: sum(parts.values()) for w, parts in found["peak_memory_parts"].items()} == found["peak_memory_bytes"]
+    for parts in found["peak_memory_parts"].values():
+        parameters = parts["param_bytes"] / (2 if precision == "bf16" else 4)
+        state_bytes = parts["param_bytes"] + parts["gradient_bytes"] + parts["optimizer_bytes"]
+        assert state_bytes == pytest.approx(per_parameter * parameters)
+    shown = " ".join(plan(capsys, *case).split())
+    most, parts = re.findall(r"memory ([\d.]+) GB at most, on worker \d+: (.*?) bubble", shown)[0]
+    assert float(most) == pytest.approx(max(found["peak_memory_bytes"].values()) / 1e9, abs=0.06)
+    sizes = [
+        float(size) / (1 if unit == "GB" else 1000)
+        for size, unit in re.findall(r"([\d.]+) ([GM]B)", parts.split(" snapshots ")[0])
+    ]
+    assert sum(sizes) == pytest.approx(float(most), abs=0.3)
+    assert "of optimizer state" in parts
+    assert "samples" not in parts, "a preset has none"
+
+
 def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     whole = predicted(capsys, *PRESET, "--micro-batches", "32")
     found = predicted(capsys, *PRESET, "--micro-batches", "32", "--failed", "5,2")

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from chameleon_ft.cli.plan_case import PlanCase
@@ -161,6 +161,7 @@ class Prediction:
             "failure_free_step_s": self.before_step_s,
             "samples_per_s": self.samples_per_s,
             "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
+            "peak_memory_parts": {str(worker): asdict(memory.peak) for worker, memory in estimate.memory.items()},
             "capacity_bytes": {str(worker): costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers},
             "snapshot_bytes": {}
             if snapshots is None

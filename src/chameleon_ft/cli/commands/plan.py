@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Final
 
 from chameleon_ft.cli.arguments import parse_arguments, replace_old_flags
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
@@ -14,7 +15,7 @@ from chameleon_ft.cli.plan_arguments import PlanArguments
 from chameleon_ft.cli.plan_case import PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
+from chameleon_ft.estimate import SNAPSHOT_SHARE, MemoryUse, SnapshotChoice, host_bytes, program_memory
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
@@ -27,6 +28,17 @@ _DERIVED = (
     "derived costs grow with the micro-batch nearly in proportion to its samples; only profiles measured for each size "
     "show what larger ones save"
 )
+_MEMORY: Final = {
+    "param_bytes": "of parameters",
+    "gradient_bytes": "of gradients",
+    "optimizer_bytes": "of optimizer state",
+    "activation_bytes": "of activations",
+    "weight_grad_bytes": "kept for weight gradients",
+    "message_bytes": "of messages",
+    "working_bytes": "of working memory",
+    "sample_bytes": "of samples",
+}
+"""The fields of `MemoryUse` in words."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,13 +143,21 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     above = f"{max(0.0, estimate.gap):.1%} above it"
     yield "bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}"
     yield "", f"{duration(prediction.total_work_bound_s)} if no live worker were ever idle"
+    worker = max(estimate.memory, key=lambda each: (estimate.memory[each].peak_bytes, -each))
+    peak = estimate.memory[worker].peak
+    yield "memory", f"{data_size(peak.total_bytes)} at most, on worker {worker}: {_describe_memory(peak)}"
     if again := list(plan.recompute):
         which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"
-        yield "memory", f"{which}, to save memory"
+        yield "", f"{which}, to save memory"
     snapshots = prediction.case.snapshots_of(plan)
     if snapshots is not None and snapshots.memory:
         yield from _snapshot_facts(snapshots, prediction.case)
     yield "bubble", f"{estimate.bubble:.1%} of the workers' time is idle"
+
+
+def _describe_memory(use: MemoryUse) -> str:
+    """Say what takes how much memory, without what takes none."""
+    return ", ".join(f"{data_size(size)} {_MEMORY[name]}" for name in _MEMORY if (size := getattr(use, name)))
 
 
 def _snapshot_facts(snapshots: SnapshotChoice, case: PlanCase) -> Iterator[tuple[str, str]]:
