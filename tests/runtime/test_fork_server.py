@@ -50,6 +50,18 @@ def test_it_calls_a_function_in_a_child_of_its_starter(server: ForkServer) -> No
     assert psutil.Process(server.pid).name() == "fork server", "ps and top show it"
 
 
+def test_what_it_has_loaded_is_no_garbage_to_look_for(server: ForkServer) -> None:
+    async def scene() -> int:
+        ours, theirs = Pipe(duplex=False)
+        with theirs:
+            process = await server.fork(f"{FUNCTIONS}:count_frozen", theirs.fileno())
+        frozen: int = await asyncio.to_thread(ours.recv)
+        assert await process.wait() == 0
+        return frozen
+
+    assert asyncio.run(scene()) > 1000
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_one_that_is_stopped_or_killed_is_replaced_and_its_processes_live_on(
     number: signal.Signals, server: ForkServer, caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -220,6 +221,9 @@ def _serve(descriptor: int, starter: int, preload: str) -> None:
     requests = socket.socket(fileno=descriptor)
     requests.set_inheritable(False)
     importlib.import_module(preload)
+    # Or the first full collection in each process would copy the pages of all that is loaded, to write to its objects.
+    gc.collect()
+    gc.freeze()
     with suppress(OSError):
         requests.send(_LOADED)
         while True:
