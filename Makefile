@@ -5,11 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help setup train test explore sequences check
+# Tests start many interpreters, which then compile every module of this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup train test test-single test-multi explore sequences check
 
 help:
 	@echo "make train      train a small model on this machine, through two failures"
-	@echo "make test       run all tests"
+	@echo "make test       run all tests: those of test-single, in one process each, and of test-multi"
 	@echo "make explore    run the tests of one process with examples that are drawn anew"
 	@echo "make sequences  train through 50 drawn sequences of failures, and check each"
 	@echo "make check      check format, lint and types"
@@ -20,8 +23,12 @@ setup: $(VENV)/.with-dev
 train: $(VENV)/.with-package
 	$(BIN)/chameleon train examples/quickstart.toml
 
-test: $(VENV)/.with-dev
+test: test-single test-multi
+
+test-single: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
+
+test-multi: $(VENV)/.with-dev
 	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The
 	# files in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
 	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --no-loadscope-reorder \
