@@ -196,6 +196,26 @@ def test_a_finished_run_that_is_being_resumed_is_waited_for(
     lock.release()
 
 
+@pytest.mark.parametrize(
+    ("directory", "lack", "error"),
+    [
+        ("missing", ", where there is no directory yet", "there is no such directory"),
+        ("empty", ", which is no run directory yet", "is not a run directory"),
+        ("run", "", "this run is not live"),
+    ],
+)
+def test_it_is_said_at_once_why_a_run_is_waited_for(
+    chameleon: CommandLine, run: RunDirectory, clock: list[float], directory: str, lack: str, error: str
+) -> None:
+    path = run.path.with_name(directory)
+    run.path.with_name("empty").mkdir()
+    assert chameleon("coordinator", "--standby", str(path)) == 2
+    captured = chameleon.capture.readouterr()
+    assert captured.out == f"waiting up to 300 s for the coordinator of {path}{lack}\n"
+    assert error in captured.err
+    assert clock[0] > 290.0
+
+
 def test_a_run_that_was_terminated_may_be_resumed(
     chameleon: CommandLine, run: RunDirectory, clock: list[float]
 ) -> None:

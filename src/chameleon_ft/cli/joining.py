@@ -88,11 +88,19 @@ class JoinArguments:
                     ) from None
             if not has_said:
                 has_said = True
-                where = f"of {self.run}" if self.run is not None else f"at {self.coordinator}"
-                ended = "" if status is None else f", which is {status}"
-                print(f"waiting up to {self.wait_s:g} s for the coordinator {where}{ended}", flush=True)
+                print(f"waiting up to {self.wait_s:g} s for the coordinator {self._where(status)}", flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_MAX_S)
+
+    def _where(self, status: RunStatus | None) -> str:
+        """Return where the coordinator is expected, and why it is not there yet as far as the files of the run tell."""
+        if self.run is None:
+            return f"at {self.coordinator}"
+        if not self.run.exists():
+            return f"of {self.run}, where there is no directory yet"
+        if not RunDirectory(self.run).config_file.exists():
+            return f"of {self.run}, which is no run directory yet"
+        return f"of {self.run}" if status is None else f"of {self.run}, which is {status}"
 
     def _status_of_last_start(self) -> RunStatus | None:
         """Return how the run has ended; None if it is live, is being resumed or its coordinator is lost."""
