@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 from urllib.request import urlopen
@@ -118,3 +121,27 @@ def test_a_page_leaves_the_file_of_another_one(tmp_path: Path) -> None:
         other = json.dumps({"address": "10.0.0.1:8790", "token": "t", "pid": 1})
         (run.path / "page.json").write_text(other)
     assert (run.path / "page.json").read_text() == other
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_token_that_cannot_be_written_is_not_looked_for_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_known: bool
+) -> None:
+    run = new_run(tmp_path)
+    file = run.path / "page.json"
+    if is_known:
+        file.write_text(json.dumps({"token": "of before"}))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(PageServer.__module__ + ".replace_file", refuse)
+    with closing(PageServer("127.0.0.1:0")) as server:
+        server.announce(run)
+    printed = capsys.readouterr().out
+    assert server.token not in printed, "it goes to no log"
+    if is_known:
+        assert printed.endswith(f"(the token for its buttons is in {file})\n")
+        return
+    remedy = f"to use them, run `chameleon page {run.path}` on a terminal, which shows the token"
+    assert f"cannot be written to {file} (Read-only file system); {remedy}" in printed

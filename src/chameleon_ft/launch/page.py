@@ -107,18 +107,25 @@ class PageServer:
         If the file is there already, the run has or had another page: this one takes its token, so that browsers that
         come from there can still act.
         """
-        file = run.path / "page.json"
+        file, is_known = run.path / "page.json", False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self.token = str(json.loads(file.read_text(encoding="utf-8"))["token"])
+            self.token, is_known = str(json.loads(file.read_text(encoding="utf-8"))["token"]), True
         values = {"address": self.address, "token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         self._announced = values
-        with contextlib.suppress(OSError):  # a run of another user is shown all the same
+        place = f"the token for its buttons is in {file}"
+        try:
             replace_file(file, json.dumps(values) + "\n", mode=0o600)
+        except OSError as error:  # a run of another user, or on a read-only disk, is shown all the same
+            if not is_known:
+                place = (
+                    f"its buttons need a token, which cannot be written to {file} ({error.strerror}); to use them, run "
+                    f"`chameleon page {run.path}` on a terminal, which shows the token"
+                )
         url = f"http://{self.address}/"
         if sys.stdout.isatty():
             print(f"page: {url}#token={self.token}", flush=True)
         else:  # the token goes to no log
-            print(f"page: {url} (the token for its buttons is in {file})", flush=True)
+            print(f"page: {url} ({place})", flush=True)
 
     @contextmanager
     def beside(self, run: RunDirectory) -> Iterator[None]:
