@@ -89,6 +89,11 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])})
 
 
+def newest_child(launcher: Command) -> psutil.Process:
+    """Return the coordinator of a launcher, once another one has been replaced."""
+    return max(psutil.Process(launcher.pid).children(), key=psutil.Process.create_time)
+
+
 def fails(worker: int, *, step: int, phase: FailurePhase = "forward", kind: FailureKind = "kill") -> Failure:
     """Return an injected failure."""
     return Failure(step=step, worker=worker, phase=phase, kind=kind)

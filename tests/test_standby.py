@@ -21,7 +21,15 @@ from chameleon_ft.control.wire.address import bearer
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
-from tests.harness import PATIENT, Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+from tests.harness import (
+    PATIENT,
+    Command,
+    Ended,
+    assert_as_the_plain_loop,
+    every_process_ends,
+    newest_child,
+    small_config,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -215,6 +223,34 @@ def launched_and_replaced(
         training.read_until(killed if kind is signal.SIGKILL else r"leads the run; this one, of term \d, ends")
         training.read_until("another coordinator leads the run; one stands by here")
         yield training, standby
+
+
+def test_a_launcher_whose_coordinators_die_again_and_again_leaves_the_run_to_a_standby(tmp_path: Path) -> None:
+    run, config = RunDirectory(tmp_path / "run"), written(tmp_path, steps=100_000, batch=SLOW)
+    with ExitStack() as stack:
+        training = stack.enter_context(Command("train", config, "--output-dir", run.path))
+        training.read_until(r"^\s+3\s")
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path, "--host", "127.0.0.2"))
+        standby.read_until("standing by at 127.0.0.2:")
+        processes = training.session()
+        for rank in processes[-2:]:
+            rank.suspend()  # so that no step is committed
+        standby.signal(signal.SIGSTOP)  # on the same machine, it would be first
+        for _ in range(2):
+            newest_child(training).kill()
+            training.read_until("took_over")
+        newest_child(training).kill()
+        training.read_until("the run is left to the one that stands by at 127.0.0.2:")
+        with every_process_ends(processes):
+            standby.signal(signal.SIGCONT)
+            training.read_until("another coordinator leads the run; one stands by here")
+            for rank in processes[-2:]:
+                rank.resume()
+            standby.read_until(r"^\s+\d+\s")
+            standby.signal(signal.SIGINT)
+            assert training.wait() == standby.wait() == 130, training.printed + standby.printed
+    ended = Ended(130, run)
+    assert_complete(ended, steps=len(ended.steps))
 
 
 def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(tmp_path: Path) -> None:

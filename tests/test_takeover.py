@@ -13,7 +13,14 @@ import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
-from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+from tests.harness import (
+    Command,
+    Ended,
+    assert_as_the_plain_loop,
+    every_process_ends,
+    newest_child,
+    small_config,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -23,11 +30,6 @@ STEPS = 60
 def killed(run: RunDirectory) -> None:
     """Kill the coordinator."""
     os.kill(run.read_control().pid, signal.SIGKILL)
-
-
-def newest_child(launcher: Command) -> psutil.Process:
-    """Return the coordinator, once another one has been replaced."""
-    return max(psutil.Process(launcher.pid).children(), key=psutil.Process.create_time)
 
 
 def written(directory: Path, **changes: Any) -> Path:

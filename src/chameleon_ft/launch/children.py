@@ -20,19 +20,21 @@ from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.child import FORK, received
 from chameleon_ft.launch.coordinator import InterruptCount, serve_run
 from chameleon_ft.launch.processes import inspect, start_fork_server
-from chameleon_ft.launch.standby import until_lost
+from chameleon_ft.launch.standby import is_succeeded, until_lost
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.runtime.fork_server import receive
 from chameleon_ft.runtime.process import Lifeline
 
-__all__ = ["ALIVE", "STANDS_BY", "run_agent", "run_coordinator", "run_next_agent"]
+__all__ = ["ALIVE", "ALONE", "STANDS_BY", "run_agent", "run_coordinator", "run_next_agent"]
 
 ALIVE: Final = b"alive"
 """Sent by a coordinator once it leads, and as the answer to the same message while its event loop runs."""
 STANDS_BY: Final = b"stands by"
 """Sent by a coordinator once the one that leads knows of it."""
+ALONE: Final = b"alone"
+"""The last message of a coordinator that was to leave the run to one that stands by, if none of these leads."""
 
 
 def run_coordinator(
@@ -43,8 +45,13 @@ def run_coordinator(
     pipe: Connection,
     *,
     takes_over: bool,
+    gives_way: bool,
 ) -> None:
-    """Coordinate the run, in place of one that is lost if it takes over, and send how it ended."""
+    """Coordinate the run, in place of one that is lost if it takes over, and send how it ended.
+
+    Args:
+        gives_way: whether to take over only after another coordinator, which stands by now, has led the run.
+    """
 
     @asynccontextmanager
     async def obey(_: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount) -> AsyncIterator[None]:
@@ -68,7 +75,9 @@ def run_coordinator(
         yield
         loop.remove_reader(pipe.fileno())
 
-    async def coordinated() -> RunStatus:
+    async def coordinated() -> RunStatus | bytes:
+        if gives_way and not await is_succeeded(start, control, listener):
+            return ALONE
         stands_by = partial(pipe.send, STANDS_BY)
         leadership = await until_lost(start, control, listener, announced=stands_by) if takes_over else None
         if isinstance(leadership, str):
@@ -86,7 +95,7 @@ def run_coordinator(
         )
 
     control = replace(control, pid=os.getpid())
-    outcome: RunStatus | ChameleonError
+    outcome: RunStatus | bytes | ChameleonError
     try:
         outcome = asyncio.run(coordinated())
     except ChameleonError as error:

@@ -18,11 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Final
 
 from chameleon_ft.config import RunConfig
+from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
-from chameleon_ft.errors import ChameleonError, DeposedError
+from chameleon_ft.errors import ChameleonError, ConfigError, DeposedError
 from chameleon_ft.launch.child import Child, describe_end, received
-from chameleon_ft.launch.children import ALIVE, STANDS_BY, run_agent, run_coordinator, run_next_agent
+from chameleon_ft.launch.children import ALIVE, ALONE, STANDS_BY, run_agent, run_coordinator, run_next_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import (
     load_solvers,
@@ -100,6 +101,7 @@ class _Launcher:
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
         self._ask_every_s = start.config.control.lease_s / _ASKS
         self._silent_s: float | None = None  # for which the coordinator has not answered, once it has begun
+        self._too_many_deaths = ""  # of coordinators: how many, and why
         self._end_reason: str | None = None  # why this process has ended the coordinator
 
     def wait(self) -> RunStatus:
@@ -140,6 +142,9 @@ class _Launcher:
                     why = "another coordinator leads the run" if self._stands_by else "the coordinator does not answer"
                     print(f"{why}; this machine and its workers leave it", flush=True)
                     return self._given_up
+                elif outcome == ALONE:
+                    coordinator.process.join()
+                    return self._end_without_coordinator(f"{self._too_many_deaths}, and none that stands by has led it")
                 elif isinstance(outcome, DeposedError):
                     print(outcome, flush=True)
                     coordinator.process.join()
@@ -184,7 +189,7 @@ class _Launcher:
             self._end_reason = f"SIGKILL, because it did not answer for {self._silent_s:.1f} s"
             coordinator.process.kill()
 
-    def _start_coordinator(self, *, stands_by: bool = False) -> None:
+    def _start_coordinator(self, *, stands_by: bool = False, gives_way: bool = False) -> None:
         with signals_deferred():  # a signal is for the new one, or it has been told of it
             self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
             self._coordinator = Child(
@@ -195,21 +200,38 @@ class _Launcher:
                     self._listener,
                     tuple(self._signals),
                     takes_over=self._coordinator is not None,
+                    gives_way=gives_way,
                 )
             )
 
     def _replace(self, coordinator: Child) -> RunStatus | None:
-        """Start another coordinator in place of one that has died, or end the run if too many have."""
+        """Start another coordinator in place of one that has died.
+
+        If too many have, leave the run to one that stands by elsewhere, or end it.
+        """
         coordinator.process.join()
-        why, run = self._end_reason or describe_end(coordinator.process), self._start.run
+        why = self._end_reason or describe_end(coordinator.process)
         if (deaths := self._coordinator_deaths.count()) < _MOST_DEATHS:
             self._start_coordinator()
             print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
             return None
-        run.remove_control()
+        self._too_many_deaths = f"{deaths} coordinators have died without a step between them, the last one by {why}"
+        # Once: the next one dies although it only waits for those that stand by.
+        if deaths == _MOST_DEATHS and (others := _standbys(self._start.run)):
+            print(f"{self._too_many_deaths}; the run is left to the one that stands by at {others}", flush=True)
+            self._start_coordinator(gives_way=True)
+            return None
+        return self._end_without_coordinator(self._too_many_deaths)
+
+    def _end_without_coordinator(self, reason: str) -> RunStatus:
+        run = self._start.run
         self._agent.kill()
         self._lifeline.close()
-        reason = f"{deaths} coordinators have died without a step between them, the last one by {why}"
+        with contextlib.suppress(ConfigError):
+            if run.read_control().address != self._control.address:
+                print(f"{reason}; another coordinator leads the run, and this machine and its workers leave it")
+                return "failed"
+        run.remove_control()
         with Recorder(run, TerminalView(steps=self._start.config.steps, files=str(run.path))) as recorder:
             recorder.finish("failed", reason=reason)
         return "failed"
@@ -261,6 +283,14 @@ class _Launcher:
             self._is_draining = True
             with contextlib.suppress(OSError):  # it ends by itself
                 self._agent.pipe.send(number)
+
+
+def _standbys(run: RunDirectory) -> str:
+    """Return the addresses of the coordinators that stand by, as the journal of the last one has them."""
+    with contextlib.suppress(ChameleonError):  # a damaged journal
+        if (last := LastEntry.newest(run)) is not None:
+            return " or ".join(sorted({*last.state.standbys.values()}))
+    return ""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import errno
 import http
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -35,9 +36,10 @@ from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 
-__all__ = ["continue_run", "stand_by", "take_over", "until_lost"]
+__all__ = ["continue_run", "is_succeeded", "stand_by", "take_over", "until_lost"]
 
 _RETRY_S: Final = 0.5
+_LEASES_TO_SUCCEED: Final = 2  # a coordinator that stands by claims the next term after one, by its own clock
 _UNKNOWN: Final = (
     "the coordinator shows no sign of life, and its workers do not know this one yet; if it is lost, continue by "
     "`chameleon coordinator --take-over {}` on its machine"
@@ -117,6 +119,23 @@ async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside, 
             processes=processes,
             leadership=leadership,
         )
+
+
+async def is_succeeded(start: RunStart, control: ControlAddress, listener: socket.socket) -> bool:
+    """Return whether a coordinator at another address leads the run, as soon as one does or has had the time for that.
+
+    This process refuses all connections to its own meanwhile.
+    """
+    lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
+    until_s = time.monotonic() + _LEASES_TO_SUCCEED * lease_s
+    async with _refusing(listener, control):
+        while time.monotonic() < until_s:
+            with contextlib.suppress(LeaseError):
+                newest = await lease.newest()
+                if newest is not None and newest.address != control.address:
+                    return True
+            await asyncio.sleep(lease_s / POLLS)
+    return False
 
 
 async def until_lost(
