@@ -225,6 +225,55 @@ def test_noise_and_a_slow_network_are_no_slow_links(seed: int) -> None:
     assert detector.speeds == {}
 
 
+def watch_messages(
+    counts: Mapping[int, int], *, late_s: float, shape: float, slow: Ends | None = None, seed: int
+) -> list[tuple[int, Finding]]:
+    """Watch the links of a pipeline of nine workers for 40 steps; messages arrive late by drawn times.
+
+    Args:
+        counts: first worker of a link -> messages that are waited for in each direction; of others, 8 are.
+        late_s: the mean of these times.
+        shape: of their distribution; 1: exponential, more: hardly any message is on time.
+        slow: a link whose messages take half as long again from step 20 on.
+    """
+    model, random_ = costs(9), random.Random(seed)
+    times, detector = LinkTimes(), SlowLinkDetector()
+    times.begin(pipeline(model), model)
+    found: list[tuple[int, Finding]] = []
+    for step in range(40):
+        channels: dict[int, list[ChannelTimes]] = {worker: [] for worker in range(9)}
+        for one, other in LINKS:
+            takes_s = 0.015 if (one, other) == slow and step >= 20 else 0.01
+            for sender, receiver in ((one, other), (other, one)):
+                sent = tuple(1.0 + index for index in range(counts.get(one, 8)))
+                arrived = tuple(at + takes_s + random_.gammavariate(shape, late_s / shape) for at in sent)
+                forward = sender < receiver
+                channels[sender].append(ChannelTimes(peer=receiver, forward=forward, sent_s=sent))
+                channels[receiver].append(ChannelTimes(peer=sender, forward=forward, arrived_s=arrived))
+        for worker, own in channels.items():
+            report = OperationTimes(forward_s=FORWARD_S, backward_s=0.04, longest_s=0.04, channels=tuple(own))
+            if links := times.reported(worker, step, report):
+                detector, findings = detector.observe(LinksMeasured(1, step, links))
+                found += [(step, each) for each in findings]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [1.0, 3.0])
+@pytest.mark.parametrize("counts", [{7: 1}, {6: 2, 7: 2}, {2: 1, 5: 1, 6: 2}])
+def test_links_of_workers_that_are_often_behind_are_not_slow_because_a_host_is_busy(
+    counts: Mapping[int, int], shape: float, seed: int
+) -> None:
+    assert watch_messages(counts, late_s=0.003, shape=shape, seed=seed) == []
+
+
+def test_a_slow_link_is_noticed_although_messages_are_late() -> None:
+    found = watch_messages({7: 1}, late_s=0.001, shape=1.0, slow=(3, 4), seed=1)
+    step, finding = found[0]
+    assert isinstance(finding, SlowLink)
+    assert (finding.workers, step < 30) == ((3, 4), True)
+
+
 def test_nothing_is_known_of_the_links_of_a_worker_that_is_fenced() -> None:
     detector, found = watch(SlowLinkDetector(), range(20), lambda ends, step: 4.0 if ends == (3, 4) else 1.0, LINKS)
     assert found

@@ -2,8 +2,14 @@
 
 A message takes from its send, by the clock of its sender, until it arrives, by that of its receiver. The clocks differ
 by a constant, which the sum of a time in one direction and one in the other does not contain. Of the first messages of
-a channel in a step the shortest time counts: whatever else delays a message adds to it. It is judged together with a
-forward of its workers, so that delays count for little that are short beside an operation, because they cost nothing.
+a channel in a step the shortest time counts: whatever else delays a message adds to it.
+
+On a busy host a worker that waits gets a processor late, and one that does not wait seems to. Which channels suffer is
+not a matter of chance: a worker that is usually behind finds its messages there, or waits for a single one in a step.
+So a delay counts only if it is more than twice as long as messages to the two hosts usually are late.
+
+The time is judged together with a forward of the two workers, so that delays count for little that are short beside an
+operation, because they cost nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.schedule import CostModel, OperationKind, Program
@@ -23,8 +29,29 @@ __all__ = ["Ends", "LinkTimes", "assumed_shares"]
 Ends: TypeAlias = tuple[int, int]
 """The two workers of a link, ascending."""
 
+_TIMES_LATE: Final = 2.0  # that is what a single message is late now and then
+
 _Channel: TypeAlias = tuple[int, int, bool]
 """(sender, receiver, whether forward)"""
+
+
+class _Delays(NamedTuple):
+    """Seconds of the messages of a channel in a step that their receiver has waited for."""
+
+    shortest_s: float
+    mean_s: float
+    number: int
+
+    @classmethod
+    def of(cls, sent_s: Sequence[float], arrived_s: Sequence[float]) -> _Delays | None:
+        """Return those of messages that were sent and arrived at these times, 0 if not waited for; None if none was."""
+        found = [arrived - sent for sent, arrived in zip(sent_s, arrived_s, strict=False) if arrived]
+        return cls(min(found), statistics.fmean(found), len(found)) if found else None
+
+    @property
+    def lateness_s(self) -> float | None:
+        """By how much the others were later than the shortest, in the mean; None if there is only one."""
+        return None if self.number == 1 else (self.mean_s - self.shortest_s) * self.number / (self.number - 1)
 
 
 class _Expected(NamedTuple):
@@ -46,6 +73,9 @@ class LinkTimes:
     _sent: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
     _arrived: dict[_Channel, tuple[float, ...]] = field(default_factory=dict)
     _forward_s: dict[int, float] = field(default_factory=dict)  # of each worker
+    # Host of receivers -> the lateness of each of their channels in this step, and the median in the one before.
+    _lateness_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _usual_lateness_s: dict[str, float] = field(default_factory=dict)
     _expected: dict[Ends, _Expected] = field(default_factory=dict)
 
     def begin(self, program: Program, costs: CostModel) -> None:
@@ -97,6 +127,9 @@ class LinkTimes:
 
     def _next(self, step: int) -> None:
         self._step = step
+        if self._lateness_s:
+            self._usual_lateness_s = {host: statistics.median(own) for host, own in self._lateness_s.items()}
+        self._lateness_s.clear()
         self._sent.clear()
         self._arrived.clear()
         self._forward_s.clear()
@@ -108,23 +141,32 @@ class LinkTimes:
         # A pipeline sends activations one way and gradients the other.
         for first, second in (ends, (other, one)):
             there, back = (first, second, True), (second, first, False)
-            there_s, back_s = self._shortest_s(there), self._shortest_s(back)
-            if there_s is None or back_s is None or there not in self._bytes or back not in self._bytes:
+            delays = [each for channel in (there, back) if (each := self._delays(channel)) is not None]
+            if len(delays) < 2:
                 continue
-            link = self._costs.cluster.link(one, other)
+            link, hosts = self._costs.cluster.link(one, other), self._costs.cluster.hosts
             bytes_s = (self._bytes[there] + self._bytes[back]) / link.bytes_per_s
             forward_s = statistics.mean(self._forward_s[worker] for worker in ends)
             expected = _Expected(forward_s + 2 * link.latency_s + bytes_s, bytes_s)
-            if there_s + back_s <= 0 or expected.seconds <= 0:
+            messages_s = sum(each.shortest_s for each in delays)
+            if messages_s <= 0 or expected.seconds <= 0:
                 return None
             self._expected[ends] = expected
-            hosts = self._costs.cluster.hosts
-            return (forward_s + there_s + back_s) / expected.seconds, int(hosts[one] != hosts[other])
+            late_s = _TIMES_LATE * sum(self._usual_lateness_s.get(hosts[worker], 0.0) for worker in ends)
+            for (_, receiver, _), each in zip((there, back), delays, strict=True):
+                if each.lateness_s is not None:
+                    self._lateness_s[hosts[receiver]].append(each.lateness_s)
+            seconds = forward_s + messages_s
+            if expected.seconds < seconds <= expected.seconds + late_s:
+                seconds = expected.seconds
+            return seconds / expected.seconds, int(hosts[one] != hosts[other])
         return None
 
-    def _shortest_s(self, channel: _Channel) -> float | None:
-        sent, arrived = self._sent.get(channel, ()), self._arrived.get(channel, ())
-        return min((end - begin for begin, end in zip(sent, arrived, strict=False) if end), default=None)
+    def _delays(self, channel: _Channel) -> _Delays | None:
+        """Return the delays of a channel in this step; None if they are no measure."""
+        if channel not in self._bytes:
+            return None
+        return _Delays.of(self._sent.get(channel, ()), self._arrived.get(channel, ()))
 
 
 def assumed_shares(
