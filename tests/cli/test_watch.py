@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -78,8 +79,11 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
         asked.append("checkpoint")
         return 7
 
-    def wait_until_saved(run: RunDirectory, committed: int, *, after: int) -> int | None:
+    def wait_until_saved(
+        run: RunDirectory, committed: int, *, after: int, delayed: Callable[[str], None]
+    ) -> int | None:
         asked.append((committed, after))
+        delayed("the disk is full")
         return None if len(asked) > 3 else 8
 
     module = ModuleType("chameleon_ft.control.requests")
@@ -96,7 +100,9 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
     events = len(run.events())
     assert chameleon("checkpoint", run.path) == 0
     assert chameleon("checkpoint", run.path, "--wait") == 0
-    assert "training would resume with step 8" in chameleon.capture.readouterr().out
+    printed = chameleon.capture.readouterr().out
+    assert "the checkpoint cannot be marked as complete yet: the disk is full; it is as soon as" in printed
+    assert "training would resume with step 8" in printed
     assert chameleon("checkpoint", run.path, "--wait") == 1
     assert "the run is over without it" in chameleon.capture.readouterr().out
     assert asked == ["checkpoint", "checkpoint", (7, events), "checkpoint", (7, events)]

@@ -12,6 +12,7 @@ from chameleon_ft.config import Checkpoint, Parallel, RunConfig
 from chameleon_ft.control.wire.messages import (
     BadStep,
     CheckpointSaved,
+    CheckpointState,
     Exit,
     Finish,
     Hello,
@@ -181,6 +182,11 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: S
     assert "message" not in second, "people are told once"
     assert list(stage.run.checkpoints.iterdir()) == [], "nothing is left of it, whatever is written late"
     assert stage.ended is None
+    command = Puppet("command")
+    for committed in (2, 3):
+        stage.say(command, CheckpointState(committed=committed))
+    failed = CheckpointState(committed=2, failed=(2, "OSError: disk full"))
+    assert command.sent == [failed, CheckpointState(committed=3)], "a command that waits is told"
 
 
 @scene()

@@ -17,7 +17,7 @@ from chameleon_ft.control import requests as asking
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.control.requests import checkpoint, drain, stop, wait_until_out, wait_until_over, wait_until_saved
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Drain, Finish, Inject, Message, Refused, SaveCheckpoint
+from chameleon_ft.control.wire.messages import CheckpointState, Drain, Finish, Inject, Message, Refused, SaveCheckpoint
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
@@ -186,6 +186,21 @@ def test_it_waits_for_the_checkpoint_that_was_asked_for(run: RunDirectory) -> No
         record(run, {"event": "checkpoint_failed", "step": 9, "error": "disk full"})
         with pytest.raises(ControlError, match="the checkpoint of step 9 could not be written: disk full"):
             wait_until_saved(run, 9, after=1)
+
+
+def test_what_the_files_of_a_run_cannot_tell_its_coordinator_does(run: RunDirectory) -> None:
+    """Of a checkpoint that cannot be written because the disk is full, nothing can be written either."""
+    why = "[Errno 28] No space left on device, at events.jsonl"
+    answers = [CheckpointState(committed=7), *[CheckpointState(committed=7, late=why)] * 2]
+    failed = CheckpointState(committed=7, failed=(9, "disk full"), late=why)
+    told: list[str] = []
+    with (
+        live(run, lambda _: answers.pop(0) if answers else failed) as requests,
+        pytest.raises(ControlError, match="the checkpoint of step 9 could not be written: disk full"),
+    ):
+        wait_until_saved(run, 7, after=0, delayed=told.append)
+    assert told == [why]
+    assert requests == [CheckpointState(committed=7)] * 4
 
 
 def test_a_run_may_be_over_before_it_says_so(run: RunDirectory) -> None:

@@ -7,11 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from chameleon_ft.config import Checkpoint
+from chameleon_ft.control.requests import checkpoint, stop, wait_until_saved
+from chameleon_ft.errors import ChameleonError
 from chameleon_ft.observe import (
     ControlAddress,
     RunDirectory,
@@ -122,6 +125,35 @@ def test_checkpoints_that_do_not_fit_are_removed_and_tried_again(tmp_path: Path)
         assert complete_checkpoints(ended.run.checkpoints) == [40, 50]
         left = sorted(path.name for path in ended.run.checkpoints.iterdir())
         assert left == ["step-00000040", "step-00000050"], "nothing is left of those that do not fit"
+
+
+def test_a_command_that_waits_for_a_checkpoint_is_told_that_it_does_not_fit(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", megabytes=8) as disk:
+        run, errors = RunDirectory(disk / "run"), list[str]()
+
+        def ask() -> None:
+            try:
+                wait_until_saved(run, checkpoint(run), after=0)
+            except ChameleonError as error:
+                errors.append(str(error))
+            finally:
+                stop(run)
+
+        asking = Thread(target=ask)
+
+        @dataclass
+        class AskingView(FillingView):
+            def step(self, record: StepRecord) -> None:
+                super().step(record)
+                if record.step == self.full_at:
+                    asking.start()
+
+        view = AskingView(disk, full_at=3, free_at=-1)
+        train_here(small_config(tmp_path, steps=100_000), run.path, view=view)
+        asking.join()
+    (error,) = errors
+    assert "could not be written: " in error
+    assert "No space left on device" in error or "as on a full disk" in error
 
 
 def test_training_goes_on_while_a_disk_does_not_answer(tmp_path: Path) -> None:

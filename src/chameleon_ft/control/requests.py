@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection
 
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import blocking_connection
-from chameleon_ft.control.wire.messages import Drain, Finish, Message, Refused, SaveCheckpoint
+from chameleon_ft.control.wire.messages import CheckpointState, Drain, Finish, Message, Refused, SaveCheckpoint
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
@@ -93,11 +93,17 @@ def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -
         ConfigError: the coordinator is lost.
         ControlError: there is no plan without these workers, so some of them stay; or no coordinator leads for long.
     """
-    _wait(run, lambda: not _remaining(workers, run.events()[after:]))
+    _wait(run, lambda _: not _remaining(workers, run.events()[after:]))
 
 
-def wait_until_saved(run: RunDirectory, committed: int, *, after: int) -> int | None:
+def wait_until_saved(
+    run: RunDirectory, committed: int, *, after: int, delayed: Callable[[str], None] = lambda _: None
+) -> int | None:
     """Wait for a checkpoint after `committed` steps or more, by the run's events without the first `after`.
+
+    Args:
+        delayed: called once with the reason if the files of the run cannot be written, so that no checkpoint can be
+            marked as complete.
 
     Returns:
         The step it resumes with; None if the run is over without one.
@@ -106,16 +112,32 @@ def wait_until_saved(run: RunDirectory, committed: int, *, after: int) -> int | 
         ConfigError: the coordinator is lost.
         ControlError: it could not be written, or no coordinator leads for long.
     """
-    _wait(run, lambda: _saved(committed, run.events()[after:]) is not None)
+    reasons: list[str] = []
+
+    def is_saved(connection: ClientConnection) -> bool:
+        if _saved(committed, run.events()[after:]) is not None:
+            return True
+        connection.send(encode(CheckpointState(committed=committed)))
+        with contextlib.suppress(TimeoutError):
+            answer = decode(connection.recv(timeout=_POLL_S))
+            if isinstance(answer, CheckpointState):
+                if answer.failed is not None:
+                    raise _not_written(*answer.failed)
+                if answer.late and not reasons:
+                    reasons.append(answer.late)
+                    delayed(answer.late)
+        return False
+
+    _wait(run, is_saved)
     return _saved(committed, run.events()[after:])
 
 
 def wait_until_over(run: RunDirectory) -> None:
     """Wait for the end of the run. Raises ConfigError or ControlError if the coordinator is lost."""
-    _wait(run, lambda: False)
+    _wait(run, lambda _: False)
 
 
-def _wait(run: RunDirectory, is_done: Callable[[], bool]) -> None:
+def _wait(run: RunDirectory, is_done: Callable[[ClientConnection], bool]) -> None:
     """Wait until something is so, or the run is over.
 
     Raises ConfigError or ControlError if the coordinator is lost, and none leads for long.
@@ -125,9 +147,9 @@ def _wait(run: RunDirectory, is_done: Callable[[], bool]) -> None:
         try:
             with _coordinator(run) as connection:
                 until_s = None
-                while not is_done():
+                while not is_done(connection):
                     with contextlib.suppress(TimeoutError):
-                        connection.recv(timeout=_POLL_S)  # no message comes, but the connection ends with the run
+                        connection.recv(timeout=_POLL_S)  # no other message comes, but the connection ends with the run
             return
         except (ConfigError, _DoesNotLeadError):
             # A run removes the file soon after the end of its connections; if the coordinator is lost, another one
@@ -145,9 +167,13 @@ def _saved(committed: int, events: Iterable[Mapping[str, Any]]) -> int | None:
     for event in events:
         if event["event"] in ("checkpoint", "checkpoint_failed") and event["step"] >= committed:
             if event["event"] == "checkpoint_failed":
-                raise ControlError(f"the checkpoint of step {event['step']} could not be written: {event['error']}")
+                raise _not_written(event["step"], event["error"])
             return int(event["step"])
     return None
+
+
+def _not_written(step: int, why: str) -> ControlError:
+    return ControlError(f"the checkpoint of step {step} could not be written: {why}")
 
 
 def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> set[int]:

@@ -235,6 +235,11 @@ class FileQueue(AbstractContextManager["FileQueue"]):
                 return caught_up
         return None
 
+    def late(self) -> Late | None:
+        """Return why operations wait; None if they do not."""
+        with self._changed:
+            return self._late()
+
     def unwritten(self) -> tuple[Late | None, list[tuple[Path, str]]]:
         """Return why operations wait, if they do, and the lines that are not in their files, or not as a whole."""
         with self._changed:

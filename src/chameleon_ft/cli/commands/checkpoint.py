@@ -21,7 +21,8 @@ class CheckpointArguments:
     run: RunPath
     """Run directory."""
     wait: Switch = False
-    """Return only once the checkpoint is complete, and fail if it cannot be written."""
+    """Return only once the checkpoint is complete, and fail if it cannot be written. If only the files of the run have
+    to wait for a full or hanging disk, so does this command, and says so."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,9 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     committed = checkpoint(run)
     print(f"a checkpoint is written after step {committed} or the next one", flush=True)
     if given.wait:
-        step = wait_until_saved(run, committed, after=before)
+        step = wait_until_saved(run, committed, after=before, delayed=_tell)
         if step is None:
             print("the run is over without it")
             return 1
         print(f"the checkpoint is complete; training would resume with step {step}")
     return 0
+
+
+def _tell(why: str) -> None:
+    print(f"the checkpoint cannot be marked as complete yet: {why}; it is as soon as that is possible", flush=True)

@@ -19,9 +19,8 @@ __all__ = ["committed", "not_marked", "save", "saved", "slow_io", "switched"]
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""
     state, config = draft.state, draft.state.settings.checkpoint
-    if message.step + 1 in state.checkpoints.failed:  # it may be written after all, because the step was repeated
-        failed = state.checkpoints.failed - {message.step + 1}
-        draft.set(checkpoints=replace(state.checkpoints, failed=failed))
+    if message.step + 1 in state.checkpoints.failed:
+        draft.set(checkpoints=state.checkpoints.repeated(message.step + 1))
         state = draft.state
     if config.every == 0:
         _warn_once(draft, message)
@@ -97,7 +96,7 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         message += "written of it is removed, and the one before stays the newest"
         news = {} if part.step in events.failed else {"message": message}
         draft.set(
-            checkpoints=replace(events, failed=events.failed | {part.step}),
+            checkpoints=events.not_written(part.step, part.error),
             schedule=state.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False),
         )
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
@@ -116,7 +115,7 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
 def not_marked(draft: Draft, step: int, error: str) -> None:
     """Record that a checkpoint is not complete after all, because it could not be marked."""
     events = draft.state.checkpoints
-    draft.set(checkpoints=replace(events, failed=events.failed | {step}))
+    draft.set(checkpoints=events.not_written(step, error))
     draft.record(
         "checkpoint_failed",
         step=step,

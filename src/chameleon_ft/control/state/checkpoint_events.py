@@ -37,7 +37,7 @@ class CheckpointEvents:
 
     parts: Mapping[int, CheckpointParts] = FrozenMap({})  # resume step of an incomplete checkpoint -> its parts
     first_generation: int = 0  # parts of earlier generations are ignored: their state was discarded
-    failed: frozenset[int] = frozenset()  # steps whose checkpoint could not be written
+    failed: Mapping[int, str] = FrozenMap({})  # step of a checkpoint that could not be written -> why
     slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
     unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
     loads: int = 0  # the last generation that began by loading a state
@@ -45,6 +45,7 @@ class CheckpointEvents:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
+        object.__setattr__(self, "failed", FrozenMap(self.failed))
         object.__setattr__(self, "unreadable", FrozenMap(self.unreadable))
 
     def saved(
@@ -63,6 +64,14 @@ class CheckpointEvents:
         parts = {step: each for step, each in self.parts.items() if step != part.step}
         unreadable = {step: why for step, why in self.unreadable.items() if step != part.step}
         return replace(self, parts=parts, unreadable=unreadable), new
+
+    def not_written(self, step: int, why: str) -> Self:
+        """Note that a checkpoint could not be written; the first reason counts."""
+        return replace(self, failed={step: why, **self.failed})
+
+    def repeated(self, step: int) -> Self:
+        """Note that training has reached a step again, whose checkpoint may be written after all."""
+        return replace(self, failed={each: why for each, why in self.failed.items() if each != step})
 
     def forgotten(self, generation: int) -> Self:
         """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""

@@ -30,6 +30,7 @@ __all__ = [
     "Begin",
     "BeginCheckpoint",
     "BeginSnapshot",
+    "CheckpointState",
     "Discard",
     "Drain",
     "Examine",
@@ -172,6 +173,18 @@ class SaveCheckpoint(Message):
 
     type: Literal["save_checkpoint"] = "save_checkpoint"
     committed: int | None = None  # steps that are committed: the checkpoint resumes after them
+
+
+class CheckpointState(Message):
+    """Tell how the checkpoints of `committed` steps or more come along; the answer is this message with the rest.
+
+    A command that waits for one asks, because the files of the run do not tell while its disk is full.
+    """
+
+    type: Literal["checkpoint_state"] = "checkpoint_state"
+    committed: int
+    failed: tuple[int, str] | None = None  # (step, why) of the first one that could not be written
+    late: str = ""  # why the files of the run lack its newest records; empty if they do not
 
 
 class BeginCheckpoint(Message):
