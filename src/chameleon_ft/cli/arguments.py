@@ -13,7 +13,7 @@ import inspect
 import logging
 import shutil
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar, get_args, get_origin
@@ -35,6 +35,7 @@ __all__ = [
     "OptionalStr",
     "RunPath",
     "Switch",
+    "given_flags",
     "metavar",
     "parse_arguments",
     "parse_with_flags",
@@ -116,6 +117,16 @@ def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) 
         return tyro.cli(
             own, prog=f"chameleon {command}", description=text, args=arguments, config=(tyro.conf.DisallowNone,)
         )
+
+
+def given_flags(arguments: DataclassInstance) -> Iterator[tuple[str, Any]]:
+    """Yield the flag and the value of each argument that differs from its default, those of nested arguments too."""
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from given_flags(value)
+        elif value != field.default:
+            yield f"--{field.name.replace('_', '-')}", value
 
 
 def parse_with_flags(

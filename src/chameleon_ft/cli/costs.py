@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal, Optional, Union
+from typing import Annotated, Final
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalStr, metavar
+from chameleon_ft.cli.arguments import OptionalStr, given_flags, metavar
 from chameleon_ft.cli.run_config import absolute_job
 from chameleon_ft.cli.starting import prepare_data_of
-from chameleon_ft.config import MOST_WORKERS, RunConfig
+from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.presets import (
     DEVICES,
@@ -44,16 +43,10 @@ from chameleon_ft.profiles import (
 __all__ = [
     "AUTO",
     "NO_PRESET",
-    "HostMemory",
-    "OptimizerRedundancy",
     "Preset",
     "PresetArguments",
-    "WorkersPerHost",
-    "bytes_of_host",
-    "hosts_of",
     "measured_or_cached",
     "measured_profile",
-    "owners_of",
     "profile_of",
 ]
 
@@ -148,64 +141,16 @@ class PresetArguments:
         )
 
     def refuse(self, reason: str, *, but: Collection[str] = ()) -> None:
-        """Raise ConfigError with `reason` if an argument is given, other than those in `but`."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and field.name not in but:
-                raise ConfigError(f"--{field.name.replace('_', '-')} {value}: {reason}")
+        """Raise ConfigError with `reason` if a flag is given, other than those in `but`."""
+        for flag, value in given_flags(self):
+            if flag not in but:
+                raise ConfigError(f"{flag} {value}: {reason}")
 
 
 NO_PRESET: Final = PresetArguments()
 
 Preset = Annotated[PresetArguments, tyro.conf.OmitArgPrefixes]
 """Type of a dataclass field that holds these flags; on the command line they have no prefix."""
-
-WorkersPerHost = Annotated[
-    int,
-    tyro.conf.arg(help="Workers per host. Links between hosts are slower, and a host fails as a whole."),
-]
-
-HostMemory = Annotated[
-    Optional[float],  # noqa: UP045
-    metavar(
-        "FLOAT",
-        "Memory of a host that is available for its workers, in 10^9 bytes: snapshots that would take more than half "
-        "of it are not taken. Unlimited if not given.",
-    ),
-]
-
-
-OptimizerRedundancy = Annotated[
-    Optional[Union[int, Literal["all"]]],  # noqa: UP007, UP045
-    metavar(
-        "INT|{all}",
-        "Holders of a layer that keep the same part of its optimizer state; by default that of the configuration, or "
-        "2 without one.",
-    ),
-]
-
-
-def owners_of(redundancy: int | Literal["all"] | None, usual: int | None) -> int | None:
-    """Return how many workers own each slice of the optimizer's state; None if every holder keeps all of it.
-
-    Raises ConfigError if it is a number below one.
-    """
-    if redundancy is None:
-        return usual
-    if redundancy == "all":
-        return None
-    if redundancy < 1:
-        raise ConfigError(f"--optimizer-redundancy {redundancy}: should be 1 or more")
-    return redundancy
-
-
-def bytes_of_host(host_memory: float | None) -> int | None:
-    """Return the bytes of --host-memory. Raises ConfigError if it is not a positive number."""
-    if host_memory is None:
-        return None
-    if not 0 < host_memory < math.inf:
-        raise ConfigError(f"--host-memory {host_memory:g}: should be a number of 10^9 bytes above 0")
-    return round(host_memory * 1e9)
 
 
 def _read_shape(file: str) -> ModelShape:
@@ -235,15 +180,6 @@ def profile_of(preset: PresetArguments, path: Path | None, *, missing: str) -> P
         preset.refuse("is for a published --model; name one")
         raise ConfigError(missing)
     return preset.profile()
-
-
-def hosts_of(workers: int, per_host: int) -> dict[int, str]:
-    """Return the host of each worker. Raises ConfigError if a host would have no worker, or there are too many."""
-    if per_host < 1:
-        raise ConfigError(f"--workers-per-host {per_host}: should be 1 or more")
-    if workers > MOST_WORKERS:
-        raise ConfigError(f"--workers {workers}: should be {MOST_WORKERS} at most")
-    return {worker: f"host{worker // per_host}" for worker in range(workers)}
 
 
 def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, token: str = "", command: str) -> Profile:

@@ -9,7 +9,8 @@ from typing import Annotated, Literal, Optional
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, Switch, metavar
-from chameleon_ft.cli.costs import NO_PRESET, HostMemory, OptimizerRedundancy, Preset, WorkersPerHost
+from chameleon_ft.cli.costs import NO_PRESET, Preset
+from chameleon_ft.cli.host_arguments import USUAL_HOSTS, Hosts
 
 __all__ = ["PlanArguments"]
 
@@ -44,13 +45,11 @@ class PlanArguments:
     """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
     split_backward: Switch = False
     """Run the two halves of the backward separately, whatever CONFIG says."""
-    optimizer_redundancy: OptimizerRedundancy = None
+    hosts: Hosts = USUAL_HOSTS
     snapshots: Annotated[
         Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
         metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
     ] = None
-    host_memory: HostMemory = None
-    workers_per_host: WorkersPerHost = 8
     workers: OptionalInt = None
     """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
     planner: Annotated[

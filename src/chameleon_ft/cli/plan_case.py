@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from chameleon_ft.cli.costs import bytes_of_host, hosts_of, measured_or_cached, owners_of, profile_of
+from chameleon_ft.cli.costs import measured_or_cached, profile_of
+from chameleon_ft.cli.host_arguments import hosts_of
 from chameleon_ft.cli.plan_arguments import PlanArguments
 from chameleon_ft.cli.plan_batches import PlanBatch, plan_batches
 from chameleon_ft.cli.run_config import read_config_values
@@ -121,7 +122,7 @@ def _sections(given: PlanArguments, batch: PlanBatch) -> dict[str, dict[str, Any
 
 def _case_of_config(given: PlanArguments, path: Path, batch: PlanBatch) -> PlanCase:
     given.preset.refuse(
-        f"{path} says what is trained; leave one of them out", but=("device", "micro_batch_size", "precision")
+        f"{path} says what is trained; leave one of them out", but=("--device", "--micro-batch-size", "--precision")
     )
     values = read_config_values(path)
     for name, section in _sections(given, batch).items():
@@ -130,14 +131,14 @@ def _case_of_config(given: PlanArguments, path: Path, batch: PlanBatch) -> PlanC
         own = values["parallel"]
         values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
     values.pop("failures", None)  # they are for a run
-    if given.optimizer_redundancy is not None:
-        values["parallel"] = {**values.get("parallel", {}), "optimizer_redundancy": given.optimizer_redundancy}
+    if (redundancy := given.hosts.optimizer_redundancy) is not None:
+        values["parallel"] = {**values.get("parallel", {}), "optimizer_redundancy": redundancy}
     if given.preset.precision is not None:
         values["precision"] = given.preset.precision
     if batch.profile is not None:
         values["profile"] = str(batch.profile)
     config = _settled(parse_config(config_type(values), values, source=str(path)))
-    per_host = config.emulation.workers_per_host if config.is_emulated else given.workers_per_host
+    per_host = config.emulation.workers_per_host if config.is_emulated else given.hosts.workers_per_host
     return _build(
         given,
         _profile_of_config(config, path, device_name=given.preset.device),
@@ -182,7 +183,7 @@ def _case_of_profile(given: PlanArguments, batch: PlanBatch) -> PlanCase:
         micro_batches=micro_batches,
         parallel=parallel,
         owners=Parallel().owners,
-        per_host=given.workers_per_host,
+        per_host=given.hosts.workers_per_host,
     )
 
 
@@ -201,8 +202,7 @@ def _build(
     for worker in speeds:
         if worker not in hosts:
             raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
-    owners = owners_of(given.optimizer_redundancy, owners)
-    workload = replace(profile.workload(micro_batches), owners=owners)
+    workload = replace(profile.workload(micro_batches), owners=given.hosts.owners(owners))
     costs = CostModel(workload, profile.cluster(hosts, speeds=speeds))
     if given.snapshots == "none":
         snapshots = Snapshots(every=0)
@@ -213,7 +213,7 @@ def _build(
         costs=costs,
         parallel=parallel,
         snapshots=snapshots,
-        host_bytes=bytes_of_host(given.host_memory),
+        host_bytes=given.hosts.memory_bytes,
     )
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, Optional, get_type_hints
 
-from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalPath, OptionalStr, Switch, metavar
-from chameleon_ft.cli.costs import (
-    NO_PRESET,
-    HostMemory,
-    OptimizerRedundancy,
-    Preset,
-    WorkersPerHost,
-    bytes_of_host,
-    hosts_of,
-    owners_of,
-    profile_of,
+from chameleon_ft.cli.arguments import (
+    OptionalFloat,
+    OptionalInt,
+    OptionalPath,
+    OptionalStr,
+    Switch,
+    given_flags,
+    metavar,
 )
+from chameleon_ft.cli.costs import NO_PRESET, Preset, profile_of
+from chameleon_ft.cli.host_arguments import USUAL_HOSTS, Hosts, hosts_of
 from chameleon_ft.config import Parallel
 from chameleon_ft.config.files import present_name
 from chameleon_ft.errors import ConfigError
@@ -45,8 +44,8 @@ __all__ = ["SimulateArguments", "SimulateCase", "chosen_policies", "chosen_sweep
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
 _MICRO_BATCHES_PER_WORKER: Final = 4  # by default
-_WITH_RUN: Final = ("run", "preset", "policies", "assume", "picture", "save_trace", "json")
-"""Arguments that may be given with --run."""
+_WITH_RUN: Final = ("--run", "--policies", "--assume", "--picture", "--save-trace", "--json")
+"""Flags that may be given with --run."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,7 @@ class SimulateArguments:
     """Policies to compare, or all. (default: all)"""
     micro_batches: OptionalInt = None
     """Micro-batches per step, over all pipelines; 4 per worker if not given."""
-    optimizer_redundancy: OptimizerRedundancy = None
-    host_memory: HostMemory = None
-    workers_per_host: WorkersPerHost = 8
+    hosts: Hosts = USUAL_HOSTS
     assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
     """Costs of failures that override those in docs/simulator-internals.md, such as restart_cost_s=600."""
     sweep: Annotated[OptionalStr, metavar("NAME=VALUE,VALUE,...")] = None
@@ -127,7 +124,7 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     """Return the case that the arguments describe. Raises ConfigError if they do not fit together."""
     if given.run is not None:
         return _recorded_case(given, given.run)
-    per_host, workers = given.workers_per_host, given.workers
+    per_host, workers = given.hosts.workers_per_host, given.workers
     if workers is None:
         raise ConfigError("the number of workers is missing: give --workers, or a recorded run by --run")
     hosts = hosts_of(workers, per_host)
@@ -143,10 +140,10 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     micro_batches = _MICRO_BATCHES_PER_WORKER * workers if given.micro_batches is None else given.micro_batches
     if micro_batches < 1:
         raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
-    owners = owners_of(given.optimizer_redundancy, Parallel().owners)
+    owners = given.hosts.owners(Parallel().owners)
     workload, cluster = replace(profile.workload(micro_batches), owners=owners), profile.cluster(hosts)
     scene = Scene(trace, workload, cluster)
-    host_bytes = bytes_of_host(given.host_memory)
+    host_bytes = given.hosts.memory_bytes
     # As runs decide by default.
     as_in_runs = Parameters(
         snapshot_every=None,
@@ -182,10 +179,8 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
 
 def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
     """Return the case of a recorded run. Raises ConfigError if there is no run or its records are insufficient."""
-    given.preset.refuse(f"the run {path} determines what is simulated; leave out either --run or this flag")
-    for each in fields(given):
-        if each.name not in _WITH_RUN and getattr(given, each.name) != each.default:
-            flag = f"--{each.name.replace('_', '-')}"
+    for flag, _ in given_flags(given):
+        if flag not in _WITH_RUN:
             raise ConfigError(f"{flag}: the run {path} determines what is simulated; leave out either --run or {flag}")
     run = RunDirectory.open(path)
     recorded = recorded_run(run, measured_parameters([run]))
@@ -229,7 +224,7 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
     for flag, value in (("--rate", given.rate), ("--days", given.days)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{flag} {value:g}: should be a number above 0")
-    per_host = given.workers_per_host
+    per_host = given.hosts.workers_per_host
     if given.trace is not None:
         if given.generate is not None:
             raise ConfigError(f"--generate {given.generate}: --trace {given.trace} is given too; leave one of them out")

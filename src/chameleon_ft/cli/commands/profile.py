@@ -100,7 +100,7 @@ def _check(given: ProfileArguments) -> None:
     if given.config is not None:
         given.preset.refuse(
             f"is for --model, and {given.config} says what is measured; leave one of them out",
-            but=("micro_batch_size",),
+            but=("--micro-batch-size",),
         )
     elif given.preset.model is None:
         raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
