@@ -215,27 +215,32 @@ class Trainer:
             assert self._state.committer is not None
             self._state.committer.drop()
         finally:
-            self._activity.idle("between generations")
-            if self._state.committer is not None and self._state.committer.state is not None:
-                self._state.committer.state.in_flight.clear()
-            self._preparations.trained()
-            if self._state.committer is not None:
-                self._state.committer.end_exchange()
-            if self._migration is not None:
-                self._migration.close(interrupt=outcome is not Outcome.SWITCH)
-                self._migration = None
-            snapshots, self._snapshots = self._snapshots, None
-            if snapshots is not None and outcome is Outcome.SWITCH:
-                snapshots.abandon()
-            elif snapshots is not None:
-                snapshots.close()
-            self.client.leave(order.generation)
-            self._state.transfer.end()
-            if outcome is Outcome.SWITCH:
-                self._former.append((communicators, snapshots))
-            else:
-                communicators.close()
+            self._leave(generation, outcome)
         return self._next(generation) if outcome is Outcome.SWITCH else None
+
+    def _leave(self, generation: Generation, outcome: Outcome) -> None:
+        """End whatever uses the communicators of a generation, and close them unless other ranks still use them."""
+        communicators = generation.communicators
+        self._activity.idle("between generations")
+        if self._state.committer is not None and self._state.committer.state is not None:
+            self._state.committer.state.in_flight.clear()
+        self._preparations.trained()
+        if self._state.committer is not None:
+            self._state.committer.end_exchange()
+        if self._migration is not None:
+            self._migration.close(interrupt=outcome is not Outcome.SWITCH)
+            self._migration = None
+        snapshots, self._snapshots = self._snapshots, None
+        if snapshots is not None and outcome is Outcome.SWITCH:
+            snapshots.abandon()
+        elif snapshots is not None:
+            snapshots.close()
+        self.client.leave(generation.number)
+        self._state.transfer.end()
+        if outcome is Outcome.SWITCH:
+            self._former.append((communicators, snapshots))
+        else:
+            communicators.close()
 
     def _next(self, generation: Generation) -> Generation | None:
         """Return the generation that follows after a switch; if this rank is not in it, become a spare."""
