@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Final
 
@@ -81,53 +82,27 @@ def simulate(
     """
     policies = [current_name(policy) for policy in policies]
     _check(trace, cluster, policies)
-    world = world_of(CostModel(workload, cluster), parameters, start)
-    rates, decisions, real_start = KnownRates(), Decisions(), None
+    real_start = None
     if start is not None:
         if in_flight_limits is None:
             in_flight_limits = uniform_limits(start.workers, max(len(route.hops) for route in start.routes))
         real_start = RealPlan(start, FrozenMap(in_flight_limits))
-
-    def simulated(policy: str) -> PolicySimulation:
-        """Return the simulation with the most steps, if the policy depends on its initial plan."""
-        # In a run without checkpoints `restart` could not restart, and nothing would be learnt.
-        restarts_as_in_run = as_in_run and parameters.has_checkpoints
-        restarts = policy == "restart" and not restarts_as_in_run
-        exact = policy in POLICIES and not restarts and len(world.workers) <= parameters.exact_up_to
-        own_world = world.with_redundancy() if policy == "redundant" else world
-        several = start is None and _POLICIES[policy].starts == "several"
-        simulations: list[PolicySimulation] = []
-        for number in range(len(world.several_starts(dict.fromkeys(world.workers, 1.0))) if several else 1):
-            planner: Planner = (
-                ExactPlanner(policy, world, decisions, real_start, start_number=number, as_in_run=as_in_run)
-                if exact
-                else ClassPlanner(_POLICIES[policy], own_world, start_number=number)
-            )
-            simulation = PolicySimulation(
-                trace,
-                planner,
-                samples_per_step=workload.samples,
-                parameters=parameters,
-                rates=rates,
-                restarts=restarts,
-                adapts_checkpoints=restarts or (parameters.has_checkpoints and not as_in_run),
-            )
-            simulation.run(None if progress is None else lambda share: progress(policy, share))
-            simulations.append(simulation)
-        return max(simulations, key=lambda simulation: simulation.account.steps)
-
-    def rate_of(workers: int) -> float:
-        mix = world.mixes.fastest(workers)
-        return 0.0 if mix is None else workload.samples / (mix.step_s + parameters.step_overhead_s)
-
-    simulations = {policy: simulated(policy) for policy in policies if policy != ORACLE}
-    oracle = Oracle(trace, rates, rate_of)
-    failure_free = rates.best(live_of([1.0] * trace.workers)) * trace.duration_s
+    simulator = _Simulator(
+        trace=trace,
+        world=world_of(CostModel(workload, cluster), parameters, start),
+        samples_per_step=workload.samples,
+        parameters=parameters,
+        start=real_start,
+        as_in_run=as_in_run,
+    )
+    simulations = {policy: simulator.simulate(policy, progress) for policy in policies if policy != ORACLE}
+    oracle = Oracle(trace, simulator.rates, simulator.fastest_rate)
+    failure_free = simulator.rates.best(live_of([1.0] * trace.workers)) * trace.duration_s
     return Results(
         trace=trace.name,
         workers=trace.workers,
         duration_s=trace.duration_s,
-        start=_describe_start(world),
+        start=_describe_start(simulator.world),
         samples_per_step=workload.samples,
         lost_events=sum(any(event.kind == "lost" for event in events) for _, events in trace.groups()),
         policies={
@@ -137,6 +112,62 @@ def simulate(
             for policy in policies
         },
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Simulator:
+    """Simulates one policy after the other on a trace; see `simulate`.
+
+    Attributes:
+        rates: the highest that any of the simulations has reached.
+        decisions: a cache that the policies share.
+    """
+
+    trace: Trace
+    world: World
+    samples_per_step: int
+    parameters: Parameters
+    start: RealPlan | None
+    as_in_run: bool
+    rates: KnownRates = field(default_factory=KnownRates)
+    decisions: Decisions = field(default_factory=Decisions)
+
+    def simulate(self, policy: str, progress: Callable[[str, float], None] | None) -> PolicySimulation:
+        """Return the simulation with the most steps, if the policy depends on its initial plan."""
+        several = self.start is None and _POLICIES[policy].starts == "several"
+        starts = len(self.world.several_starts(dict.fromkeys(self.world.workers, 1.0))) if several else 1
+        simulations = [self._simulate(policy, number, progress) for number in range(starts)]
+        return max(simulations, key=lambda simulation: simulation.account.steps)
+
+    def fastest_rate(self, workers: int) -> float:
+        """Return the samples per second of the fastest plan for a number of workers."""
+        mix = self.world.mixes.fastest(workers)
+        return 0.0 if mix is None else self.samples_per_step / (mix.step_s + self.parameters.step_overhead_s)
+
+    def _simulate(
+        self, policy: str, start_number: int, progress: Callable[[str, float], None] | None
+    ) -> PolicySimulation:
+        # In a run without checkpoints `restart` could not restart, and nothing would be learnt.
+        restarts = policy == "restart" and not (self.as_in_run and self.parameters.has_checkpoints)
+        simulation = PolicySimulation(
+            self.trace,
+            self._planner(policy, start_number, restarts=restarts),
+            samples_per_step=self.samples_per_step,
+            parameters=self.parameters,
+            rates=self.rates,
+            restarts=restarts,
+            adapts_checkpoints=restarts or (self.parameters.has_checkpoints and not self.as_in_run),
+        )
+        simulation.run(None if progress is None else lambda share: progress(policy, share))
+        return simulation
+
+    def _planner(self, policy: str, start_number: int, *, restarts: bool) -> Planner:
+        if policy in POLICIES and not restarts and len(self.world.workers) <= self.parameters.exact_up_to:
+            return ExactPlanner(
+                policy, self.world, self.decisions, self.start, start_number=start_number, as_in_run=self.as_in_run
+            )
+        world = self.world.with_redundancy() if policy == "redundant" else self.world
+        return ClassPlanner(_POLICIES[policy], world, start_number=start_number)
 
 
 def _check(trace: Trace, cluster: Cluster, policies: Sequence[str]) -> None:
