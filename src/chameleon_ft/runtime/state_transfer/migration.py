@@ -32,6 +32,7 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
     tensor_bytes,
 )
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
+from chameleon_ft.runtime.state_transfer.request_window import RequestWindow
 
 __all__ = ["LayerMigration"]
 
@@ -107,18 +108,13 @@ class LayerMigration:
         self._committed = committed
         self._summed = False  # whether this rank's sums are complete
         self._announced = False  # whether its destinations know
-        self._settling = False  # whether no further layer is requested in this step
         self._pulling = False
         self._arrived: deque[tuple[_Item, LayerState]] = deque()
         self._current: list[tuple[int, int]] = []  # (source, layer) of those that have been taken in
         self._served: list[tuple[int, int]] = []  # (destination, layer)
         self._given = 0  # of these, those whose sums have been sent in this step
         self._error: BaseException | None = None
-        self._begun_at_s = time.monotonic()  # of the step
-        self._step_s, self._rest_s = step_s, rest_s
-        self._open_s = rest_s or step_s  # from the beginning of a step until no further layer is requested
-        self._hold_s = 0.0  # for which the vote of a later step may be delayed
-        self._held_until_s: float | None = None  # while the vote of this step may be
+        self._window = RequestWindow(step_s, rest_s)
         self._items: tuple[_Item, ...] = ()
         self._bytes: dict[tuple[int, Range], int] = {}
         self._memory: Mapping[int, Memory | None] = {}
@@ -145,9 +141,7 @@ class LayerMigration:
             self._memory, self._migrated = memory, migrated or Future()
             self._sources = sorted({item.source for item in self._items})
             self._destinations = sorted({worker for worker, item in every if item.source == self._worker})
-            self._step_s = self._step_s or order.step_s
-            self._open_s = self._open_s or self._step_s
-            self._hold_s = order.hold_s if self._items else 0.0
+            self._window.begin(step_s=order.step_s, hold_s=order.hold_s if self._items else 0.0)
             works = [partial(self._serve, each) for each in self._destinations]
             for work in (*works, self._pull_all, self._give_sums):
                 thread = threading.Thread(target=self._guarded, args=(work,), name="migration", daemon=True)
@@ -167,18 +161,16 @@ class LayerMigration:
             self._condition.notify_all()
             sources = self._sources
             # If layers begin to move later in this step, no source is waited for, and none is requested.
-            self._settling = not sources
-            hold_s = self._hold_s if sources else 0.0
+            self._window.is_closed = not sources
+            hold_s = self._window.hold_s if sources else 0.0
         for source in sources:
             self._await_sums_of(source)
         with self._condition:
-            self._hold_s -= hold_s
-            until_s = self._held_until_s = time.monotonic() + hold_s
+            until_s = self._window.hold(hold_s)
             self._condition.notify_all()
-            self._open_s = time.monotonic() - self._begun_at_s
             while time.monotonic() < until_s and not (self._migrated.done() or self._error or self._is_ending()):
                 self._condition.wait(_POLL_S)
-            self._settling = True
+            self._window.is_closed = True
             self._condition.wait_for(lambda: not self._pulling)
             if self._error is not None:
                 raise self._error
@@ -224,12 +216,9 @@ class LayerMigration:
         """Note that the update has been applied; or that the step is computed again, and has other sums."""
         with self._condition:
             self._committed += applied
-            self._summed = self._announced = self._settling = False
-            self._held_until_s = None
+            self._summed = self._announced = False
             self._given = 0
-            if self._rest_s is not None:
-                self._open_s, self._rest_s = self._step_s, None
-            self._begun_at_s = time.monotonic()
+            self._window.next_step()
             self._condition.notify_all()
 
     def close(self, *, interrupt: bool) -> None:
@@ -281,14 +270,11 @@ class LayerMigration:
         with self._condition:
             refused_in: float | None = None  # the step in which there was no time for it
             while self._error is None:
-                ends_s = self._held_until_s
-                if ends_s is None and self._open_s is not None:
-                    ends_s = self._begun_at_s + self._open_s + self._hold_s
-                if not self._settling and ends_s is not None:
-                    is_late = refused_in not in (None, self._begun_at_s)  # refused in an earlier step
+                if (ends_s := self._window.ends_s) is not None:
+                    is_late = refused_in not in (None, self._window.begun_at_s)  # refused in an earlier step
                     if is_late or time.monotonic() + expected_s <= ends_s:
                         break
-                    refused_in = self._begun_at_s
+                    refused_in = self._window.begun_at_s
                 self._condition.wait()
             if self._error is not None:
                 raise self._error
