@@ -31,14 +31,14 @@ from chameleon_ft.schedule import (
     CostModel,
     InFlightLimit,
     OperationKind,
-    Program,
     best_program,
     check_program,
     default_limits,
 )
 from chameleon_ft.workload import LayerCost, Workload
+from tests.schedule.in_flight import exceeds
 
-__all__ = ["Case", "Outcome", "beyond", "cases", "compared", "optimum_s"]
+__all__ = ["Case", "Outcome", "cases", "compared", "optimum_s"]
 
 _LARGEST_GAP: Final = 0.03
 _LEAST_SOLVED: Final = 0.9
@@ -176,22 +176,8 @@ def compared(case: Case, *, timeout_s: float, threads: int) -> Outcome:
         program_s=best.step_s,
         optimum_s=found,
         solved_in_s=time.monotonic() - start,
-        beyond_limits=beyond(best.program, case.limits),
+        beyond_limits=exceeds(best.program, case.limits),
     )
-
-
-def beyond(program: Program, limits: Mapping[int, InFlightLimit]) -> bool:
-    """Return whether a worker exceeds its limit, counted in the order of its operations."""
-    for worker, limit in limits.items():
-        in_flight = kept = 0
-        for operation in program.of(worker):
-            in_flight += operation.kind is OperationKind.FORWARD
-            kept += operation.kind is OperationKind.FORWARD
-            if in_flight > limit.in_flight or kept > limit.kept:
-                return True
-            in_flight -= operation.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
-            kept -= operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
-    return False
 
 
 def optimum_s(case: Case, *, at_most_s: int, timeout_s: float, threads: int) -> int | None:

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks.optimum import Case, beyond, cases, compared, optimum_s
+from benchmarks.optimum import Case, cases, compared, optimum_s
 from chameleon_ft.schedule import InFlightLimit, default_limits, list_schedule
+from tests.schedule.in_flight import exceeds
 from tests.strategies import Shape, equal_costs, pipelines
 
 
@@ -54,9 +55,9 @@ def test_limits_are_counted_in_the_order_of_operations() -> None:
     case = pipeline(3, 4, split_backward=True)
     program = list_schedule(case.plan, case.costs)
 
-    assert not beyond(program, default_limits(case.plan))
-    assert beyond(program, {0: InFlightLimit(2, 3)})
-    assert beyond(program, {2: InFlightLimit(1, 1)})
+    assert not exceeds(program, default_limits(case.plan))
+    assert exceeds(program, {0: InFlightLimit(2, 3)})
+    assert exceeds(program, {2: InFlightLimit(1, 1)})
 
 
 def test_the_suite_is_the_same_for_the_same_seed() -> None:

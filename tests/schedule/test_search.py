@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import (
     InFlightLimit,
-    OperationKind,
     Preference,
-    Program,
     best_program,
     check_program,
     default_limits,
@@ -26,6 +24,7 @@ from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, 
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.network import builder_of
 from tests.examples import examples
+from tests.schedule.in_flight import exceeds
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -40,18 +39,6 @@ def problem_of(case: Planned) -> Problem:
 def listed(case: Planned) -> Schedule:
     """The best list schedule, before any search."""
     return ListSchedules(problem_of(case)).search()
-
-
-def keeps_within(program: Program, worker: int, limit: InFlightLimit) -> bool:
-    in_flight = kept = 0
-    for operation in program.of(worker):
-        in_flight += operation.kind is OperationKind.FORWARD
-        kept += operation.kind is OperationKind.FORWARD
-        if in_flight > limit.in_flight or kept > limit.kept:
-            return False
-        in_flight -= operation.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
-        kept -= operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
-    return True
 
 
 @st.composite
@@ -73,8 +60,8 @@ def test_in_flight_limits_hold_and_the_result_is_no_longer_than_a_list_schedule(
     best = best_program(plan, costs, in_flight_limits=in_flight_limits)
 
     check_program(best.program, plan)
+    assert not exceeds(best.program, best.limits)
     for worker in plan.workers:
-        assert keeps_within(best.program, worker, best.limits[worker])
         assert best.limits[worker].in_flight <= in_flight
         assert best.limits[worker].kept <= in_flight + more
     for prefer in Preference:
