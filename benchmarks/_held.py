@@ -22,7 +22,7 @@ from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.device import is_host_memory
-from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
@@ -133,10 +133,12 @@ class Alone:
             faults=faults,
         )
         self._load_earlier(micro_batches)
+        context = CommitContext(communicators=communicators, members=members)
         with Reductions(committer.buffers, self.operations, communicators) as reductions:
             for _ in range(_STEPS):
                 stats = executor.run(committer.begin(), self.operations, after=reductions.after)
-                committer.commit(stats, reductions, communicators, members, contributions=contributions, finish=False)
+                computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
+                committer.commit(computed, context)
         return held
 
     def _load_earlier(self, micro_batches: MicroBatches) -> None:

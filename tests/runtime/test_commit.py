@@ -15,7 +15,7 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError
-from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
@@ -40,12 +40,21 @@ def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, comm
     )
 
 
-def alone(committer: Committer, stats: StepStats, *, finish: bool = False) -> Any:
-    with Reductions(committer.buffers, (), NO_PEERS) as reductions:
-        return committer.commit(stats, reductions, NO_PEERS, (0,), contributions=CONTRIBUTIONS, finish=finish)
-
-
 NO_PEERS: Communicators = None  # type: ignore[assignment]  # a worker without peers
+ALONE = CommitContext(communicators=NO_PEERS, members=(0,))
+
+
+def commit_step(
+    committer: Committer,
+    stats: StepStats,
+    *,
+    context: CommitContext = ALONE,
+    contributions: int = CONTRIBUTIONS,
+    finish: bool = False,
+) -> Any:
+    with Reductions(committer.buffers, (), context.communicators) as reductions:
+        computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
+        return committer.commit(computed, context, lambda: Wishes(finish=finish))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3, 1e6])
@@ -57,7 +66,7 @@ def test_a_commit_is_what_torch_does_with_the_mean_gradient(tmp_path: Path, clip
     optimizer = job.optimizer(parameters)
     for step in range(3):
         set_gradients(ours, step)
-        applied = alone(commit, StepStats(loss=12.0, terms=6, samples=4))
+        applied = commit_step(commit, StepStats(loss=12.0, terms=6, samples=4))
         random_numbers = torch.Generator().manual_seed(step)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=random_numbers).to(parameter.dtype) / 6
@@ -76,7 +85,7 @@ def test_a_vote_that_is_applied_later_is_the_same_step(tmp_path: Path) -> None:
     first, second = committer(now, tmp_path, clip_norm=0.2), committer(later, tmp_path, clip_norm=0.2)
     for held in (now, later):
         set_gradients(held, 0)
-    applied = alone(first, StepStats(loss=3.0, terms=7, samples=4))
+    applied = commit_step(first, StepStats(loss=3.0, terms=7, samples=4))
     second.reduced = True
     assert second.apply(applied.vote) == applied
     for one, other in zip(weights(now), weights(later), strict=True):
@@ -85,8 +94,8 @@ def test_a_vote_that_is_applied_later_is_the_same_step(tmp_path: Path) -> None:
 
 def test_a_request_to_finish_is_in_the_vote(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
-    assert alone(commit, StepStats(loss=1.0, terms=1, samples=1), finish=True).vote.finish
-    assert not alone(commit, StepStats(loss=1.0, terms=1, samples=1)).vote.finish
+    assert commit_step(commit, StepStats(loss=1.0, terms=1, samples=1), finish=True).vote.finish
+    assert not commit_step(commit, StepStats(loss=1.0, terms=1, samples=1)).vote.finish
 
 
 @pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, 1.0), (1.0, math.nan)])
@@ -96,7 +105,7 @@ def test_a_step_that_is_no_number_is_not_applied(tmp_path: Path, loss: float, gr
     before = weights(held)
     next(iter(commit.buffers.of(commit.buffers.segments[0]))).fill_(gradient)
     with pytest.raises(BadStepError, match=r"^the (loss|gradient norm) is (nan|inf)$"):
-        alone(commit, StepStats(loss=loss, terms=2, samples=2))
+        commit_step(commit, StepStats(loss=loss, terms=2, samples=2))
     assert commit.committed == 0
     assert all(torch.equal(one, other) for one, other in zip(before, weights(held), strict=True))
 
@@ -118,11 +127,8 @@ def test_a_vote_without_every_worker_is_none(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
     deaf: Communicators = Deaf()  # type: ignore[assignment]
     stats = StepStats(loss=1.0, terms=1, samples=1)
-    with (
-        Reductions(commit.buffers, (), deaf) as reductions,
-        pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"),
-    ):
-        commit.commit(stats, reductions, deaf, (0, 1), contributions=CONTRIBUTIONS, finish=False)
+    with pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"):
+        commit_step(commit, stats, context=CommitContext(communicators=deaf, members=(0, 1)))
     assert commit.committed == 0
     assert commit.reduced, "it holds what it takes to follow, should another one have applied the step"
 
@@ -131,11 +137,8 @@ def test_a_vote_without_every_worker_is_none(tmp_path: Path) -> None:
 def test_a_step_without_a_contribution_or_with_one_twice_is_not_applied(tmp_path: Path, contributions: int) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
     stats = StepStats(loss=1.0, terms=1, samples=1)
-    with (
-        Reductions(commit.buffers, (), NO_PEERS) as reductions,
-        pytest.raises(ControlError, match=f"of step 0 have {contributions} contributions of micro-batches to layers"),
-    ):
-        commit.commit(stats, reductions, NO_PEERS, (0,), contributions=contributions, finish=False)
+    with pytest.raises(ControlError, match=f"of step 0 have {contributions} contributions of micro-batches to layers"):
+        commit_step(commit, stats, contributions=contributions)
     assert commit.committed == 0
 
 

@@ -20,7 +20,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, Membership
-from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
@@ -112,10 +112,9 @@ def take_part(task: Task) -> list[PlainStep]:
             committer.buffers.zero()
             state = StepState(step)  # held until the vote is complete
             stats = executor.run(state, task.operations, after=reductions.after)
-            contributions = state.contributions()
-            applied = committer.commit(
-                stats, reductions, communicators, task.membership.members, contributions=contributions, finish=False
-            )
+            computed = ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions())
+            context = CommitContext(communicators=communicators, members=task.membership.members)
+            applied = committer.commit(computed, context)
             assert applied.vote.samples == task.batch.samples
             done.append(
                 PlainStep(

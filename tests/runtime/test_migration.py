@@ -24,7 +24,7 @@ from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.communicators.tags import Tag
-from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
@@ -150,14 +150,9 @@ class Rank:
                     state = committer.begin()
                     stats = executor.run(state, self.operations, after=reductions.after)
                     applied = committer.commit(
-                        stats,
-                        reductions,
-                        line,
-                        tuple(members),
-                        contributions=state.contributions(),
-                        finish=False,
-                        switch=self.is_ending.is_set,
-                        migration=layers,
+                        ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions()),
+                        CommitContext(communicators=line, members=tuple(members), migration=layers),
+                        lambda: Wishes(switch=self.is_ending.is_set()),
                     )
                     committer.begin_exchange()
                     if layers.has_shadow_holders:

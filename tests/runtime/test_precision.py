@@ -24,7 +24,7 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, InFlight
-from chameleon_ft.runtime.execution.commit import Committer
+from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
@@ -208,10 +208,9 @@ class Trained:
         state = self.committer.begin()
         reductions = Reductions(self.committer.buffers, self.operations, self.communicators)
         stats = self.executor.run(state, self.operations, after=lambda count: None)
-        contributions = state.contributions()
-        vote = self.committer.commit(
-            stats, reductions, self.communicators, (0,), contributions=contributions, finish=False
-        ).vote
+        computed = ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions())
+        context = CommitContext(communicators=self.communicators, members=(0,))
+        vote = self.committer.commit(computed, context).vote
         return vote.loss_sum / vote.terms
 
 

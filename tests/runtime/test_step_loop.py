@@ -98,22 +98,18 @@ def test_a_checkpoint_that_is_left_out_is_reported_unless_the_last_one_follows(f
 def test_the_time_of_a_step_includes_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(step_loop, "wait_for_stream", done.append)
-    stats: Any = SimpleNamespace(end_s=0.0)
+    computed: Any = SimpleNamespace(stats=SimpleNamespace(end_s=0.0))
     loop: Any = SimpleNamespace(
         _wants_checkpoint=lambda request: False,
         _wants_snapshot=lambda: False,
+        _commit_context=lambda: None,
         _committed=lambda applied, stats, **_: done.append(f"it ended after {stats.end_s > 0.0 and done[-1]}"),
-        activity=Activity(),
-        check=None,
         client=SimpleNamespace(checkpoint_request=0, finishing=False),
         committer=SimpleNamespace(
             commit=lambda *_, **__: SimpleNamespace(vote="a vote"), begin_exchange=lambda: done.append("exchange begun")
         ),
-        executor=SimpleNamespace(communicators=None, device="the device"),
-        generation=SimpleNamespace(order=SimpleNamespace(generation=1, members=(0,))),
+        executor=SimpleNamespace(device="the device"),
         migration=SimpleNamespace(has_shadow_holders=False, resume=lambda: None),
-        snapshots=None,
     )
-    unused: Any = None
-    StepLoop._commit(loop, unused, stats, contributions=1, start_s=0.0)
+    StepLoop._commit(loop, computed, start_s=0.0)
     assert done == ["exchange begun", "the device", "it ended after the device"]

@@ -17,7 +17,7 @@ from chameleon_ft.runtime.communicators import CommunicationError
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
-from chameleon_ft.runtime.execution.commit import AppliedStep, Committer
+from chameleon_ft.runtime.execution.commit import AppliedStep, CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
@@ -93,7 +93,7 @@ class StepLoop:
             except _EndedByBadStepError:
                 outcome = Outcome.FINISHED
             if outcome is Outcome.FINISHED and self.config.health.check_every > 0:
-                self.committer.compare(self.check, self.executor.communicators, order.members)
+                self.committer.compare(self._commit_context())
             return outcome
 
     def _whole_steps(self, vote: Vote | None, bad: BadStepError | None) -> Outcome:
@@ -146,9 +146,10 @@ class StepLoop:
             stats = self.executor.run(
                 state, self.generation.operations, after=self._after(reductions), repetition=repetition
             )
-            vote = self._commit(
-                reductions, stats, contributions=state.contributions(), start_s=start_s, repetition=repetition
+            computed = ComputedStep(
+                stats=stats, reductions=reductions, contributions=state.contributions(), repetition=repetition
             )
+            vote = self._commit(computed, start_s=start_s)
         self.committer.step_s = stats.end_s - start_s
         first_step = order.first_step if order.rest is None else order.first_step + 1
         if self.recorder.wants(step, first_step=first_step):
@@ -199,7 +200,8 @@ class StepLoop:
         start_s = time.perf_counter()
         self.committer.begin()
         self._begin_check()
-        return self._commit(reductions, StepStats(), contributions=0, start_s=start_s, is_skipped=True)
+        nothing = ComputedStep(stats=StepStats(), reductions=reductions, contributions=0, is_skipped=True)
+        return self._commit(nothing, start_s=start_s)
 
     def _rest_of_step(self, rest: Rest) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
@@ -236,7 +238,8 @@ class StepLoop:
             }
             own = sum(source == self.worker for source in known.values())
             contributions = state.contributions(known) + own * self.config.batch.micro_batches
-            vote = self._commit(reductions, stats, contributions=contributions, start_s=start_s)
+            computed = ComputedStep(stats=stats, reductions=reductions, contributions=contributions)
+            vote = self._commit(computed, start_s=start_s)
         if self.recorder.every:
             times = {"start_s": start_s, "start_unix_s": start_unix_s}
             self.recorder.record(state.step, stats, generation=self.generation.number, part="rest", **times)
@@ -253,35 +256,26 @@ class StepLoop:
 
         return after
 
-    def _commit(
-        self,
-        reductions: Reductions,
-        stats: StepStats,
-        *,
-        contributions: int,
-        start_s: float,
-        is_skipped: bool = False,
-        repetition: Repetition | None = None,
-    ) -> Vote:
-        """Commit and report the step that was just executed, and begin a checkpoint if one is due."""
-        order = self.generation.order
-        request = self.client.checkpoint_request
-        applied = self.committer.commit(
-            stats,
-            reductions,
-            self.executor.communicators,
-            order.members,
-            contributions=contributions,
-            finish=self.client.finishing,
-            switch=lambda: self.client.switch_to > order.generation,
-            checkpoint=self._wants_checkpoint(request),
-            snapshot=self._wants_snapshot,
+    def _commit_context(self) -> CommitContext:
+        return CommitContext(
+            communicators=self.executor.communicators,
+            members=self.generation.order.members,
             migration=self.migration,
             snapshots=self.snapshots,
             check=self.check,
-            is_skipped=is_skipped,
-            repetition=repetition,
         )
+
+    def _commit(self, computed: ComputedStep, *, start_s: float) -> Vote:
+        """Commit and report the step that was just computed, and begin a checkpoint if one is due."""
+        request, finish = self.client.checkpoint_request, self.client.finishing
+        checkpoint = self._wants_checkpoint(request)
+
+        def wishes() -> Wishes:
+            switch = self.client.switch_to > self.generation.number
+            return Wishes(finish=finish, switch=switch, checkpoint=checkpoint, snapshot=self._wants_snapshot())
+
+        stats = computed.stats
+        applied = self.committer.commit(computed, self._commit_context(), wishes)
         try:
             self.committer.begin_exchange()
             if self.migration.has_shadow_holders:

@@ -20,7 +20,7 @@ from chameleon_ft.control.wire.parts import Progress, Vote
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
-from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps, Repetition
+from chameleon_ft.runtime.execution.bad_steps import BadStepError, Contributions, RecentSteps, Repetition
 from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
@@ -32,9 +32,64 @@ from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 
-__all__ = ["AppliedStep", "Committer"]
+__all__ = ["AppliedStep", "CommitContext", "Committer", "ComputedStep", "Wishes"]
 
 _CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedStep:
+    """A step as a worker has computed it.
+
+    Attributes:
+        stats: of the operations; the commit completes them.
+        reductions: of its gradients, which may still be in flight.
+        contributions: of micro-batches to layers that the gradients of this worker stand for.
+        is_skipped: whether no worker has computed anything, because the step is known to be bad.
+        repetition: if the step is computed again; it is given the contributions of this worker.
+    """
+
+    stats: StepStats
+    reductions: Reductions
+    contributions: int
+    is_skipped: bool = False
+    repetition: Repetition | None = None
+
+    def sums(self) -> Contributions:
+        """Return the sums of this worker's own contributions to the loss and, once reduced, to the gradients."""
+        return {"loss": self.stats.loss, **self.reductions.contributions()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitContext:
+    """The workers that commit a step together, and what its commit waits for.
+
+    Attributes:
+        migration: of layers that are to take part in the update; it has to be resumed afterwards.
+        snapshots: whose copies of the state before the update must be there.
+        check: of the state before the update, if one was begun.
+    """
+
+    communicators: Communicators
+    members: tuple[int, ...]
+    migration: LayerMigration | None = None
+    snapshots: SnapshotTaker | None = None
+    check: StateCheck | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Wishes in the vote of a worker: to finish and to switch count if any worker has them, the others if all do.
+
+    Attributes:
+        checkpoint: of the state after this step.
+        snapshot: of the same.
+    """
+
+    finish: bool = False
+    switch: bool = False
+    checkpoint: bool = False
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,37 +149,11 @@ class Committer:
         """Return what this rank holds of step `committed`; None if it has not begun it."""
         return None if self.state is None else Progress.of(self.state.progress(self.buffers.totals))
 
-    def commit(
-        self,
-        stats: StepStats,
-        reductions: Reductions,
-        communicators: Communicators,
-        members: tuple[int, ...],
-        *,
-        contributions: int,
-        finish: bool,
-        switch: Callable[[], bool] = lambda: False,
-        checkpoint: bool = False,
-        snapshot: Callable[[], bool] = lambda: False,
-        migration: LayerMigration | None = None,
-        snapshots: SnapshotTaker | None = None,
-        check: StateCheck | None = None,
-        is_skipped: bool = False,
-        repetition: Repetition | None = None,
-    ) -> AppliedStep:
-        """Reduce, vote and apply the step that was just executed, and complete its `stats`.
+    def commit(self, step: ComputedStep, context: CommitContext, wishes: Callable[[], Wishes] = Wishes) -> AppliedStep:
+        """Reduce, vote and apply the step that was just computed, and complete its `stats`.
 
         Args:
-            contributions: of micro-batches to layers that the gradients of this rank stand for.
-            finish: whether this rank votes to finish.
-            switch: returns whether it votes to switch to the next generation; called just before the vote.
-            checkpoint: whether it votes for a checkpoint after this step.
-            snapshot: returns whether it votes for a snapshot; called once that before is settled.
-            migration: of layers that are to take part in the update; it has to be resumed afterwards.
-            snapshots: whose copies of the state before the update must be there.
-            check: of the state before the update, if one was begun.
-            is_skipped: whether no worker has computed anything, because the step is known to be bad.
-            repetition: if the step is computed again; it is given the contributions of this worker.
+            wishes: called just before the vote.
 
         Raises:
             CommunicationError: a reduction or the vote failed.
@@ -136,42 +165,41 @@ class Committer:
         self.activity.begin(f"gradient sync in step {self.committed}")
         self.faults.at("sync", self.committed)
         with self.activity.waiting("sync", for_message=True):
-            stats.reductions = reductions.finish()
+            step.stats.reductions = step.reductions.finish()
             self.await_parameters()
-            if migration is not None:
-                migration.settle()
-            if snapshots is not None:
-                snapshots.settle(self.committed)
+            if context.migration is not None:
+                context.migration.settle()
+            if context.snapshots is not None:
+                context.snapshots.settle(self.committed)
         self.reduced = True
         reduced_s = time.perf_counter()
-        ballot = [stats.loss, stats.terms, stats.samples, finish, switch(), checkpoint, snapshot(), contributions]
-        vote, bounds = self._vote(
-            ballot, communicators, members, check, expected=0 if is_skipped else self.contributions
-        )
-        stats.vote_s = (reduced_s, time.perf_counter())
-        if repetition is not None:
-            repetition.contributions = {"loss": stats.loss, **reductions.contributions()}
-        if is_skipped:
+        vote, bounds = self._vote(step, context, wishes())
+        step.stats.vote_s = (reduced_s, time.perf_counter())
+        if step.repetition is not None:
+            step.repetition.contributions = step.sums()
+        if step.is_skipped:
             vote = vote.model_copy(update={"skipped": True})
         elif vote.terms > 0:
             loss, grad_norm = vote.loss_sum / vote.terms, _grad_norm(vote)
             if (why := self.recent.why_bad(loss, grad_norm, bounds)) is not None:
-                raise BadStepError(vote, why, {"loss": stats.loss, **reductions.contributions()})
+                raise BadStepError(vote, why, step.sums())
             self.recent.add(loss, grad_norm)
         applied = self.apply(vote)
-        stats.end_s = time.perf_counter()
+        step.stats.end_s = time.perf_counter()
         return applied
 
-    def compare(self, check: StateCheck, communicators: Communicators, members: tuple[int, ...]) -> None:
+    def compare(self, context: CommitContext) -> None:
         """Compare the state after the last update between its holders, in a vote of its own.
 
         Raises:
             CommunicationError: the vote failed.
             StateDiffersError: the state differs.
         """
+        check = context.check
+        assert check is not None
         check.begin()
-        voters, *checksums = self._sum([1.0, *check.ballot()], communicators, members)
-        _require_all(voters, members)
+        voters, *checksums = self._sum([1.0, *check.ballot()], context)
+        _require_all(voters, context.members)
         check.compare(checksums)
 
     def apply(self, vote: Vote) -> AppliedStep:
@@ -249,23 +277,25 @@ class Committer:
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
-    def _vote(
-        self,
-        sums: Sequence[float],
-        communicators: Communicators,
-        members: tuple[int, ...],
-        check: StateCheck | None,
-        *,
-        expected: int,
-    ) -> tuple[Vote, list[float]]:
-        """Return the vote, and the sums of the bounds for spikes; `expected`: contributions to the gradients."""
+    def _vote(self, step: ComputedStep, context: CommitContext, wishes: Wishes) -> tuple[Vote, list[float]]:
+        """Return the vote, and the sums of the bounds for spikes."""
+        stats, check = step.stats, context.check
         bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
-        numbers = [self.buffers.square_sum(self.worker), *sums, 1.0, *bounds, *checksums]
-        total = self._sum(numbers, communicators, members)
+        ballot = [
+            self.buffers.square_sum(self.worker),
+            *(stats.loss, stats.terms, stats.samples),
+            *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot),
+            step.contributions,
+            1.0,
+            *bounds,
+            *checksums,
+        ]
+        total = self._sum(ballot, context)
         grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = total
         checkpointing, snapshotting, contributions, voters, *others = counts
-        _require_all(voters, members)
+        _require_all(voters, context.members)
         is_checked = check is not None and check.compare(others[len(bounds) :])
+        expected = 0 if step.is_skipped else self.contributions
         if round(contributions) != expected:
             raise ControlError(
                 f"the gradients of step {self.committed} have {contributions:g} contributions of micro-batches to "
@@ -278,17 +308,17 @@ class Committer:
             samples=round(samples),
             finish=finishing > 0,
             switch=switching > 0,
-            checkpoint=round(checkpointing) == len(members),
-            snapshot=round(snapshotting) == len(members),
+            checkpoint=round(checkpointing) == len(context.members),
+            snapshot=round(snapshotting) == len(context.members),
             checked=is_checked,
         )
         return vote, others[: len(bounds)]
 
-    def _sum(self, numbers: Sequence[float], communicators: Communicators, members: tuple[int, ...]) -> list[float]:
+    def _sum(self, numbers: Sequence[float], context: CommitContext) -> list[float]:
         """Return the sums of the ballots of all members."""
         ballot = torch.tensor(numbers, dtype=torch.float64)
-        if len(members) > 1:
-            result = communicators.vote(ballot, members)
+        if len(context.members) > 1:
+            result = context.communicators.vote(ballot, context.members)
             self.faults.at("vote", self.committed)
             with self.activity.waiting("vote", for_message=True):
                 result.wait()
