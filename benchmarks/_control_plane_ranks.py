@@ -25,13 +25,14 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import control_connection
@@ -144,7 +145,7 @@ class Hosts:
     _with_orders: Counter[int] = field(default_factory=Counter)  # by generation
     _started: Counter[int] = field(default_factory=Counter)
     _switching: Counter[int] = field(default_factory=Counter)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks(failed=_end))
 
     async def serve(self, hosts: Sequence[int]) -> None:
         """Start agents, which start their ranks, and follow commands until there are none."""
@@ -152,7 +153,7 @@ class Hosts:
         self._patient_until_s = asyncio.get_running_loop().time() + _PATIENCE_S
         _tell("begun", 0)
         for host in hosts:
-            self._run(self._agent(host))
+            self._tasks.start(self._agent(host))
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -161,17 +162,6 @@ class Hosts:
                     await self._commit(step, switches=switches)
                 case ["lose", int(worker)]:
                     await self._lose(worker)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
 
     async def _agent(self, host: int) -> None:
         peer = _Peer(await self._connected())
@@ -184,7 +174,7 @@ class Hosts:
                 case Spawn(workers=workers, incarnations=incarnations):
                     own |= zip(workers, incarnations, strict=True)
                     for worker in workers:
-                        self._run(self._rank(worker, own[worker], peer))
+                        self._tasks.start(self._rank(worker, own[worker], peer))
                 case Probe(probe=probe, worker=only):
                     for worker, incarnation in own.items():
                         if only in (None, worker):
@@ -311,6 +301,11 @@ class Hosts:
         _tell("lost", worker)
         rank.connection.transport.abort()
         await rank.agent.send(WorkerExited(worker=worker, incarnation=rank.incarnation, exit_code=-9))
+
+
+def _end(error: Exception) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _tell(name: str, about: int) -> None:

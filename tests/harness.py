@@ -40,6 +40,7 @@ from chameleon_ft.config import (
     TrainConfig,
 )
 from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.launch import processes
@@ -224,9 +225,7 @@ async def _agent(
             coordinator.end("failed", f"the agent of this machine failed: {error}")
 
     agent = create_agent(
-        coordinator=control.address,
-        token=control.token,
-        tls=control.tls,
+        CoordinatorAccess.of(control),
         workers=config.workers,
         lifeline=_lifeline().descriptor,
     )

@@ -12,8 +12,10 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import RunConfig
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 
 OWN_MODEL = """
 from functools import partial
@@ -80,6 +82,33 @@ def nothing_listens() -> None:
     raise ConnectionRefusedError("nothing listens there")
 
 
+def finished_run(chameleon: CommandLine, config_file: Path, *, checkpoint: int | None = 10) -> RunDirectory:
+    """Return the directory of a run that has stopped after a checkpoint."""
+    chameleon.configured("train", config_file)
+    run = chameleon.launched.pop().run
+    if checkpoint is not None:
+        step_directory(run.checkpoints, checkpoint).mkdir()
+        mark_complete(run.checkpoints, checkpoint, model="some model", num_layers=0)
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text that is enough to train on: the library's own takes seconds to find."""
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 200)
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, text: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f'workers = 4\nsteps = 20\n[data]\npath = "{text}"\n[[failures]]\nstep = 12\nworker = 3\nphase = "sync"\n'
+    )
+    return path
+
+
 @pytest.fixture
 def own_model(tmp_path: Path) -> Path:
     """A file with a job of the user's own."""
@@ -99,13 +128,16 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.launched.append(Launched(config, run, resume))
         return 0
 
-    def run_agent(*, run: RunDirectory | None, stands_by: bool, **arguments: object) -> int:
+    def joins_by(access: CoordinatorAccess) -> dict[str, object]:
+        return {"coordinator": access.address, "token": access.token, "tls": access.tls}
+
+    def run_agent(access: CoordinatorAccess, *, run: RunDirectory | None, stands_by: bool, **arguments: object) -> int:
         standby = {"stands_by_for": run.path} if run is not None and stands_by else {}
-        command_line.joined.append({**arguments, **standby})
+        command_line.joined.append({**joins_by(access), **arguments, **standby})
         return 0
 
-    def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str, str]) -> int:
-        command_line.joined.append({"coordinator": coordinator, "token": token, "tls": tls, "rank": environ["RANK"]})
+    def work(access: CoordinatorAccess, *, environ: Mapping[str, str]) -> int:
+        command_line.joined.append({**joins_by(access), "rank": environ["RANK"]})
         return 0
 
     def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None) -> int:

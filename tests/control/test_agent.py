@@ -15,6 +15,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.host_process import read_stat, start_time
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import (
     Acknowledged,
@@ -98,8 +99,7 @@ def play(
         async with serve(handler, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             agent = Agent(
-                coordinator=f"127.0.0.1:{port}",
-                token="token",
+                CoordinatorAccess(address=f"127.0.0.1:{port}", token="token"),
                 slots=2,
                 host=None,
                 start_rank=cast(Any, starter),
@@ -217,9 +217,8 @@ def test_it_ends_with_the_run_that_is_over_before_it_has_reconnected(
         refusing = lambda connection, _: connection.respond(503, "gone") if gone.is_set() else None  # noqa: E731
         async with serve(coordinator, "127.0.0.1", 0, process_request=refusing) as server:
             port = next(iter(server.sockets)).getsockname()[1]
-            agent = Agent(
-                coordinator=f"127.0.0.1:{port}", token="token", slots=2, host=None, start_rank=cast(Any, starter)
-            )
+            access = CoordinatorAccess(address=f"127.0.0.1:{port}", token="token")
+            agent = Agent(access, slots=2, host=None, start_rank=cast(Any, starter))
             serving = asyncio.ensure_future(agent.serve())
             await gone.wait()
             for process in starter.started:

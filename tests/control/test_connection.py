@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Response
 
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.heartbeat import WILL_RETURN
@@ -74,8 +75,7 @@ def connected(
         async with serve(coordinators, "127.0.0.1", 0, process_request=accept) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             connection = ControlConnection(
-                f"127.0.0.1:{port}",
-                "token",
+                CoordinatorAccess(address=f"127.0.0.1:{port}", token="token"),
                 lambda resumes, term: Hello(worker=1, host="h", resumes=resumes, term=term),
             )
             await connection.connect()
@@ -247,7 +247,7 @@ def between(
                 server = await stack.enter_async_context(serve(leader, "127.0.0.1", 0))
                 leader.address = f"127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
             leaders[0].standbys += [leader.address for leader in leaders[1:]]
-            connection = ControlConnection(leaders[0].address, "token", hello)
+            connection = ControlConnection(CoordinatorAccess(address=leaders[0].address, token="token"), hello)
             await connection.connect()
             listening = asyncio.create_task(listen(connection))
             await scene(connection, heard)
@@ -322,8 +322,9 @@ def test_a_peer_that_starts_while_no_coordinator_leads_tries_all_until_one_does(
         refused = asyncio.Event()
         async with serve(leader, "127.0.0.1", 0, process_request=refusing) as server:
             own = f"127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            addresses = [[own], [gone, own]][number]
-            connection = ControlConnection(addresses[0], "token", hello, others=addresses[1:], patience_s=30.0)
+            address, *others = [[own], [gone, own]][number]
+            access = CoordinatorAccess(address=address, token="token", others=tuple(others), patience_s=30.0)
+            connection = ControlConnection(access, hello)
             connecting = asyncio.create_task(connection.connect())
             await refused.wait()
             leads.set()
@@ -339,5 +340,6 @@ def test_a_peer_that_starts_while_no_coordinator_leads_tries_all_until_one_does(
 def test_a_peer_that_finds_no_coordinator_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as lost:
         gone = f"127.0.0.1:{lost.getsockname()[1]}"
+    access = CoordinatorAccess(address=gone, token="token", patience_s=0.1)
     with pytest.raises(OSError, match="Connect call failed"):
-        asyncio.run(ControlConnection(gone, "token", hello, patience_s=0.1).connect())
+        asyncio.run(ControlConnection(access, hello).connect())

@@ -151,7 +151,9 @@ async def test_it_ends_the_run_if_the_one_that_stands_by_leaves_at_the_same_time
     stage.coordinator.hand_over(signal.SIGHUP)
     stage.depart(standby)
     await asyncio.sleep(2.0)
-    assert (stage.coordinator.state.ending, stage.coordinator.state.ending_signal) == ("terminated", "SIGHUP")
+    ending = stage.coordinator.state.ending
+    assert ending is not None
+    assert (ending.status, ending.signal) == ("terminated", "SIGHUP")
     stage.commit(3)
     assert stage.ended is None
 
@@ -164,7 +166,8 @@ async def test_it_ends_the_run_if_all_workers_have_to_leave_at_the_same_time(sta
     stage.coordinator.hand_over()
     stage.say(stage.host, Drain())
     await asyncio.sleep(2.0)
-    assert stage.coordinator.state.ending == "terminated"
+    assert stage.coordinator.state.ending is not None
+    assert stage.coordinator.state.ending.status == "terminated"
     assert stage.ended is None, "the checkpoint is waited for"
     assert not term.is_released
 
@@ -174,7 +177,8 @@ async def test_without_one_it_ends_the_run(stage: Stage) -> None:
     stage.train()
     Term(stage.coordinator, term=1)
     stage.coordinator.hand_over()
-    assert stage.coordinator.state.ending == "terminated"
+    assert stage.coordinator.state.ending is not None
+    assert stage.coordinator.state.ending.status == "terminated"
 
 
 @scene()

@@ -192,7 +192,8 @@ def test_another_coordinator_ends_the_run_too() -> None:
     history = training()
     terminate(history)
     history.happen(TookOver(at=history.at, term=1))
-    assert history.state.ending == "terminated"
+    assert history.state.ending is not None
+    assert history.state.ending.status == "terminated"
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])

@@ -133,7 +133,7 @@ def test_an_agent_leaves_at_the_signal_of_its_launcher(
 ) -> None:
     ours, theirs = FORK.Pipe()
     agent = ToldAgent(ours, number, is_connected=is_connected)
-    monkeypatch.setattr(children, "create_agent", lambda **_: agent)
+    monkeypatch.setattr(children, "create_agent", lambda *_, **__: agent)
     with ours, theirs, socket.socket() as listener:
         children.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
     assert agent.did == [f"drain at {number.name}", *did]

@@ -25,11 +25,13 @@ pytestmark = pytest.mark.multiprocess
 
 SCRIPT = """
 import sys, threading
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.messages import Ready
 from chameleon_ft.runtime import control_client
 
 control_client._END_S = 0.1
-client = control_client.ControlClient(coordinator=sys.argv[1], token="t", worker=3, host="h", incarnation=2)
+access = CoordinatorAccess(address=sys.argv[1], token="t")
+client = control_client.ControlClient(access, worker=3, host="h", incarnation=2)
 client.activity.publish()
 client.activity.begin("F3")
 client.start()

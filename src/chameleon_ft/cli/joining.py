@@ -9,11 +9,10 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
-from chameleon_ft.control.wire.address import TOKEN_VARIABLE, split_address
+from chameleon_ft.control.wire.address import TOKEN_VARIABLE, CoordinatorAccess, split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.observe.run_lock import RunLock
@@ -54,8 +53,8 @@ class JoinArguments:
     wait_s: float = 300.0
     """Seconds to wait for the coordinator, if it does not answer yet."""
 
-    def find_coordinator(self) -> tuple[str, str, Path | None] | None:
-        """Wait for the coordinator; return its address, host:port, the token and the TLS directory.
+    def find_coordinator(self) -> CoordinatorAccess | None:
+        """Wait for the coordinator, and return the way to it.
 
         Returns None, and says so, if all steps of the run are trained and no process resumes it.
 
@@ -70,7 +69,7 @@ class JoinArguments:
         while True:
             try:
                 found = self._coordinator()
-                knock(found[0], found[1], tls=found[2])
+                knock(found.address, found.token, tls=found.tls)
                 return found
             except (ConfigError, ControlError, OSError) as error:
                 # The files of a run are written by another machine, and may be those of a coordinator that is gone.
@@ -83,7 +82,7 @@ class JoinArguments:
                     if isinstance(error, ChameleonError):
                         raise
                     raise ControlError(
-                        f"no coordinator answers at {found[0]} within {self.wait_s:g} s: {error}; check that it "
+                        f"no coordinator answers at {found.address} within {self.wait_s:g} s: {error}; check that it "
                         "runs, the address and --tls"
                     ) from None
             if not has_said:
@@ -118,14 +117,14 @@ class JoinArguments:
         is_found_once = (self.run is None) != (self.coordinator is None)
         return not is_found_once or (self.run is not None and self.token is not None)
 
-    def _coordinator(self) -> tuple[str, str, Path | None]:
+    def _coordinator(self) -> CoordinatorAccess:
         if (self.run is None) == (self.coordinator is None):
             raise ConfigError("give either --run RUN or --coordinator HOST:PORT, so that the coordinator can be found")
         if self.run is not None:
             if self.token is not None:
                 raise ConfigError(f"--token: for --coordinator; that of --run {self.run} is in its control.json")
             control = RunDirectory.open(self.run).read_control()
-            return control.address, control.token, self.tls or control.tls
+            return CoordinatorAccess(address=control.address, token=control.token, tls=self.tls or control.tls)
         assert self.coordinator is not None
         split_address(self.coordinator)  # raises if it is malformed
         token = self.token or os.environ.get(TOKEN_VARIABLE)
@@ -133,4 +132,4 @@ class JoinArguments:
             raise ConfigError(
                 f"a join token is needed: set {TOKEN_VARIABLE} or give --token; it is in the run's control.json"
             )
-        return self.coordinator, token, self.tls
+        return CoordinatorAccess(address=self.coordinator, token=token, tls=self.tls)

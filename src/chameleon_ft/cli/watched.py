@@ -62,6 +62,5 @@ class WatchedRun:
         assert found is not None
         from chameleon_ft.control.remote_run import remote_watcher
 
-        address, token, tls = found
-        with remote_watcher(address, token, tls=tls) as watcher:
+        with remote_watcher(found.address, found.token, tls=found.tls) as watcher:
             yield watcher

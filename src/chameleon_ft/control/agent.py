@@ -14,14 +14,14 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 
 from websockets.exceptions import InvalidHandshake
 
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.control.hung_process import examine
-from chameleon_ft.control.wire.address import own_address
+from chameleon_ft.control.wire.address import CoordinatorAccess, own_address
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Adopt,
@@ -54,37 +54,29 @@ class Agent:
     """Serves a run until it ends, its workers are drained or its coordinator is lost for good.
 
     Args:
-        coordinator: host:port.
-        tls: directory for `tls_context`; None: no TLS.
         slots: workers to run on this host.
         host: address at which other hosts reach this one, or its network interface; None uses the local address
             towards the coordinator.
-        start_rank: function that starts the process of a rank; keywords: coordinator, others, patience_s, token, tls,
-            worker, incarnation, host, local_index.
+        start_rank: function that starts the process of a rank; keywords: access, worker, incarnation, host,
+            local_index.
         examine: returns what is found on this host, see `Examine`; None if it need not be examined.
     """
 
     def __init__(
         self,
+        access: CoordinatorAccess,
         *,
-        coordinator: str,
-        token: str,
-        tls: Path | None = None,
         slots: int,
         host: str | None,
         start_rank: Callable[..., Awaitable[HostProcess]],
         examine: Callable[[Examine], Awaitable[HostReport]] | None = None,
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator = access.address
         self._id = secrets.token_hex(8)
-        self._token = token
-        self._tls = tls
-        self._connection = ControlConnection(
-            coordinator, token, self._hello, tls=tls, is_needed=lambda: not self._were_told_to_exit()
-        )
+        self._connection = ControlConnection(access, self._hello, is_needed=lambda: not self._were_told_to_exit())
         self._is_connected = False
         self._slots = slots
-        self._host = own_address(host, towards=coordinator)
+        self._host = own_address(host, towards=access.address)
         self._start_rank = start_rank
         self._examine_host = examine
         self._ranks: dict[tuple[int, int], HostProcess] = {}  # (worker, incarnation) -> process
@@ -96,7 +88,7 @@ class Agent:
         self._unknown: set[tuple[int, int]] = set()  # ranks to adopt whose processes are not found
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
-        self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
+        self._tasks = BackgroundTasks()
         self._examination: asyncio.Task[None] | None = None  # of this host
 
     @property
@@ -176,15 +168,15 @@ class Agent:
                 case Spawn(workers=workers, incarnations=incarnations):
                     ranks = list(zip(workers, incarnations, strict=True))
                     self._pending.update(ranks)
-                    self._run(self._start(ranks))
+                    self._tasks.start(self._start(ranks))
                 case Examine():
                     if self._examination is not None:  # for an earlier connection; both would disturb each other
                         self._examination.cancel()
-                    self._examination = self._run(self._report_host(message))
+                    self._examination = self._tasks.start(self._report_host(message))
                 case Adopt(ranks=adopted, given_up=given_up):
                     for worker, incarnation, process in adopted:
                         self._adopt(worker, incarnation, process)
-                    self._run(self._end(given_up))
+                    self._tasks.start(self._end(given_up))
                 case Kill(worker=worker, is_hung=is_hung):
                     self._kill(worker, is_hung=is_hung)
                 case Probe(probe=probe, worker=only):
@@ -228,7 +220,7 @@ class Agent:
                     await self._connection.close()
                     return
                 self._ranks[worker, incarnation] = rank
-                self._run(self._reap(worker, incarnation, rank))
+                self._tasks.start(self._reap(worker, incarnation, rank))
                 if (worker, incarnation) not in self._pending:
                     rank.kill()
                 self._pending.discard((worker, incarnation))
@@ -255,7 +247,7 @@ class Agent:
         _logger.info("worker %d, process %d, is adopted", worker, process.pid)
         self._ranks[worker, incarnation] = rank
         self._local_indexes[worker] = process.local_index
-        self._run(self._reap(worker, incarnation, rank))
+        self._tasks.start(self._reap(worker, incarnation, rank))
 
     async def _end(self, given_up: Sequence[RankProcess]) -> None:
         """Kill ranks of another agent, before any is started in their place."""
@@ -270,7 +262,7 @@ class Agent:
         self._pending = {rank for rank in self._pending if rank[0] != worker}
         for (number, incarnation), process in self._ranks.items():
             if number == worker and is_hung:
-                self._run(self._examine(number, incarnation, process))
+                self._tasks.start(self._examine(number, incarnation, process))
             elif number == worker:
                 process.kill()
         for number, incarnation in [rank for rank in self._unknown if rank[0] == worker]:
@@ -286,19 +278,9 @@ class Agent:
         finally:
             rank.kill()
 
-    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _spawn(self, worker: int, incarnation: int) -> HostProcess:
         return await self._start_rank(
-            coordinator=self._connection.coordinator,
-            others=self._connection.others,
-            patience_s=self._connection.patience_s,
-            token=self._token,
-            tls=self._tls,
+            access=self._connection.access,
             worker=worker,
             incarnation=incarnation,
             host=self._host,

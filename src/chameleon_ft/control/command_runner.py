@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control import commands, events
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
@@ -61,7 +61,6 @@ class CommandRunner:
         peers: the connected peers.
         now: returns the time.
         handle: takes an event that answers a command later.
-        begin_task: runs a coroutine beside everything else.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class CommandRunner:
         peers: Peers,
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
-        begin_task: Callable[[Coroutine[Any, Any, None]], None],
+        tasks: BackgroundTasks,
     ) -> None:
         config, run, recorder, job, executor = setup.config, setup.run, setup.recorder, setup.job, setup.executor
         self._config = config
         self._recorder = recorder
         self._peers = peers
         self._now = now
-        self._begin_task = begin_task
+        self._tasks = tasks
         self._generation = 0  # of the newest state
         self.rendezvous = RendezvousStore()
         self.planner = Planner(config, job, profile=setup.profile, plan=setup.plan)
@@ -109,7 +108,7 @@ class CommandRunner:
             resume=setup.resume,
             now=now,
             handle=handle,
-            begin_task=begin_task,
+            tasks=tasks,
         )
         self.orders = Orders(
             run,
@@ -177,7 +176,7 @@ class CommandRunner:
             case commands.Launch(plan=plan, is_first=is_first):
                 return self.orders.launch(state, plan, is_first=is_first)
             case commands.Task.CONSIDER_SCALE_UP:
-                self._begin_task(self.questions.consider(state))
+                self._tasks.start(self.questions.consider(state))
             case commands.Task.PREPARE_DECISIONS:
                 self.decisions.prepare(state)
             case commands.Task.FORESEE_DECISION:

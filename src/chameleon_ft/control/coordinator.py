@@ -6,13 +6,14 @@ import asyncio
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import chameleon_ft
 from chameleon_ft.control import commands, events
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.handlers import endings, injection
@@ -59,8 +60,9 @@ class Coordinator:
         self._config = config
         self._recorder = setup.recorder
         self._peers = Peers()
+        self._tasks = BackgroundTasks(failed=self._task_failed)
         self._commands = CommandRunner(
-            setup, peers=self._peers, now=self._now, handle=self._handle_answer, begin_task=self._begin_task
+            setup, peers=self._peers, now=self._now, handle=self._handle_answer, tasks=self._tasks
         )
         self._rejected = 0
         self._leadership = leadership
@@ -68,7 +70,6 @@ class Coordinator:
         self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
         # Likewise, of an event that is in the journal, and the events that wait behind it.
         self._late_orders: tuple[tuple[commands.Command, ...], deque[events.Event]] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         self._clock_ahead_s = 0.0
         versions = {**setup.job.versions, "chameleon": chameleon_ft.__version__}
@@ -118,9 +119,9 @@ class Coordinator:
 
         Raises DeposedError once another coordinator leads: then nothing more is written or sent.
         """
-        self._begin_task(self._watch())
+        self._tasks.start(self._watch())
         if self._leadership is not None:
-            self._begin_task(self._leadership.keep(lapsed=self._lapsed, regained=self._regained))
+            self._tasks.start(self._leadership.keep(lapsed=self._lapsed, regained=self._regained))
         try:
             status, reason = await self._saved(*await asyncio.shield(self._end))
             await self._recorder.catch_up()
@@ -131,8 +132,7 @@ class Coordinator:
             self._commands.checkpoints.abandon()
             raise
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
         return status
 
     async def _saved(self, status: RunStatus, reason: str) -> tuple[RunStatus, str]:
@@ -161,7 +161,7 @@ class Coordinator:
             self.terminate(number)
         elif not self._is_to_hand_over:
             self._is_to_hand_over = True
-            self._begin_task(self._hand_over(number, self._leadership))
+            self._tasks.start(self._hand_over(number, self._leadership))
 
     async def _hand_over(self, number: signal.Signals, leadership: Leadership) -> None:
         """Wait until it is known whether the signal has reached others, too; then release the term, or `terminate`."""
@@ -194,20 +194,11 @@ class Coordinator:
                 self._recorder.watch_files()
                 self._commands.checkpoints.watch()
 
-    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        match task.exception():
-            case DeposedError() as error:
-                self._depose(error)
-            case Exception() as error:
-                self.broken(error)
+    def _task_failed(self, error: Exception) -> None:
+        if isinstance(error, DeposedError):
+            self._depose(error)
+        else:
+            self.broken(error)
 
     # --- leadership --------------------------------------------------------------------------------------------------
 
@@ -256,7 +247,7 @@ class Coordinator:
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
         if isinstance(message, messages.ReadRunFile):  # which changes nothing
-            self._begin_task(self._send_part(peer, message))
+            self._tasks.start(self._send_part(peer, message))
             return
         if isinstance(message, messages.CheckpointState):  # likewise
             peer.send(self._checkpoint_state(message))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control import events
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.run_checkpoints import Examined, RunCheckpoints
@@ -29,7 +30,6 @@ class Questions:
         resume: whether to begin with a checkpoint.
         now: returns the time.
         handle: takes an answer that comes later.
-        begin_task: runs a coroutine beside everything else.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Questions:
         resume: bool,
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
-        begin_task: Callable[[Coroutine[Any, Any, None]], None],
+        tasks: BackgroundTasks,
     ) -> None:
         self._config = config
         self._planner = planner
@@ -53,7 +53,7 @@ class Questions:
         self._resume = resume
         self._now = now
         self._handle = handle
-        self._begin_task = begin_task
+        self._tasks = tasks
         self._has_warned = False  # that a checkpoint has no checksums
 
     def decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
@@ -83,7 +83,7 @@ class Questions:
         examining = self._checkpoints.examine(step)
         if examining.done():
             return examined(examining.result())
-        self._begin_task(self._handle_later(examining, examined))
+        self._tasks.start(self._handle_later(examining, examined))
         return None
 
     async def _handle_later(

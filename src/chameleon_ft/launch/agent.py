@@ -11,9 +11,9 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
 from chameleon_ft.control.agent import Agent
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.messages import Examine, Exit
 from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ConfigError
@@ -26,17 +26,15 @@ __all__ = ["create_agent", "run_agent"]
 
 
 def run_agent(
+    access: CoordinatorAccess,
     *,
-    coordinator: str,
-    token: str,
-    tls: Path | None,
     workers: int,
     host: str | None,
     run: RunDirectory | None = None,
     stands_by: bool = False,
     drained_exit_code: int = 0,
 ) -> int:
-    """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
+    """Start and watch `workers` ranks of a run. Returns the exit code.
 
     Args:
         run: its directory, if this machine can read it.
@@ -48,9 +46,7 @@ def run_agent(
     """
 
     async def whole() -> int:
-        agent = create_agent(
-            coordinator=coordinator, token=token, tls=tls, workers=workers, host=host, examine=processes.examine
-        )
+        agent = create_agent(access, workers=workers, host=host, examine=processes.examine)
         standby = _HostedStandby(run, host) if run is not None and stands_by else None
         return await _run_agent(agent, run, standby, drained_exit_code=drained_exit_code)
 
@@ -59,10 +55,8 @@ def run_agent(
 
 
 def create_agent(
+    access: CoordinatorAccess,
     *,
-    coordinator: str,
-    token: str,
-    tls: Path | None,
     workers: int,
     host: str | None = None,
     lifeline: int | None = None,
@@ -76,15 +70,7 @@ def create_agent(
     """
     lifelines = () if lifeline is None else (lifeline,)
     start_rank = partial(processes.start_fork_server().fork, processes.RANK, *lifelines)
-    return Agent(
-        coordinator=coordinator,
-        token=token,
-        tls=tls,
-        slots=workers,
-        host=host,
-        start_rank=start_rank,
-        examine=examine,
-    )
+    return Agent(access, slots=workers, host=host, start_rank=start_rank, examine=examine)
 
 
 async def _run_agent(

@@ -15,6 +15,7 @@ from typing import Final
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.child import FORK, received
@@ -129,9 +130,7 @@ def run_next_agent(
 
     async def serve() -> None:
         agent = create_agent(
-            coordinator=control.address,
-            token=control.token,
-            tls=control.tls,
+            CoordinatorAccess.of(control),
             workers=config.workers,
             lifeline=lifeline.descriptor,
         )

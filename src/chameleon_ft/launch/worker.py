@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NoReturn
 
-from chameleon_ft.control.wire.address import own_address
+from chameleon_ft.control.wire.address import CoordinatorAccess, own_address
 from chameleon_ft.runtime.process import exit_immediately
 
 __all__ = ["work"]
 
 
-def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str, str]) -> NoReturn:
+def work(access: CoordinatorAccess, *, environ: Mapping[str, str]) -> NoReturn:
     """Be one rank, started by a launcher that sets RANK and LOCAL_RANK; ends the process.
 
     Raises:
@@ -21,11 +20,9 @@ def work(*, coordinator: str, token: str, tls: Path | None, environ: Mapping[str
     from chameleon_ft.runtime.rank import rank_main
 
     code = rank_main(
-        coordinator=coordinator,
-        token=token,
-        tls=tls,
+        access,
         worker=int(environ["RANK"]),
-        host=own_address(environ.get("CHAMELEON_HOST"), towards=coordinator),
+        host=own_address(environ.get("CHAMELEON_HOST"), towards=access.address),
         local_index=int(environ["LOCAL_RANK"]),
     )
     exit_immediately(code)

@@ -10,13 +10,13 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from chameleon_ft.config import Failure
+from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.host_process import HostProcess
 from chameleon_ft.control.hung_process import examine
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
     Begin,
@@ -78,20 +78,15 @@ class ControlClient:
 
     def __init__(
         self,
+        access: CoordinatorAccess,
         *,
-        coordinator: str,
-        others: Iterable[str] = (),
-        patience_s: float = 0.0,
-        token: str,
-        tls: Path | None = None,
         worker: int,
         host: str,
         incarnation: int = 0,
         process: RankProcess | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        self._coordinator = coordinator
-        self._token = token
+        self._access = access
         self._hello = Hello(
             worker=worker, host=host, incarnation=incarnation, process=process, memory_bytes=memory_bytes
         )
@@ -100,19 +95,15 @@ class ControlClient:
         self._is_drained = False  # whether this rank may still be writing when it is told to exit
         self._loop = asyncio.new_event_loop()
         self._connection = ControlConnection(
-            coordinator,
-            token,
+            access,
             lambda resumes, term: self._hello.model_copy(
                 update={"resumes": resumes, "known": self._known, "switch_to": self.switch_to, "term": term}
             ),
-            tls=tls,
-            others=others,
-            patience_s=patience_s,
         )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
         self._ended = 0  # highest generation that is known to be over, with all before it
         self._discarded: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
+        self._tasks = BackgroundTasks()
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
         self._stores: dict[int, GenerationStore] = {}  # by generation
@@ -130,7 +121,7 @@ class ControlClient:
             self._loop.run_until_complete(self._connection.connect())
         except Exception as error:  # noqa: BLE001
             raise ControlError(
-                f"cannot connect to the coordinator at {self._coordinator}: {error}; "
+                f"cannot connect to the coordinator at {self._access.address}: {error}; "
                 "check the address, the token and --tls"
             ) from None
         threading.Thread(target=self._main, name="control", daemon=True).start()
@@ -177,7 +168,7 @@ class ControlClient:
         """Return how this rank meets the others of a generation that it has entered, until it leaves it."""
         store = self._stores[generation] = GenerationStore(generation, self.send)
         # The token is new with every start of a run, and no number of a generation is used twice.
-        key = hmac.digest(self._token.encode(), f"generation {generation}".encode(), "sha256")
+        key = hmac.digest(self._access.token.encode(), f"generation {generation}".encode(), "sha256")
         return Rendezvous(store.opened, key)
 
     def _main(self) -> None:
@@ -195,7 +186,7 @@ class ControlClient:
             if isinstance(message, Exit | Refused):
                 self._is_drained = isinstance(message, Exit) and message.is_drained
                 self._connection.end()
-                self._background(self._end())
+                self._tasks.start(self._end())
             self._receive(message)
 
     def _receive(self, message: Message) -> None:
@@ -237,7 +228,7 @@ class ControlClient:
             case Switch(generation=generation):
                 self.switch_to = generation
             case Kill():
-                self._background(self._end_hung())
+                self._tasks.start(self._end_hung())
             case Probe(probe=probe):
                 self._connection.send(self.activity.position(probe))
             case Inject():
@@ -270,12 +261,7 @@ class ControlClient:
             self._inject(message)
 
     def _interrupt_over(self) -> None:
-        self._background(self._interrupt_until_left())
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._interrupt_until_left())
 
     async def _end(self) -> None:
         """Have the training thread end this process; if it does not in time, end it here, as no agent may do so."""

@@ -22,7 +22,7 @@ from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.control.host_process import start_time
 from chameleon_ft.control.job_info import LOOPBACK
-from chameleon_ft.control.wire.address import require_worker_ports
+from chameleon_ft.control.wire.address import CoordinatorAccess, require_worker_ports
 from chameleon_ft.control.wire.messages import Crashed, Exit, Ready, Refused, Welcome
 from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ChameleonError
@@ -69,25 +69,10 @@ def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoRetur
     exit_immediately(code)
 
 
-def rank_main(
-    *,
-    coordinator: str,
-    others: Sequence[str] = (),
-    patience_s: float = 0.0,
-    token: str,
-    tls: Path | None,
-    worker: int,
-    host: str,
-    local_index: int,
-    incarnation: int = 0,
-) -> int:
-    """Join the run at `coordinator`, train until told to stop, and return the process's exit code.
+def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index: int, incarnation: int = 0) -> int:
+    """Join a run, train until told to stop, and return the process's exit code.
 
     Args:
-        coordinator: host:port.
-        others: those of coordinators that may lead instead.
-        patience_s: how long to look for one that leads.
-        tls: directory for `tls_context`; None: no TLS.
         host: address by which other ranks reach this one.
         local_index: number of this rank on its host, which picks its accelerator.
         incarnation: number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
@@ -98,11 +83,7 @@ def rank_main(
     ignore_interrupts()
     own = os.getpid()
     client = ControlClient(
-        coordinator=coordinator,
-        others=others,
-        patience_s=patience_s,
-        token=token,
-        tls=tls,
+        access,
         worker=worker,
         host=host,
         incarnation=incarnation,

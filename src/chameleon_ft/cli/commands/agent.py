@@ -43,9 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--drained-exit-code {given.drained_exit_code}: should be from 0 to 127")
     if given.standby and given.run is None:
         raise ConfigError("--standby: reads the journal of the run, so it needs --run RUN in place of --coordinator")
-    if (found := given.find_coordinator()) is None:
+    if (access := given.find_coordinator()) is None:
         return 0
-    address, token, tls = found
     run = None if given.run is None else RunDirectory.open(given.run)
     if run is not None and nodes is not None and (begins_with := run.config().workers) != nodes * workers:
         raise ConfigError(
@@ -55,9 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.launch import run_agent
 
     return run_agent(
-        coordinator=address,
-        token=token,
-        tls=tls,
+        access,
         workers=workers,
         host=given.host,
         run=run,

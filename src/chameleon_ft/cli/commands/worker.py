@@ -36,9 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if rank >= world_size:
         raise ConfigError(f"RANK = {rank}: should be lower than WORLD_SIZE = {world_size}")
-    if (found := given.find_coordinator()) is None:
+    if (access := given.find_coordinator()) is None:
         return 0
-    address, token, tls = found
     from chameleon_ft.launch import work
 
-    return work(coordinator=address, token=token, tls=tls, environ=environ)
+    return work(access, environ=environ)

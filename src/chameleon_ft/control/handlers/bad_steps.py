@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import counted, listed
 
@@ -78,9 +79,9 @@ def skipped(draft: Draft, step: int) -> None:
     in_a_row = set(range(step - MOST_IN_A_ROW + 1, step + 1))
     if not in_a_row <= known or draft.state.ending is not None:
         return
-    ending = (
+    reason = (
         f"{counted(MOST_IN_A_ROW, 'step')} in a row were bad, at last step {step}: leaving samples out does not help; "
         "lower the learning rate, or clip the gradient"
     )
-    draft.set(ending="failed", health=replace(draft.state.health, ending=ending))
+    draft.set(ending=Ending("failed"), health=replace(draft.state.health, ending=reason))
     draft.tell_live(messages.Finish())

@@ -7,6 +7,7 @@ from typing import Final
 from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers import incidents
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
@@ -25,12 +26,13 @@ def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
         signal: that asks for it, if the run is terminated.
     """
     state, now = draft.state, draft.at.monotonic_s
-    if status == state.ending == "terminated" and now - state.ending_since_s < SAME_S:
+    ending = state.ending
+    if status == "terminated" and ending is not None and ending.status == status and now - ending.since_s < SAME_S:
         return
-    if state.nothing_trained or state.ending is not None:
+    if state.nothing_trained or ending is not None:
         incidents.end(draft, status, _by(status, signal))
         return
-    draft.set(ending=status, ending_signal=signal, ending_since_s=now)
+    draft.set(ending=Ending(status, signal, now))
     name = "interrupt" if status == "interrupted" else "termination"
     draft.record(name, message="ending after this step with a checkpoint; again to end at once")
     draft.tell_live(Finish())
@@ -64,9 +66,9 @@ def _end(draft: Draft) -> None:
     elif reason := state.health.ending:
         incidents.end(draft, "failed", reason)
     else:
-        status = state.ending or "interrupted"
+        ending = state.ending or Ending("interrupted")
         how = "with a checkpoint" if is_saved else f"but {UNSAVED}"
-        incidents.end(draft, status, f"{_by(status, state.ending_signal)}, {how}")
+        incidents.end(draft, ending.status, f"{_by(ending.status, ending.signal)}, {how}")
 
 
 def _by(status: RunStatus, signal: str = "") -> str:

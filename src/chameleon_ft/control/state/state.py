@@ -31,7 +31,7 @@ from chameleon_ft.control.wire.parts import HostReport, Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["Phase", "Settings", "State"]
+__all__ = ["Ending", "Phase", "Settings", "State"]
 
 
 class Phase(Enum):
@@ -47,6 +47,20 @@ class Phase(Enum):
     """A new generation has its orders, but has not run an operation yet."""
     TRAINING = "training"
     OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a run after its current step.
+
+    Attributes:
+        signal: that has asked for it, if the run is terminated.
+        since_s: when it was asked for, in monotonic seconds.
+    """
+
+    status: RunStatus
+    signal: str = ""
+    since_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +154,7 @@ class State:
     history: FailureHistory
     health: Health = Health()  # noqa: RUF009 - frozen
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
-    ending: RunStatus | None = None  # the status with which the run is to end after the current step; None: it goes on
-    ending_signal: str = ""  # that has asked for it, if the run is terminated
-    ending_since_s: float = 0.0  # since when, in monotonic seconds
+    ending: Ending | None = None  # None: the run goes on
     term: int = 0  # in which this coordinator leads
     standbys: Mapping[int, str] = FrozenMap({})  # connection -> address of each coordinator that stands by
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
@@ -158,11 +170,8 @@ class State:
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))
-        object.__setattr__(self, "waiting_hosts", FrozenMap(self.waiting_hosts))
-        object.__setattr__(self, "examining", FrozenMap(self.examining))
-        object.__setattr__(self, "examined", FrozenMap(self.examined))
-        object.__setattr__(self, "standbys", FrozenMap(self.standbys))
+        for name in ("quiesced", "waiting_hosts", "examining", "examined", "standbys"):
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     @classmethod
     def before(

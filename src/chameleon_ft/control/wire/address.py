@@ -5,14 +5,17 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import ControlAddress
 
 __all__ = [
     "AUTO_HOST",
     "TOKEN_VARIABLE",
+    "CoordinatorAccess",
     "address_of_host",
     "bearer",
     "join_address",
@@ -30,6 +33,29 @@ TOKEN_VARIABLE: Final = "CHAMELEON_TOKEN"
 """Environment variable with the join token."""
 
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorAccess:
+    """How a process reaches the coordinator of a run, and is admitted.
+
+    Attributes:
+        address: host:port.
+        token: the join token of the run.
+        tls: directory for `tls_context`; None: no TLS.
+        others: addresses of coordinators that may lead instead.
+        patience_s: how long to look for one that leads at first; later that is as the coordinator says.
+    """
+
+    address: str
+    token: str = field(repr=False)
+    tls: Path | None = None
+    others: tuple[str, ...] = ()
+    patience_s: float = 0.0
+
+    @classmethod
+    def of(cls, control: ControlAddress) -> Self:
+        return cls(address=control.address, token=control.token, tls=control.tls)
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync import client as blocking
 
-from chameleon_ft.control.wire.address import bearer, websocket_url
+from chameleon_ft.control.wire.address import CoordinatorAccess, bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Acknowledged, Message, Refused
@@ -97,37 +98,27 @@ class ControlConnection:
     the thread of the event loop.
 
     Args:
-        coordinator: host:port.
-        others: those of coordinators that may lead instead.
-        patience_s: how long to look for one that leads at first; later that is as the coordinator says.
-        token: the join token of the run.
         hello: returns the first message; its arguments are the number of the lost connection that it resumes, if any,
             and the highest term known.
-        tls: directory for `tls_context`; None: no TLS.
         is_needed: returns whether to look for a coordinator any longer.
     """
 
     def __init__(
         self,
-        coordinator: str,
-        token: str,
+        access: CoordinatorAccess,
         hello: Callable[[int | None, int], Message],
         *,
-        tls: Path | None = None,
-        others: Iterable[str] = (),
-        patience_s: float = 0.0,
         is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._is_needed = is_needed
-        self._addresses: deque[str] = deque([coordinator, *others])  # to try; the present one first
-        self._token = token
+        self._access = access
+        self._addresses: deque[str] = deque([access.address, *access.others])  # to try; the present one first
         self._hello = hello
-        self._tls = tls
         self._connection: ClientConnection | None = None
         self._number: int | None = None  # of the newest connection that the coordinator has acknowledged
         self._term = 0  # highest of a coordinator that was obeyed
         self._lease_s = _PING_EVERY_S
-        self._patience_s = patience_s
+        self._patience_s = access.patience_s
         self._lost_at_s: float | None = None  # when the last connection that was acknowledged ended
         self._is_over = False
         self._kept: deque[Message] = deque()  # messages that are not acknowledged
@@ -141,21 +132,17 @@ class ControlConnection:
         return self._addresses[0]
 
     @property
-    def others(self) -> tuple[str, ...]:
-        """The host:port of each coordinator that may lead instead."""
-        return tuple(self._addresses)[1:]
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds to look for a coordinator that leads."""
-        return self._patience_s
+    def access(self) -> CoordinatorAccess:
+        """The way to the coordinator by which another process is to connect now."""
+        address, *others = self._addresses
+        return replace(self._access, address=address, others=tuple(others), patience_s=self._patience_s)
 
     async def connect(self) -> None:
         """Connect and introduce this peer. Raises OSError or InvalidHandshake."""
-        if self.others or self._patience_s:
+        if len(self._addresses) > 1 or self._patience_s:
             await self._reconnect(first_place=0)
         if self._connection is None:  # if none was found, the error tells why
-            await self._introduce(await control_connection(self.coordinator, self._token, tls=self._tls))
+            await self._introduce(await self._open(self.coordinator))
 
     async def _introduce(self, connection: ClientConnection) -> None:
         try:
@@ -286,4 +273,7 @@ class ControlConnection:
             await asyncio.sleep(pause_s)
             pause_s = min(max(_RETRY_S, 2 * pause_s), _RETRY_MAX_S)
             with contextlib.suppress(OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError):
-                return address, await control_connection(address, self._token, tls=self._tls)
+                return address, await self._open(address)
+
+    async def _open(self, address: str) -> ClientConnection:
+        return await control_connection(address, self._access.token, tls=self._access.tls)

@@ -11,6 +11,7 @@ from typing import Final
 import ray
 
 from chameleon_ft.control.agent import Agent
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.launch import processes
@@ -83,9 +84,7 @@ class AgentActor:
         order, error = None, ""
         try:
             agent = self._agent = create_agent(
-                coordinator=control.address,
-                token=control.token,
-                tls=control.tls,
+                CoordinatorAccess.of(control),
                 workers=self._workers,
                 lifeline=self._lifeline.descriptor,
                 examine=processes.examine,
