@@ -1,4 +1,4 @@
-"""Schedules of failures, what follows from what was observed, and the clock of a run."""
+"""What follows from what was observed in a comparison of policies, its report, and its settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,88 +15,16 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from benchmarks import _policies_run, policies
+from benchmarks import policies
 from benchmarks._common import ROOT
 from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome, mean_size
 from benchmarks._policies_picture import draw
 from benchmarks._policies_report import Found, bars, markdown, rows
-from benchmarks._policies_run import _Watch
-from benchmarks._policies_scenarios import PP, SCENARIOS, Loss, Scenario, pipelines, schedule
+from benchmarks._policies_scenarios import SCENARIOS
 from chameleon_ft.config import Recovery, RunConfig, config_to_toml
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import read_profile
-
-ANY_SCENARIO = st.sampled_from(sorted(SCENARIOS))
-WORKERS = st.sampled_from([8, 16, 32])
-
-# --- schedules -------------------------------------------------------------------------------------------------------
-
-
-@drawn(ANY_SCENARIO, WORKERS, st.integers(0, 1000))
-def test_a_schedule_keeps_to_its_scenario(name: str, workers: int, seed: int) -> None:
-    scenario = SCENARIOS[name]
-    losses = schedule(scenario, workers=workers, duration_s=100.0, seed=seed)
-    assert losses == schedule(scenario, workers=workers, duration_s=100.0, seed=seed)
-    assert len(losses) <= scenario.events
-    assert [loss.at_s for loss in losses] == sorted(loss.at_s for loss in losses)
-    assert all(0 <= loss.at_s <= 80 for loss in losses)
-    assert all(1 <= len(set(loss.workers)) <= scenario.burst for loss in losses)
-    assert all(len({worker // 8 for worker in loss.workers}) == 1 for loss in losses), "of one host"
-
-
-@drawn(ANY_SCENARIO, WORKERS, st.integers(0, 1000))
-def test_no_worker_is_lost_twice_without_having_been_back_and_half_are_always_left(
-    name: str, workers: int, seed: int
-) -> None:
-    scenario = SCENARIOS[name]
-    gone: dict[int, float] = {}
-    for loss in schedule(scenario, workers=workers, duration_s=100.0, seed=seed):
-        for worker in loss.workers:
-            assert scenario.returns or worker not in gone
-            assert loss.at_s >= gone.get(worker, 0.0) + scenario.back_after_s(100.0) or worker not in gone
-            gone[worker] = loss.at_s
-        if not scenario.returns:
-            assert len(gone) <= workers // 2
-
-
-def test_with_and_without_returning_workers_losses_come_at_the_same_times() -> None:
-    for name in ("medium", "frequent", "rare-bursts"):
-        once, back = (
-            [loss.at_s for loss in schedule(SCENARIOS[each], workers=32, duration_s=100.0, seed=3)]
-            for each in (name, f"{name}-returning")
-        )
-        assert once == back
-
-
-@pytest.mark.parametrize("stage", range(PP))
-def test_one_loss_is_of_its_stage(stage: int) -> None:
-    (loss,) = schedule(SCENARIOS[f"one-loss-{stage}"], workers=32, duration_s=100.0, seed=0)
-    assert (loss.at_s, [worker % PP for worker in loss.workers]) == (10.0, [stage])
-
-
-@pytest.mark.parametrize("workers", [8, 32])
-def test_half_a_host_is_of_one_stage_as_long_as_there_are_enough(workers: int) -> None:
-    scenario = SCENARIOS["half-host"]
-    (loss,) = schedule(scenario, workers=workers, duration_s=100.0, seed=0)
-    order = pipelines(scenario, workers)
-    assert len({order.index(worker) % PP for worker in loss.workers}) == (1 if workers == 32 else 2)
-
-
-def test_hosts_hold_pipelines_or_stages() -> None:
-    assert pipelines(Scenario(name="", about=""), 32) == list(range(32))
-    order = pipelines(Scenario(name="", about="", hosts_hold="stages"), 32)
-    assert sorted(order) == list(range(32))
-    assert [order[stage::PP] for stage in range(PP)] == [list(range(8 * stage, 8 * stage + 8)) for stage in range(PP)]
-
-
-def test_the_truth_counts_workers_that_are_lost_together_once() -> None:
-    assert SCENARIOS["medium-bursts"].worker_mtbf_s(workers=30, duration_s=100.0) == 100 * 30 / 2
-    assert SCENARIOS["one-loss-1"].worker_mtbf_s(workers=30, duration_s=100.0) is None
-
-
-# --- what was observed -----------------------------------------------------------------------------------------------
 
 
 def observed(**changes: Any) -> Observed:
@@ -263,112 +190,11 @@ def test_the_picture_names_every_policy(tmp_path: Path) -> None:
         assert words in text
 
 
-# --- following a run -------------------------------------------------------------------------------------------------
-
-
-class Script:
-    """A run directory whose files grow as the test says, and the watch that reads them."""
-
-    def __init__(self, path: Path, losses: list[Loss], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        self.killed: list[int] = []
-        self.live = set(range(8))
-        monkeypatch.setattr(time, "time", lambda: self.now)
-        monkeypatch.setattr(_policies_run, "inject", self._inject)
-        self.run = RunDirectory(path)
-        self.watch = _Watch(run=self.run, losses=losses, duration_s=100.0, restart_s=50.0)
-
-    def _inject(self, run: RunDirectory, *, worker: int, **_: object) -> None:
-        if worker not in self.live:
-            raise ConfigError(f"worker {worker} is not live")
-        self.live.discard(worker)
-        self.killed.append(worker)
-
-    def step(self, number: int, *, generation: int = 1, after_s: float = 2.0) -> float:
-        self.now += after_s
-        self._append(self.run.metrics_file, step=number, generation=generation, samples=8, step_s=after_s)
-        return self.watch.look()
-
-    def event(self, name: str, **fields: Any) -> None:
-        self._append(self.run.events_file, time=self.now, event=name, **fields)
-
-    def failure(self, policy: str, worker: int = 5) -> None:
-        self.event("failure", generation=2, policy=policy, worker=worker, stall_s=1.5, moved_bytes=7)
-
-    def _append(self, path: Path, **fields: Any) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(fields) + "\n")
-
-
-def test_the_window_begins_with_the_third_step_and_losses_come_by_the_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = Script(tmp_path, [Loss(1.0, (5,)), Loss(3.0, (5, 6))], monkeypatch)
-    assert [script.step(number) for number in range(3)] == [-1.0, -1.0, 0.0]
-    assert [commit.at_s for commit in script.watch.commits] == [-4.0, -2.0, 0.0]
-    assert script.killed == []
-    script.step(3)
-    assert script.killed == [5]
-    script.step(4)
-    assert script.killed == [5, 6]
-    assert script.watch.skipped == [5]
-    assert [(change.at_s, change.worker) for change in script.watch.changes] == [(2.0, 5), (4.0, 6)]
-
-
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [], monkeypatch)
-    line = json.dumps({"step": 0, "generation": 1, "samples": 8, "step_s": 2.0}) + "\n"
-    for piece in (line[:9], line[9:] + line, line):
-        with script.run.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(piece)
-        script.watch.look()
-    assert len(script.watch.commits) == 3
-
-
-@pytest.mark.parametrize(("policy", "charged_s"), [("restart", 48.5), ("checkpoint", 48.5), ("repair", 0.0)])
-def test_a_return_to_a_checkpoint_is_charged_once(
-    policy: str, charged_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = Script(tmp_path, [Loss(10.0, (6,))], monkeypatch)
-    for number in range(3):
-        script.step(number)
-    script.failure(policy)
-    script.failure(policy, worker=4)
-    script.step(2, generation=2)
-    assert script.watch.commits[-1].at_s == pytest.approx(2 + charged_s)
-    assert [outage.charged_s for outage in script.watch.outages] == [charged_s]
-    assert script.killed == ([6] if charged_s else []), "what was to happen meanwhile happens when it goes on"
-
-
-def test_no_worker_is_killed_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [Loss(10.0, (5,)), Loss(90.0, (6,))], monkeypatch)
-    for number in range(3):
-        script.step(number)
-    assert script.step(3, after_s=200.0) == 200.0
-    assert script.killed == []
-
-
-def test_joins_and_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [], monkeypatch)
-    for number in range(3):
-        script.step(number)
-    script.now += 1.0
-    script.event("joined", worker=5)
-    came = {"steps": 9, "measured_step_s": 2.5, "measured_stall_s": 1.25}
-    script.event("outcome", generation=2, predicted_step_s=2.0, predicted_stall_s=1.0, **came)
-    script.event("outcome", generation=3, predicted_step_s=None, predicted_stall_s=None, **came)
-    script.watch.look()
-    assert script.watch.changes == [Change(1.0, 5, 1)]
-    assert script.watch.outcomes == [Outcome(2, 9, 2.0, 2.5, 1.0, 1.25)]
-
-
-# --- the suite -------------------------------------------------------------------------------------------------------
-
-
 def settings(**changes: Any) -> argparse.Namespace:
     given = {
         "workers": 8,
         "share": 2,
+        "optimizer_redundancy": "all",
         "duration_s": 40.0,
         "time_scale": 2.0,
         "restart_s": 300.0,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from chameleon_ft.config import (
     Checkpoint,
     FailureKind,
     FailurePhase,
-    Health,
     LlamaConfig,
     Parallel,
     Recovery,
@@ -24,20 +20,18 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints, read_recorded_steps
+from chameleon_ft.observe import RunDirectory, complete_checkpoints, read_recorded_steps
 from tests.harness import (
     PATIENT,
-    Ended,
     ScriptedView,
-    assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     create_run,
     fails,
     in_thread,
-    resume_here,
     small_config,
     train_here,
 )
+from tests.runtime.failures import the_failure
 
 pytestmark = pytest.mark.multiprocess
 
@@ -48,15 +42,7 @@ WATCHFUL = Timeouts(
 )
 
 
-def the_failure(ended: Ended) -> FailureRecord:
-    """The only failure of a run, its times in order."""
-    (failure,) = ended.failures
-    assert min(failure.stop_s, failure.decide_s, failure.regroup_s) >= 0
-    assert failure.stall_s >= failure.stop_s + failure.decide_s + failure.regroup_s - 1e-6
-    return failure
-
-
-# --- one failure, in every phase -------------------------------------------------------------------------------------
+# --- one failure, in every phase --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", PHASES_OF_A_STEP)
@@ -241,90 +227,7 @@ def test_failures_during_the_recovery_of_a_failure_in_a_recovery(tmp_path: Path)
     assert ended.lost == {0, 3, 6}
 
 
-# --- the last holder is lost -----------------------------------------------------------------------------------------
-
-
-def test_without_a_last_holder_training_returns_to_the_newest_checkpoint(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path,
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
-        batch=Batch(micro_batches=6, micro_batch_size=1),
-        checkpoint=Checkpoint(every=3),
-        failures=(fails(1, step=7), fails(3, step=8, phase="sync")),
-    )
-    ended = train_here(config, tmp_path / "run")
-    back_at = the_fall_back(ended).resume_step
-    assert back_at in (3, 6), "checkpoint 6 may not be complete yet when step 8 is interrupted"
-    assert_trained_as_if_nothing_failed(ended, repeated_steps=8 - back_at)
-    assert ended.steps == [*range(8), *range(back_at, 10)]
-    assert the_fall_back(ended).lost_layers == (2, 3)
-    assert f"back to the checkpoint of step {back_at}" in the_fall_back(ended).action
-    # Workers 0 and 2 are left; both held stage 0.
-    assert [len(route) for route in ended.plans()[-1]["routes"]] == [2] * 6
-
-
-def the_fall_back(ended: Ended) -> FailureRecord:
-    (failure,) = [failure for failure in ended.failures if failure.policy == "checkpoint"]
-    return failure
-
-
-def test_a_loss_while_the_checkpoint_is_read(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path,
-        checkpoint=Checkpoint(every=3, keep=1),
-        failures=(
-            fails(1, step=7),
-            fails(3, step=7),
-            fails(5, step=7),  # the last holder of stage 1
-            fails(2, step=3, phase="recovery"),
-        ),
-    )
-    ended = train_here(config, tmp_path / "run")
-    back_at = ended.failures[-1].resume_step
-    assert back_at in (3, 6)
-    assert_trained_as_if_nothing_failed(ended, repeated_steps=7 - back_at)
-    assert ended.lost == {1, 2, 3, 5}
-
-
-def test_without_a_checkpoint_the_run_ends_and_says_why(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path,
-        workers=2,
-        parallel=Parallel(dp=1, pp=2),
-        failures=(fails(1, step=4),),
-    )
-    ended = train_here(config, tmp_path / "run")
-    assert ended.code == 1
-    assert ended.summary["status"] == "failed"
-    assert ended.summary["reason"].startswith("no live worker holds layers 2-3;")
-    assert "set checkpoint.every" in ended.summary["reason"]
-    assert (the_failure(ended).worker, the_failure(ended).policy) == (1, "stop")
-    assert ended.steps == [0, 1, 2, 3]
-    assert_as_the_plain_loop(ended)
-    assert not ended.run.control_file.exists()
-    recorded = [each for each in read_recorded_steps(ended.run.timelines) if each.part == "interrupted"]
-    assert [(each.worker, each.step) for each in recorded] == [(0, 4)], "although no other step follows it"
-
-
-def test_a_failed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    # Everybody is lost, so that even a checkpoint does not help; what is on disk does.
-    config = small_config(
-        tmp_path,
-        workers=2,
-        parallel=Parallel(dp=1, pp=2),
-        checkpoint=Checkpoint(every=2),
-        failures=(fails(0, step=7), fails(1, step=7)),
-    )
-    failed = train_here(config, tmp_path / "run")
-    assert (failed.code, failed.summary["status"]) == (1, "failed")
-    newest = complete_checkpoints(failed.run.checkpoints)[-1]
-    resumed = resume_here(failed, workers=3, parallel=Parallel(dp=3, pp=1))
-    assert_trained_as_if_nothing_failed(resumed, repeated_steps=7 - newest)
-    assert resumed.steps == [*range(7), *range(newest, 10)]
-
-
-# --- what a plan may be ----------------------------------------------------------------------------------------------
+# --- what a plan may be -----------------------------------------------------------------------------------------------
 
 
 def test_dropout_is_the_same_wherever_a_layer_runs(tmp_path: Path) -> None:
@@ -371,146 +274,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     assert the_failure(ended).worker == 3
 
 
-# --- errors of the job itself ----------------------------------------------------------------------------------------
-
-BROKEN_JOB = """
-import os
-from functools import partial
-import torch
-from torch import nn
-from chameleon_ft import Job
-
-class Trap(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Linear(4, 4)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += not x.is_meta
-        {trap}
-        return self.weights(x)
-
-def job():
-    data = [(torch.full((4,), i / 64), torch.zeros(4)) for i in range(64)]
-    return Job(layers=[Trap, Trap], loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer={optimizer})
-"""
-
-
-def broken_job(
-    directory: Path, *, trap: str = "pass", optimizer: str = "partial(torch.optim.SGD, lr=1e-3)"
-) -> RunConfig:
-    path = directory / "broken.py"
-    path.write_text(BROKEN_JOB.format(trap=trap, optimizer=optimizer))
-    return RunConfig(
-        job=str(path),
-        workers=4,
-        parallel=Parallel(dp=2, pp=2),
-        steps=6,
-        batch=Batch(micro_batches=4, micro_batch_size=2),
-        timeouts=PATIENT,
-    )
-
-
-def test_an_error_that_everybody_would_meet_ends_the_run(tmp_path: Path) -> None:
-    ended = train_here(
-        broken_job(tmp_path, trap="if self.calls > 7: raise ValueError('a bug of mine')"), tmp_path / "run"
-    )
-    assert ended.code == 1
-    assert re.search(
-        rf"ValueError: a bug of mine, at {tmp_path}/broken.py:\d+ in forward; see",
-        ended.summary["reason"],
-    )
-    log = ended.summary["reason"].rpartition("; see ")[2]
-    assert "raise ValueError('a bug of mine')" in Path(log).read_text()
-
-
-def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    trap = "if self.calls > 1: raise ValueError('the second time')"  # the first time is before training
-    ended = train_here(broken_job(tmp_path, trap=trap), tmp_path / "run")
-    assert (ended.code, ended.steps) == (1, [])
-    assert "failed in step 0: ValueError: the second time" in ended.summary["reason"]
-
-
-def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:
-    config = broken_job(tmp_path, trap="if self.calls: raise ValueError('always')")
-    with pytest.raises(ConfigError, match=r"layer 0 \(Trap\) cannot be run on .* \(ValueError: always\)"):
-        train_here(config, tmp_path / "run")
-
-
-def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
-    flag = tmp_path / "taken"
-    trap = (
-        f"if self.calls == 8:\n            try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
-        "            except FileExistsError: pass\n            else: raise ValueError('cosmic ray')"
-    )
-    ended = train_here(broken_job(tmp_path, trap=trap), tmp_path / "run")
-    assert_trained_as_if_nothing_failed(ended)
-    failure = the_failure(ended)
-    assert failure.cause.startswith(f"ValueError: cosmic ray, at {tmp_path}/broken.py:")
-    assert failure.noticed_by == "self"
-
-
-def test_a_loss_that_is_no_number_ends_the_run_if_so_configured(tmp_path: Path) -> None:
-    config = broken_job(tmp_path, optimizer="partial(torch.optim.SGD, lr=1e18)")
-    stopping = config.model_copy(update={"health": Health(detect_slow=False, on_bad_step="stop")})
-    ended = train_here(stopping, tmp_path / "run")
-    assert ended.code == 1
-    assert "also when it was computed again, first in the forward of micro-batch" in ended.summary["reason"]
-    assert complete_checkpoints(ended.run.checkpoints)
-
-
-# --- resuming, and being interrupted ---------------------------------------------------------------------------------
-
-
-def test_a_run_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
-    first = train_here(small_config(tmp_path, steps=4), tmp_path / "run")
-    assert complete_checkpoints(first.run.checkpoints) == [4]
-    resumed = resume_here(first, steps=8, workers=2, parallel=Parallel(dp=1, pp=2))
-    assert resumed.steps == list(range(8))
-    again = resume_here(resumed, steps=12, workers=8, parallel=Parallel(dp=2, pp=4))
-    assert_trained_as_if_nothing_failed(again)
-    assert [record.workers for record in again.run.steps()] == [6] * 4 + [2] * 4 + [8] * 4
-    assert [record.generation for record in again.run.steps()] == [1] * 4 + [2] * 4 + [3] * 4
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_an_interrupt_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: interrupt}))
-    assert ended.code == 130
-    assert ended.summary["status"] == "interrupted"
-    done = len(ended.steps)
-    assert complete_checkpoints(ended.run.checkpoints) == [done]
-    resumed = resume_here(ended, steps=done + 3)
-    assert resumed.code == 0
-    assert_trained_as_if_nothing_failed(replace(resumed))
-
-
-def test_an_interrupt_in_an_outage_ends_the_run_after_it(tmp_path: Path) -> None:
-    config = small_config(tmp_path, steps=200, failures=(fails(3, step=4),))
-    view = ScriptedView(at_failure=interrupt)
-    ended = train_here(config, tmp_path / "run", view=view)
-    assert (ended.code, ended.lost) == (130, {3})
-    assert complete_checkpoints(ended.run.checkpoints) == [len(ended.steps)]
-    assert_as_the_plain_loop(ended)
-
-
-def test_two_interrupts_end_the_run_at_once(tmp_path: Path) -> None:
-    def twice() -> None:
-        interrupt()
-        interrupt()
-
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: twice}))
-    assert ended.code == 130
-    assert ended.summary["reason"] == "interrupted by the user"
-    assert len(ended.steps) < 200
-    assert_as_the_plain_loop(ended)
-
-
-# --- injection into a live run ---------------------------------------------------------------------------------------
+# --- injection into a live run ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("attentive_coordinator")

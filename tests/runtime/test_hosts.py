@@ -13,7 +13,7 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.profiles import read_profile, write_profile
 from chameleon_ft.transfer import remap_plan
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
-from tests.runtime.test_emulation import emulated_config
+from tests.runtime.emulated import emulated_config
 
 
 @pytest.mark.multiprocess

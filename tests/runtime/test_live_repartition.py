@@ -29,7 +29,7 @@ from tests.harness import (
     small_config,
     train_here,
 )
-from tests.runtime.test_emulation import emulated_config
+from tests.runtime.emulated import emulated_config
 
 pytestmark = pytest.mark.multiprocess
 

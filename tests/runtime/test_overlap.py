@@ -11,7 +11,7 @@ from chameleon_ft.observe import read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from tests.harness import assert_trained_as_if_nothing_failed, train_here
-from tests.runtime.test_emulation import emulated_config
+from tests.runtime.emulated import emulated_config
 
 pytestmark = pytest.mark.multiprocess
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,18 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from chameleon_ft.config import LlamaConfig, Parallel, RunConfig
+from chameleon_ft.config import LlamaConfig, Parallel
 from chameleon_ft.control.job_info import OperationRate
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import workload_memory
-from chameleon_ft.job import Job, Precision
+from chameleon_ft.job import Job
 from chameleon_ft.models.llama_job import llama_job
-from chameleon_ft.optim import adamw
 from chameleon_ft.plan import LayerRange, Placement
-from chameleon_ft.plan.shards import UNITS, Sharding, shard_optimizer
-from chameleon_ft.runtime.communicators import CommunicationError, InFlight
-from chameleon_ft.runtime.execution import gather
+from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
@@ -40,96 +35,21 @@ from chameleon_ft.runtime.fault_injection import flip_random_bit
 from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.sync import Segment
 from tests.harness import small_config
-from tests.runtime.switchboard import Line, Switchboard, Waiting
+from tests.runtime.sliced import (
+    CPU,
+    JOBS,
+    LAYERS,
+    WHOLE,
+    block_job,
+    held_layers,
+    in_bf16,
+    plain,
+    set_gradients,
+    sharding,
+    trained,
+    weights,
+)
 from tests.runtime.toy import SEED, toy_job
-
-CPU = torch.device("cpu")
-LAYERS = 5
-WHOLE = LayerRange(0, LAYERS)
-
-
-class Block(nn.Module):
-    """Parameters of many sizes, some of them frozen, in two element types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(24, 100)
-        self.scale = nn.Parameter(torch.randn(()))
-        self.fine = nn.Parameter(torch.randn(130, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.ends = nn.ModuleDict({"down/left[0:4]": nn.Linear(100, 24)})  # a name with all that is in keys
-
-
-def block_job() -> Job:
-    """A job with AdamW, which decays matrices and no vectors."""
-    return replace(toy_job(LAYERS), layers=[Block] * LAYERS, optimizer=lambda own: adamw(own, lr=0.1))
-
-
-def sharding(workers: int, redundancy: int, before: Sharding | None = None) -> Sharding:
-    placement = Placement(LAYERS, dict.fromkeys(range(workers), (WHOLE,)))
-    return shard_optimizer(placement, dict.fromkeys(range(workers), "a host"), redundancy, before)
-
-
-def held_layers(job: Job, owned: Sharding | None = None, worker: int = 0) -> HeldLayers:
-    own = None if owned is None else owned.owned_by(worker)
-    return HeldLayers(job, range(LAYERS), seed=SEED, device=CPU, owned=own)
-
-
-def set_gradients(held: HeldLayers, step: int) -> None:
-    random = torch.Generator().manual_seed(step)
-    for parameter in held.parameters(WHOLE):
-        assert parameter.grad is not None
-        parameter.grad.copy_(torch.randn(parameter.shape, generator=random))
-
-
-def weights(held: HeldLayers) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in held.parameters(WHOLE)]
-
-
-def exchange(held: Sequence[HeldLayers], owned: Sharding) -> None:
-    """Have workers exchange updated parameters, each in a thread."""
-    board = Switchboard()
-    shards = dict(enumerate(owned.layers))
-    parts = [gather.ParameterExchange.of(worker, each, shards, Line(worker, board)) for worker, each in enumerate(held)]
-    with ThreadPoolExecutor(len(parts)) as threads:
-        for done in [threads.submit(part.run) for part in parts]:
-            done.result(timeout=30)
-
-
-def trained(
-    job: Job, owned: Sharding, workers: int, steps: range, held: list[HeldLayers] | None = None
-) -> list[HeldLayers]:
-    held = held or [held_layers(job, owned, worker) for worker in range(workers)]
-    for each in held:
-        GradientBuffers(each, [Segment(WHOLE, tuple(range(workers)))])
-    for step in steps:
-        for each in held:
-            set_gradients(each, step)
-            each.update(step)
-        exchange(held, owned)
-    return held
-
-
-def plain(job: Job, steps: int) -> HeldLayers:
-    held = held_layers(job)
-    GradientBuffers(held, [Segment(WHOLE, (0,))])
-    for step in range(steps):
-        set_gradients(held, step)
-        held.update(step)
-    return held
-
-
-def in_bf16(job: Job) -> Job:
-    return replace(job, precision=Precision("bf16", RunConfig().fp32_modules))
-
-
-JOBS: dict[str, Callable[[], Job]] = {
-    "block": block_job,
-    "toy": lambda: toy_job(LAYERS),
-    "tied": lambda: toy_job(LAYERS, tied=True),
-    "block in bf16": lambda: in_bf16(block_job()),
-    "tied in bf16": lambda: in_bf16(toy_job(LAYERS, tied=True)),
-}
 
 
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
@@ -142,107 +62,6 @@ def test_parameters_are_bit_equal_to_those_without_slices(
     for held in trained(made, sharding(workers, redundancy), workers, range(4)):
         for one, other in zip(weights(held), expected, strict=True):
             assert torch.equal(one, other)
-
-
-class HeldBack(Line):
-    """A line on which only some messages go out at first."""
-
-    def __init__(self, worker: int, board: Switchboard) -> None:
-        super().__init__(worker, board)
-        self.messages = 0
-        self.all_may_go = threading.Event()
-
-    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        if self.messages == 0:
-            assert self.all_may_go.wait(30)
-        self.messages -= 1
-        return super().send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
-
-
-@pytest.mark.parametrize("job", [JOBS["block"], JOBS["block in bf16"]], ids=["fp32", "bf16"])
-def test_a_forward_waits_for_its_layers_alone(job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "_MESSAGE_BYTES", 64)
-    owned, board = sharding(2, 1), Switchboard()
-    held = [held_layers(job(), owned, worker) for worker in range(2)]
-    with torch.no_grad():
-        for view in held[0].views_of_slice(4, (0, UNITS)):
-            view += 1
-    lines = [HeldBack(worker, board) for worker in range(2)]
-    lines[1].all_may_go.set()
-    shards = dict(enumerate(owned.layers))
-    sender, receiver = (gather.ParameterExchange.of(w, held[w], shards, lines[w]) for w in range(2))
-    first = [layer for layer in range(LAYERS) if receiver._rounds_of[layer] <= receiver._rounds_of[2]]
-    lines[0].messages = receiver._rounds_of[2]
-    assert 0 < lines[0].messages < receiver._rounds
-    receiver.begin()
-    sender.begin()
-    receiver.wait(first)
-    assert receiver.complete == set(first)
-    assert not receiver.has([4])
-    lines[0].all_may_go.set()
-    receiver.wait()
-    assert receiver.complete == set(range(LAYERS))
-    for part in owned.layers[4].slices:
-        if part.owners == (0,):
-            one, other = (each.views_of_slice(4, (part.start, part.stop)) for each in held)
-            assert all(map(torch.equal, one, other))
-    sender.close()
-    receiver.close()
-
-
-def test_the_end_of_a_generation_ends_an_exchange_that_lacks_messages() -> None:
-    owned, board = sharding(2, 1), Switchboard()
-    held = held_layers(block_job(), owned)
-    exchange = gather.ParameterExchange.of(0, held, dict(enumerate(owned.layers)), Line(0, board))
-    exchange.begin()
-    exchange.close()
-    assert exchange.complete == frozenset()
-    with pytest.raises(CommunicationError):
-        exchange.wait()
-
-
-class Watched(Line):
-    """A line that is cut some time after it was asked for, and notes if two threads wait for one message."""
-
-    def __init__(self, worker: int, board: Switchboard) -> None:
-        super().__init__(worker, board)
-        self.is_waited_for = threading.Event()
-        self.is_shared = False
-        self.interruptions = 0
-
-    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        message, one = super().receive(tensor, peer=peer, tag=tag), threading.Lock()
-
-        def wait() -> None:
-            self.is_shared = self.is_shared or one.locked()
-            with one:
-                self.is_waited_for.set()
-                message.wait()
-
-        return Waiting(wait)
-
-    def interrupt(self) -> None:
-        self.interruptions += 1
-        if self.interruptions == 20:  # by then, a second thread would wait, too
-            super().interrupt()
-
-
-@pytest.mark.parametrize("message_bytes", [64, 4 << 20], ids=["with a thread of its own", "few messages"])
-def test_the_end_of_a_generation_ends_an_exchange_for_which_a_thread_waits(
-    message_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gather, "_MESSAGE_BYTES", message_bytes)
-    owned, line = sharding(2, 1), Watched(0, Switchboard())
-    exchange = gather.ParameterExchange.of(0, held_layers(block_job(), owned), dict(enumerate(owned.layers)), line)
-    exchange.begin()
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(exchange.wait)
-        assert line.is_waited_for.wait(30)
-        exchange.close()
-        with pytest.raises(CommunicationError):
-            waiting.result(timeout=30)
-    assert not line.is_shared
-    assert exchange.complete == frozenset()
 
 
 def test_each_owner_keeps_its_share_of_the_state() -> None:

@@ -10,7 +10,7 @@ from chameleon_ft.config import Batch, Emulation, Parallel, Recovery, config_to_
 from chameleon_ft.observe import RunDirectory, read_generation_plans
 from chameleon_ft.observe.decisions import decision_stories
 from tests.harness import Command, Ended, assert_as_the_plain_loop
-from tests.runtime.test_emulation import emulated_config
+from tests.runtime.emulated import emulated_config
 
 pytestmark = pytest.mark.multiprocess
 
