@@ -36,7 +36,7 @@ JOBS = {"keys", "config", "job", "data", "models", "optim"}
 MAY_IMPORT = {
     "keys": set[str](),
     "optim": set[str](),
-    "config": {"errors"},
+    "config": {"errors", "workload"},
     "job": {"errors", "keys", "config"},
     "data": {"errors", "keys", "config", "job"},
     "profiles": {*PURE, "config"},
