@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from chameleon_ft.config import load_config
@@ -199,7 +198,7 @@ def test_what_ends_it_leaves_no_process_and_no_file(
         while len(processes := measuring.session()) < 4:  # itself, the fork server, those that measure
             assert any(process.pid == measuring.pid for process in processes), "it is through already"
             time.sleep(0.05)
-        with every_process_ends([psutil.Process(process.pid) for process in processes]):
+        with every_process_ends(processes):
             if number == signal.SIGINT:
                 measuring.interrupt_all()
             else:
