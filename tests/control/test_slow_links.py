@@ -274,6 +274,26 @@ def test_a_slow_link_is_noticed_although_messages_are_late() -> None:
     assert (finding.workers, step < 30) == ((3, 4), True)
 
 
+def test_messages_that_queue_on_a_slow_link_do_not_excuse_it() -> None:
+    times, model = LinkTimes(), costs(3, {0: "one", 1: "two", 2: "three"})
+    times.begin(pipeline(model), model)
+    found: dict[Ends, tuple[float, int]] = {}
+    for step in range(2):
+        channels: dict[int, list[ChannelTimes]] = {worker: [] for worker in range(3)}
+        for sender, receiver in ((0, 1), (1, 0), (1, 2), (2, 1)):
+            # Worker 0 sends a message with each forward of the warm-up, and each takes 0.1 s; others find no queue.
+            every_s, takes_s = (FORWARD_S if sender == 0 else 1.0), (0.1 if 2 not in (sender, receiver) else 0.01)
+            sent = tuple(1.0 + every_s * index for index in range(8))
+            arrived = tuple(1.0 + max(every_s, takes_s) * index + takes_s for index in range(8))
+            forward = sender < receiver
+            channels[sender].append(ChannelTimes(peer=receiver, forward=forward, sent_s=sent))
+            channels[receiver].append(ChannelTimes(peer=sender, forward=forward, arrived_s=arrived))
+        for worker, own in channels.items():
+            report = OperationTimes(forward_s=FORWARD_S, backward_s=0.04, longest_s=0.04, channels=tuple(own))
+            found = {**found, **times.reported(worker, step, report)}
+    assert {ends: ratio for ends, (ratio, _) in found.items()} == pytest.approx({(0, 1): 0.22 / 0.04, (1, 2): 1.0})
+
+
 def test_nothing_is_known_of_the_links_of_a_worker_that_is_fenced() -> None:
     detector, found = watch(SlowLinkDetector(), range(20), lambda ends, step: 4.0 if ends == (3, 4) else 1.0, LINKS)
     assert found

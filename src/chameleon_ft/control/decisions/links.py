@@ -6,7 +6,8 @@ a channel in a step the shortest time counts: whatever else delays a message add
 
 On a busy host a worker that waits gets a processor late, and one that does not wait seems to. Which channels suffer is
 not a matter of chance: a worker that is usually behind finds its messages there, or waits for a single one in a step.
-So a delay counts only if it is more than twice as long as messages to the two hosts usually are late.
+So a delay counts only if it is more than twice as long as messages to the two hosts usually are late; or if a forward
+takes twice the expected time with it, because messages queue on so slow a link, and are late for that reason alone.
 
 The time is judged together with a forward of the two workers, so that delays count for little that are short beside an
 operation, because they cost nothing.
@@ -153,6 +154,7 @@ class LinkTimes:
                 return None
             self._expected[ends] = expected
             late_s = _TIMES_LATE * sum(self._usual_lateness_s.get(hosts[worker], 0.0) for worker in ends)
+            late_s = min(late_s, expected.seconds)
             for (_, receiver, _), each in zip((there, back), delays, strict=True):
                 if each.lateness_s is not None:
                     self._lateness_s[hosts[receiver]].append(each.lateness_s)
