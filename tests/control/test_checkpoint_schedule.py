@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import CompleteCheckpoint, MarkDamaged
 from chameleon_ft.control.events import Decided
+from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import (
@@ -237,6 +238,23 @@ def test_what_a_user_has_asked_for_is_not_forgotten_in_a_recovery(every: int | L
     history.commit()
     assert len(requests(history)) == before + 1
     assert State.from_json(history.state.to_json()) == history.state
+
+
+def test_a_user_waits_for_no_checkpoint_that_has_failed_before() -> None:
+    history = training(checkpoint=Checkpoint(every=0))
+    history.commit(checkpoint=True)
+    failed = history.state.committed
+    history.tell(0, CheckpointSaved(generation=1, step=failed, layers=(0, 1), error="OSError: disk full"))
+    history.say(COMMAND, SaveCheckpoint())
+    history.commit()
+    history.say(COMMAND, SaveCheckpoint())
+    assert history.sent(SaveCheckpoint, to=COMMAND) == [SaveCheckpoint(committed=failed + 1)] * 2
+
+
+def test_after_a_return_to_a_checkpoint_no_later_one_has_failed() -> None:
+    events = CheckpointEvents().not_written(7, "disk full")
+    assert events.forgotten(3).failed == {7: "disk full"}
+    assert events.loaded(3).failed == {}
 
 
 def test_before_training_there_is_nothing_to_save() -> None:

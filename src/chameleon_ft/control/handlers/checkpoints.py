@@ -56,7 +56,9 @@ def save(draft: Draft, connection: int, message: messages.SaveCheckpoint) -> Non
     if state.phase is Phase.GATHERING:
         draft.do(Send(connection, messages.Refused(reason="the run has not begun; wait until it trains")))
         return
-    draft.do(Send(connection, message.model_copy(update={"committed": state.committed})))
+    # If the one of these steps has failed already, the next that is written has one more.
+    committed = state.committed + (state.committed in state.checkpoints.failed)
+    draft.do(Send(connection, message.model_copy(update={"committed": committed})))
     draft.set(schedule=replace(state.schedule, is_wanted=True))
     _request_wanted(draft)
 

@@ -78,8 +78,8 @@ class CheckpointEvents:
         return replace(self, parts={}, first_generation=generation, is_reread=False)
 
     def loaded(self, generation: int) -> Self:
-        """Note that `generation` begins by loading a state, fresh or from a checkpoint."""
-        return replace(self.forgotten(generation), loads=generation)
+        """Note that `generation` begins by loading a state, and repeats all steps after it."""
+        return replace(self.forgotten(generation), failed={}, loads=generation)
 
     def rejected(self, step: int, why: str) -> Self:
         """Note that workers cannot read the checkpoint of a step."""
