@@ -166,6 +166,21 @@ async def test_nothing_is_foreseen_between_losses_at_once_nor_after_the_reports(
 
 
 @scene()
+async def test_a_mistake_while_a_decision_is_foreseen_ends_the_run(stage: Stage) -> None:
+    def mistaken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    stage.train(steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Foreseen, "of", mistaken)
+        stage.depart(stage.ranks[1])
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert stage.ended is not None
+    assert stage.ended[1].startswith("the coordinator failed: ZeroDivisionError: a mistake; see ")
+
+
+@scene()
 async def test_an_error_while_the_survivors_stop_is_that_of_the_decision(stage: Stage) -> None:
     stage.train(steps=3)
     with pytest.MonkeyPatch.context() as patch:

@@ -86,7 +86,7 @@ class CommandRunner:
         self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
         self._handle = handle
         self._loop = asyncio.get_running_loop()
-        self._foresight: asyncio.Handle | None = None  # of the decision that follows the loss
+        self._foresight: asyncio.Task[None] | None = None  # of the decision that follows the loss
         self.files = RunFiles(run, recorder.files)
         self.checkpoints = RunCheckpoints(
             checkpoint_storage(config, run),
@@ -181,7 +181,7 @@ class CommandRunner:
                 self.decisions.prepare(state)
             case commands.Task.FORESEE_DECISION:
                 self._cancel_foresight()
-                self._foresight = self._loop.call_soon(self.decisions.foresee, state)
+                self._foresight = self._tasks.start(self._foresee(state))
             case commands.Task.FORGET_DECISIONS:
                 self._cancel_foresight()
                 self.decisions.forget()
@@ -224,6 +224,9 @@ class CommandRunner:
                 standbys=standbys,
             ),
         )
+
+    async def _foresee(self, state: State) -> None:
+        self.decisions.foresee(state)
 
     def _cancel_foresight(self) -> None:
         """Foresee nothing for a state that has changed: workers of a host are lost one after the other, at once."""
