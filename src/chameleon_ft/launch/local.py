@@ -144,7 +144,7 @@ class _Launcher:
                     return self._given_up
                 elif outcome == ALONE:
                     coordinator.process.join()
-                    return self._end_without_coordinator(f"{self._too_many_deaths}, and none that stands by has led it")
+                    return self._end_without_coordinator(f"{self._too_many_deaths}, and no standby has taken over")
                 elif isinstance(outcome, DeposedError):
                     print(outcome, flush=True)
                     coordinator.process.join()
@@ -229,7 +229,8 @@ class _Launcher:
         self._lifeline.close()
         with contextlib.suppress(ConfigError):
             if run.read_control().address != self._control.address:
-                print(f"{reason}; another coordinator leads the run, and this machine and its workers leave it")
+                why = f"{reason}; another coordinator leads the run"
+                print(f"{why}, and this machine and its workers leave it", flush=True)
                 return "failed"
         run.remove_control()
         with Recorder(run, TerminalView(steps=self._start.config.steps, files=str(run.path))) as recorder:
