@@ -296,6 +296,7 @@ def test_a_peer_gives_up_a_silent_coordinator_and_says_so() -> None:
 
     async def scene(connection: ControlConnection, heard: list[Message]) -> None:
         await first.has_ordered.wait()
+        first.is_stopped = True
         first.connections[0].transport.pause_reading()
         await other.has_ordered.wait()
         first.connections[0].transport.resume_reading()
