@@ -13,6 +13,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.conditions import _DESCRIBE, ROUTINE
 from tests.cli.conftest import CommandLine
+from tests.observe.records import join_record
 from tests.observe.test_decisions import came, decided, lost, planned, started
 
 NOON = 1_767_268_800.0  # 2026-01-01 12:00:00 UTC
@@ -147,7 +148,24 @@ def test_evidence_that_came_after_the_banner(write: Any, chameleon: CommandLine)
 def test_a_run_without_losses(write: Any, chameleon: CommandLine) -> None:
     run = write([started(), {"event": "finished", "time": NOON, "status": "failed", "reason": "the disk is full"}])
     assert told(chameleon, run) == f"{run}\nno worker was lost\n\nthe run failed: the disk is full\n"
-    assert json.loads(told(chameleon, run, "--json")) == {"incidents": [], "conditions": []}
+    assert json.loads(told(chameleon, run, "--json")) == {
+        "incidents": [],
+        "conditions": [],
+        "damaged_lines": [],
+    }
+
+
+def test_damaged_lines_are_left_out_and_counted(write: Any, chameleon: CommandLine) -> None:
+    first, *others = EVENTS
+    run = write([first, {"event": "lost", "time": NOON}, {**others[1], "rate": 3}, *others])
+    named = (
+        f"{run}/events.jsonl, line 2: worker: Field required; the file is damaged, or was written by another version"
+    )
+    head, _, rest = told(chameleon, run).partition("\n\n")
+    assert head == f"{run}\n2 lines cannot be read, and are left out; the first: {named} of chameleon"
+    assert f"\n{rest}" == HANG
+    damaged = json.loads(told(chameleon, run, "--json"))["damaged_lines"]
+    assert [line.partition(", ")[2].partition(":")[0] for line in damaged] == ["line 2", "line 3"]
 
 
 CONDITIONS = """
@@ -200,7 +218,11 @@ def test_one_answer_for_each_condition_that_is_no_loss(write: Any, chameleon: Co
             started(),
             happened("slow", 10, worker=5, speed=0.52, since_step=15, step=22, before_step_s=1.0, step_s=1.5),
             decided(2, trigger="slow"),
-            happened("join", 15, policy="repair", action="3 micro-batches less for worker 5"),
+            happened(
+                "join",
+                15,
+                **{**join_record(22).to_json(), "policy": "repair", "action": "3 micro-batches less for worker 5"},
+            ),
             happened("recovered", 40, worker=5, step=50, is_trial=False),
             happened("slow", 50, worker=2, speed=0.9, since_step=60, step=67, before_step_s=None, step_s=None),
             happened("stay", 51, slow=[2]),

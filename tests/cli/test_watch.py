@@ -47,6 +47,20 @@ def test_the_status_is_json(chameleon: CommandLine, run: RunDirectory) -> None:
     assert "is missing" in values["checkpoint_damage"]
 
 
+def test_damaged_lines_are_left_out_of_the_status_and_counted(chameleon: CommandLine, run: RunDirectory) -> None:
+    add(run, {"event": "checkpoint", "time": 5.0}, {**stepped(2, 5.0), "workers": "all"})
+    assert chameleon("status", run.path) == 0
+    told = " ".join(chameleon.capture.readouterr().out.split())
+    assert "1 of 20 (10.0%)" in told
+    assert "2 lines cannot be read, and are left out; the first: " in told
+    assert chameleon("status", run.path, "--json") == 0
+    damaged = json.loads(chameleon.capture.readouterr().out)["damaged_lines"]
+    assert [line.partition(", ")[2].partition(";")[0] for line in damaged] == [
+        "line 3: workers: Input should be a valid integer",
+        "line 5: step: Field required",
+    ]
+
+
 def test_a_run_that_has_not_begun_has_a_status(chameleon: CommandLine, tmp_path: Path) -> None:
     assert chameleon("status", new_run(tmp_path).path) == 0
     assert "waiting: training has not begun" in chameleon.capture.readouterr().out

@@ -9,11 +9,11 @@ import pytest
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.decisions import decision_stories
-from tests.observe.records import failure_record, outcome_record
+from tests.observe.records import failure_record, outcome_record, run_info
 
 
 def started() -> dict[str, Any]:
-    return {"time": 1.0, "event": "started"}
+    return {"time": 1.0, "event": "started", **run_info().to_json()}
 
 
 def weighed(

@@ -135,7 +135,7 @@ def _slow_link(event: Event, later: Sequence[Event], _: Event | None) -> Describ
 
 
 def _step_times(event: Event) -> str:
-    if event["step_s"] is None:
+    if event["step_s"] is None or event["before_step_s"] is None:
         return ""
     return f"; a step takes {duration(event['step_s'])} instead of {duration(event['before_step_s'])}"
 
@@ -145,7 +145,7 @@ def _answer_to_slowness(later: Sequence[Event]) -> str:
     for index, event in enumerate(later):
         if event["event"] == "stay":
             return "the plan stays as it is, because no other is better"
-        if event["event"] == "decision" and event["trigger"] == "slow":
+        if event["event"] == "decision" and event.get("trigger") == "slow":
             joins = [each for each in later[index:] if each["event"] == "join"]
             if joins:
                 return f"{joins[0]['policy']}: {joins[0]['action']}"
@@ -196,7 +196,7 @@ def _bad_step(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     why = f"{event['why']}, also when it was computed again"
     for place in event["origins"][:1]:
         why += f", first in the {place['where']} of micro-batch {place['micro_batch']} on worker {place['worker']}"
-    return f"step {event['step']}", why, _BAD_STEP[event["action"]]
+    return f"step {event['step']}", why, _BAD_STEP.get(event["action"], "none")
 
 
 def _join_failed(event: Event, later: Sequence[Event], _: Event | None) -> Described:

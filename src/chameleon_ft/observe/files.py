@@ -177,8 +177,12 @@ class RunDirectory:
         return [StepRecord.from_json(line) for line in read_lines(self.metrics_file)]
 
     def events(self) -> list[dict[str, Any]]:
-        """Read the events in the order they were written."""
-        return list(read_lines(self.events_file))
+        """Read the events in the order they were written. Raises ConfigError at a line that is none."""
+        events: list[Any] = list(read_lines(self.events_file))
+        for number, event in enumerate(events, start=1):
+            if not (isinstance(event, dict) and isinstance(event.get("event"), str)):
+                raise ConfigError(f"{self.events_file}, line {number}: is no event; the file is damaged")
+        return events
 
     def skipped_steps(self) -> frozenset[int]:
         """Return the steps that were found to be bad, and whose samples were or are to be left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.live.facts import describe_workers, facts_of
 from chameleon_ft.observe.live.follower import RunFollower
 from chameleon_ft.observe.live.watcher import RunWatcher
-from tests.observe.live.lines import BEGAN, add, event, failed, new_run, started, stepped
+from tests.observe.live.lines import BEGAN, SLOW, add, event, failed, new_run, started, stepped
 
 
 @pytest.fixture
@@ -49,12 +50,13 @@ def test_lines_are_read_once_in_the_order_of_their_times_and_only_when_complete(
     assert follower.new_lines() == []
     add(run, stepped(0, 2.0), started(1.0), stepped(1, 4.0), event("checkpoint", 3.0, step=1))
     assert [name for name, _ in follower.new_lines()] == ["events", "metrics", "events", "metrics"]
+    written = json.dumps(stepped(2, 5.0))
     with run.metrics_file.open("a") as file:
-        file.write('{"step": 2')
+        file.write(written[:20])
     assert follower.new_lines() == []
     with run.metrics_file.open("a") as file:
-        file.write(', "time": 5}\n')
-    assert follower.new_lines() == [("metrics", {"step": 2, "time": 5})]
+        file.write(written[20:] + "\n")
+    assert follower.new_lines() == [("metrics", stepped(2, 5.0))]
 
 
 def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
@@ -156,9 +158,9 @@ def test_failures_by_phase_and_the_expected_next_one(run: RunDirectory) -> None:
 
 
 def test_each_worker_has_a_state(run: RunDirectory) -> None:
-    add(run, started(), event("slow", 1.0, worker=1, speed=0.5), event("lost", 2.0, worker=3, host="b"))
-    add(run, event("respawn", 2.1, worker=3), failed(3, 2.2), event("draining", 2.3, workers=[2]))
-    add(run, event("slow_link", 2.4, workers=[2, 0], speed=0.25))
+    add(run, started(), event("slow", 1.0, worker=1, speed=0.5, **SLOW), event("lost", 2.0, worker=3, host="b"))
+    add(run, event("respawn", 2.1, worker=3, incarnation=2), failed(3, 2.2), event("draining", 2.3, workers=[2]))
+    add(run, event("slow_link", 2.4, workers=[2, 0], speed=0.25, **SLOW))
     report = watched(run, 3.0).report()
     assert dict(report.workers) == {"live": (0,), "slow": (1,), "draining": (2,), "joining": (3,)}
     assert describe_workers(report) == "1 live, 1 slow (1), 1 draining (2), 1 joining (3)"

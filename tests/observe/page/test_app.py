@@ -33,7 +33,7 @@ from chameleon_ft.observe.page.gate import TokenGate
 from chameleon_ft.observe.records import OutcomeRecord
 from chameleon_ft.observe.story import record_of
 from chameleon_ft.observe.terminal import TerminalView
-from tests.observe.live.lines import add, event, failed, new_run, started, stepped
+from tests.observe.live.lines import SLOW, add, event, failed, new_run, started, stepped
 from tests.observe.records import join_record, outcome_record
 
 TOKEN = "a token"
@@ -246,7 +246,7 @@ def samples(page: Served) -> dict[tuple[str, str], float]:
 
 def test_metrics_are_those_of_the_report(page: Served, run: RunDirectory) -> None:
     record: OutcomeRecord = outcome_record()
-    add(run, event("slow", 2.2, worker=1, speed=0.5), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
+    add(run, event("slow", 2.2, worker=1, speed=0.5, **SLOW), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
     found = samples(page)
     assert found["chameleon_step", ""] == 1
     assert found["chameleon_tokens_total", ""] == 800
@@ -268,7 +268,7 @@ def test_an_incident_that_costs_less_than_nothing_can_be_scraped(page: Served, r
 
 def test_dashboard_and_alerts_use_metrics_that_there_are(page: Served, run: RunDirectory) -> None:
     record = outcome_record()
-    add(run, event("slow", 2.2, worker=1, speed=0.5), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
+    add(run, event("slow", 2.2, worker=1, speed=0.5, **SLOW), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
     add(run, event("snapshot", 2.7, step=1), event("finished", 99.0, status="failed", reason="an error"))
     add(run, *(stepped(step, step + 1.0) for step in range(2, 20)), *(stepped(step, 30.0 + step) for step in range(5)))
     known = {name for name, _ in samples(page)}

@@ -13,6 +13,7 @@ from chameleon_ft.cli.output import Output
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.conditions import Condition, conditions
 from chameleon_ft.observe.diagnosis import Culprit, Diagnosis, diagnose
+from chameleon_ft.observe.readable import describe_damage, readable_events
 from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import duration, listed
 
@@ -56,14 +57,20 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(DiagnoseArguments, arguments, command="diagnose")
     run = RunDirectory.open(given.run)
-    events = run.events()
+    events, damaged = readable_events(run)
     found, others = diagnose(events), conditions(events)
     if given.json:
-        answer = {"incidents": [each.to_json() for each in found], "conditions": [each.to_json() for each in others]}
+        answer = {
+            "incidents": [each.to_json() for each in found],
+            "conditions": [each.to_json() for each in others],
+            "damaged_lines": damaged,
+        }
         print(json.dumps(answer))
         return 0
     out = Output()
     out.text(str(run.path), "bold")
+    if damaged:
+        out.text(describe_damage(damaged))
     for diagnosis in found:
         out.text("")
         workers = listed("worker", [culprit.worker for culprit in diagnosis.culprits])
@@ -105,7 +112,10 @@ def _facts_about(condition: Condition) -> Iterator[tuple[str, str]]:
 
 
 def _date(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # of a damaged number
+        return "an unknown time"
 
 
 def _actions(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import StoreError
 from chameleon_ft.observe import RunDirectory, checkpoint_storage, damage_of
 from chameleon_ft.observe.live.facts import facts_of
+from chameleon_ft.observe.readable import describe_damage
 
 __all__ = ["main"]
 
@@ -32,18 +33,20 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(StatusArguments, arguments, command="status")
     with given.watcher() as watcher:
-        watcher.update()
-        run, report = watcher.run, watcher.report()
+        watcher.update_readable()
+        run, report, damaged = watcher.run, watcher.report(), watcher.damaged
     is_here = given.run is not None
     damage = _damage(run, report.checkpoint.step) if is_here and report.checkpoint is not None else None
     if given.json:
-        print(json.dumps({**report.to_json(), "checkpoint_damage": damage}))
+        print(json.dumps({**report.to_json(), "checkpoint_damage": damage, "damaged_lines": damaged}))
         return 0
     out = Output()
     out.text(report.run, "bold")
     facts = facts_of(report)
     if damage is not None:
         facts = (*facts, ("damaged", f"the newest checkpoint: {damage}"))
+    if damaged:
+        facts = (*facts, ("damaged", describe_damage(damaged)))
     out.facts(facts)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from chameleon_ft.cli.arguments import OptionalStr, RunPath, metavar, parse_argu
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.sinks.registry import SINKS
 
 __all__ = ["main"]
@@ -49,10 +51,13 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         raise ConfigError(f"give at least one tool: {', '.join(f'--{flag}' for flag in SINKS)}")
     deliveries = {flag: SINKS[flag].deliver_to(flag, value, run) for flag, value in chosen.items()}
-    watcher = RunWatcher(run)
+    watcher, has_said = RunWatcher(run), False
     try:
         while True:
-            lines = watcher.update()
+            lines = watcher.update_readable()
+            if watcher.damaged and not has_said:
+                has_said = True
+                print(f"chameleon track: {describe_damage(watcher.damaged)}", file=sys.stderr, flush=True)
             for line in lines:
                 is_new = line[1].get("time", 0.0) >= began
                 for flag, delivery in deliveries.items():

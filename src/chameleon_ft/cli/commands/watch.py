@@ -15,6 +15,7 @@ from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.story import Notice, notices_of, record_of
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ class _Screen:
 
         from chameleon_ft.observe.terminal import TONES, facts_table
 
-        for name, line in self._watcher.update():
+        for name, line in self._watcher.update_readable():
             if name == "events":
                 self._news.extend((line["time"], notice) for notice in notices_of(record_of(line)))
         report = self._watcher.report()
         facts = facts_table()
         for name, value in facts_of(report):
             facts.add_row(name, Text(value))
+        if self._watcher.damaged:
+            facts.add_row("damaged", Text(describe_damage(self._watcher.damaged)))
         losses = self._watcher.state.steps.series(60).columns["loss"]
         facts.add_row("loss", Text(sparkline([loss for loss in losses if loss is not None]), style="green"))
         parts: list[RenderableType] = [Text(report.run, style="bold"), facts]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.readable import parse_line
 from chameleon_ft.observe.recorder import RecordLine
 
 __all__ = ["RunFollower"]
@@ -21,12 +21,15 @@ class RunFollower:
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        self._files = {"metrics": _NewLines(run.metrics_file), "events": _NewLines(run.events_file)}
+        self._files = {
+            "metrics": _NewLines("metrics", run.metrics_file),
+            "events": _NewLines("events", run.events_file),
+        }
 
     def new_lines(self) -> list[RecordLine]:
         """Return the lines since the last call, in the order of their times.
 
-        Raises ConfigError at a line that is not JSON; the next call continues after it.
+        Raises ConfigError at a line that cannot be read; the next call continues after it.
         """
         for file in self._files.values():
             file.read()
@@ -38,7 +41,8 @@ class RunFollower:
 class _NewLines:
     """The complete lines that are appended to a file, which may be replaced by a copy of itself."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, kind: Literal["metrics", "events"], path: Path) -> None:
+        self._kind = kind
         self._path = path
         self._read_bytes = 0
         self._number = 0
@@ -56,9 +60,9 @@ class _NewLines:
             self._read_bytes += len(line)
             self._number += 1
             try:
-                self._lines.append(json.loads(line))
-            except ValueError:
-                raise ConfigError(f"{self._path}, line {self._number}: is not JSON; the file is damaged") from None
+                self._lines.append(parse_line(self._kind, line))
+            except ConfigError as error:
+                raise ConfigError(f"{self._path}, line {self._number}: {error}") from None
 
     def take(self) -> list[dict[str, Any]]:
         """Return the lines that were read since the last call."""

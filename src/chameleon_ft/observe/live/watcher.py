@@ -21,11 +21,13 @@ class RunWatcher:
     Attributes:
         run: the directory.
         state: as of the last call of `update`.
+        damaged: messages about lines that `update_readable` has left out.
     """
 
     def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.time) -> None:
         self.run = run
         self.state = RunState(run)
+        self.damaged: list[str] = []
         self._follower = RunFollower(run)
         self._clock = clock
 
@@ -35,6 +37,14 @@ class RunWatcher:
         for line in lines:
             self.state.add(line)
         return lines
+
+    def update_readable(self) -> list[RecordLine]:
+        """As `update`, but leave out the lines that cannot be read."""
+        while True:
+            try:
+                return self.update()
+            except ConfigError as error:
+                self.damaged.append(str(error))
 
     def report(self) -> RunReport:
         """Return the state of the run now."""

@@ -1,0 +1,237 @@
+"""The check of lines of `metrics.jsonl` and `events.jsonl` for commands that show a run.
+
+These leave a damaged line out and say so. What resumes a run reads the files by `RunDirectory`, without this check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.decisions import DecisionEvent
+from chameleon_ft.observe.files import RunDirectory, describe_invalid
+from chameleon_ft.observe.records import (
+    FailureCostRecord,
+    FailureRecord,
+    JoinRecord,
+    OutcomeRecord,
+    RunStatus,
+)
+from chameleon_ft.quantities import counted
+
+__all__ = ["describe_damage", "parse_line", "readable_events"]
+
+_MOST: Final = 1e15  # of numbers that are written out; times are in Unix seconds
+_Count: TypeAlias = Annotated[int, Field(ge=0, le=int(_MOST))]
+_Positive: TypeAlias = Annotated[int, Field(ge=1, le=int(_MOST))]
+_Number: TypeAlias = Annotated[float, Field(ge=-_MOST, le=_MOST)]
+_Time: TypeAlias = Annotated[float, Field(ge=0, le=1e11)]  # as far as the calendar goes
+_Speed: TypeAlias = Annotated[float, Field(gt=0, le=_MOST)]
+_Key: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_Counts: TypeAlias = list[_Count]
+_Link: TypeAlias = Annotated[list[_Count], Field(min_length=2, max_length=2)]
+
+
+class _Report(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    reporter: _Count
+    peer: _Count | None
+    error: str
+
+
+class _Origin(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    where: str
+    micro_batch: _Count
+    worker: _Count
+
+
+_STEP: Final[Mapping[str, Any]] = {
+    "step": _Count,
+    "loss": float | None,
+    "grad_norm": float,
+    "lr": float,
+    "samples": _Count,
+    "tokens": _Count,
+    "step_s": Annotated[float, Field(gt=0, le=_MOST)],
+    "workers": _Positive,
+    "generation": _Count,
+}
+_STEP_OPTIONAL: Final[Mapping[str, Any]] = {"time": _Time | None, "is_rest": bool, "is_skipped": bool}
+_SLOW: Final[Mapping[str, Any]] = {
+    "speed": _Speed,
+    "since_step": _Count,
+    "step_s": _Number | None,
+    "before_step_s": _Number | None,
+}
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "started": {"pipelines": list[_Counts], "steps": _Positive},
+    "plan": {"generation": _Count, "policy": str},
+    "checkpoint": {"step": _Count},
+    "snapshot": {"step": _Count},
+    "finished": {"status": RunStatus, "reason": str},
+    "respawn": {"worker": _Count, "incarnation": _Count},
+    "host_joined": {"workers": _Counts},
+    "joined": {"worker": _Count, "host": str},
+    "draining": {"workers": _Counts},
+    "drained": {"worker": _Count},
+    "left": {"worker": _Count},
+    "lost": {"worker": _Count},
+    "hang": {"worker": _Count},
+    "recovered": {"worker": _Count},
+    "recovered_link": {"workers": _Link},
+    "records_written": {"dropped": _Count},
+    "slow": {"worker": _Count, **_SLOW},
+    "slow_link": {"workers": _Link, **_SLOW},
+    "took_over": {"step": _Count, "generation": _Count},
+    "stalled": {"stall_s": _Number},
+    "reclaimed": {"term": _Count},
+    "waiting": {"worker": _Count, "doing": str, "since_s": _Number},
+    "records_late": {"file": str, "reason": str},
+    "state_differs": {"undecided": dict[_Key, _Counts], "step": _Count, "agreed": _Count},
+    "bad_step": {
+        "step": _Count,
+        "why": str,
+        "is_bad_again": bool,
+        "changed": _Counts,
+        "origins": list[_Origin],
+        "action": Literal["skip", "rollback", "stop", "applied"],
+    },
+    "join_failed": {"worker": _Count, "cause": str},
+    "blocklisted": {"worker": _Count, "deaths": _Count},
+    "decision_failed": {"workers": _Counts, "error": str},
+    "discarded": {"generation": _Count, "error": str},
+    "drain_failed": {"workers": _Counts, "reason": str},
+    "host_lost": {"host": str, "workers": _Counts},
+    "host_refused": {"host": str, "reason": str},
+    "not_ended": {"worker": _Count, "host": str},
+    "checkpoint_late": {"step": _Count},
+    "checkpoint_failed": {"step": _Count, "error": str},
+    "checkpoint_unreadable": {"step": _Count, "error": str},
+    "checkpoint_incomplete": {"step": _Count},
+    "checkpoint_unchecked": {"step": _Count},
+    "snapshot_unreadable": {"step": _Count},
+    "snapshots_off": {"reason": str},
+    "optimizer_undivided": {"optimizer": str},
+    "refused": {"address": str, "reason": str},
+    "messages_failed": {"generation": _Count, "reports": list[_Report]},
+}
+"""Fields that reports on a run need of an event, by its name."""
+
+_OPTIONAL: Final[Mapping[str, Any]] = {
+    "host": str | None,
+    "message": str | None,
+    "error": str | None,
+    "reason": str | None,
+    "arriving": dict[_Key, str],
+    "adopted": _Counts,
+    "slow_links": list[_Link],
+    "incarnation": _Count,
+    "since": _Time | None,
+    "doing": str | None,
+    "place": str | None,
+    "process": str | None,
+    "file": str,
+}
+"""Fields that they take of any event that has them."""
+
+_RECORDS: Final[Mapping[str, Any]] = {
+    "failure": FailureRecord,
+    "failure_cost": FailureCostRecord,
+    "join": JoinRecord,
+    "outcome": OutcomeRecord,
+}
+
+
+def readable_events(run: RunDirectory) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the events of a run in the order they were written, and a message about each line that is left out."""
+    events: list[dict[str, Any]] = []
+    damaged: list[str] = []
+    content = run.events_file.read_bytes() if run.events_file.exists() else b""
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        try:
+            event = parse_line("events", line)
+            if event["event"] == "decision":
+                _check_decision(event)
+            events.append(event)
+        except ConfigError as error:
+            if line.endswith(b"\n"):  # else it is unfinished, as a crash may leave it
+                damaged.append(f"{run.events_file}, line {number}: {error}")
+    return events, damaged
+
+
+def _check_decision(event: Mapping[str, Any]) -> None:
+    try:
+        DecisionEvent.model_validate(event)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def describe_damage(damaged: Sequence[str]) -> str:
+    """Return how many lines are left out, and the message about the first of them."""
+    if len(damaged) == 1:
+        return f"a line cannot be read, and is left out: {damaged[0]}"
+    return f"{counted(len(damaged), 'line')} cannot be read, and are left out; the first: {damaged[0]}"
+
+
+def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any]:
+    """Return the values of a line. Raises ConfigError if it is not JSON, or a field is missing or of a wrong type.
+
+    Of a decision, only the time is checked; see `decision_stories`.
+    """
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ConfigError("is not JSON; the file is damaged") from None
+    try:
+        if kind == "metrics":
+            _step().validate_json(line)
+            return values  # type: ignore[no-any-return]
+        _any_event().validate_json(line)
+        record = _RECORDS.get(values["event"])
+        if record is None:
+            _event(values["event"] if values["event"] in _FIELDS else "").validate_json(line)
+        else:
+            _record(record).validate_json(line, strict=True)
+    except ValidationError as error:
+        raise _invalid(error) from None
+    return values  # type: ignore[no-any-return]
+
+
+def _invalid(error: ValidationError) -> ConfigError:
+    why = describe_invalid(error).removeprefix(": ")
+    return ConfigError(f"{why}; the file is damaged, or was written by another version of chameleon")
+
+
+@cache
+def _step() -> TypeAdapter[Any]:
+    return _fields_of("step", _STEP, _STEP_OPTIONAL)
+
+
+@cache
+def _any_event() -> TypeAdapter[Any]:
+    return _fields_of("event", {"event": str, "time": _Time}, {})
+
+
+@cache
+def _event(name: str) -> TypeAdapter[Any]:
+    required = _FIELDS.get(name, {})
+    return _fields_of(name, required, {key: value for key, value in _OPTIONAL.items() if key not in required})
+
+
+@cache
+def _record(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _fields_of(name: str, required: Mapping[str, Any], optional: Mapping[str, Any]) -> TypeAdapter[Any]:
+    fields: dict[str, Any] = {key: (kind, ...) for key, kind in required.items()}
+    fields |= {key: (kind, None) for key, kind in optional.items()}
+    return TypeAdapter(create_model(name, __config__=ConfigDict(strict=True), **fields))
