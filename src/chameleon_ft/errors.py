@@ -84,7 +84,8 @@ class NoHolderError(PlanError):
         noun = "layer" if len(self.layers) == 1 else "layers"
         super().__init__(
             f"no live worker holds {noun} {in_ranges(self.layers)}; "
-            "go back to a checkpoint, or place these layers on more workers"
+            "go back to a snapshot or a checkpoint, or place these layers on more workers, by more pipelines "
+            "(parallel.dp)"
         )
 
     def __reduce__(self) -> tuple[type[NoHolderError], tuple[tuple[int, ...]]]:
@@ -100,7 +101,7 @@ class NoOwnerError(NoHolderError):
         noun = "layer" if len(self.layers) == 1 else "layers"
         self.args = (
             f"no live worker has all of the optimizer's state of {noun} {in_ranges(self.layers)}; "
-            "go back to a checkpoint, or raise parallel.optimizer_redundancy",
+            "go back to a snapshot or a checkpoint, or raise parallel.optimizer_redundancy",
         )
 
 

@@ -362,6 +362,14 @@ def test_a_layer_that_is_still_held_needs_no_snapshot() -> None:
     assert plan.load == "keep"
 
 
+def test_without_any_state_to_go_back_to_it_is_said_what_is_lost() -> None:
+    sharding = shard_optimizer(PLAN.placement, HOSTS, 2)
+    with pytest.raises(NoHolderError, match=r"no live worker holds layers 2-3; .* snapshot .* by more pipelines"):
+        back([1, 3, 5], sharding=sharding, snapshot=None)
+    with pytest.raises(NoHolderError, match=r"all of the optimizer's state of layers 2-3; .*optimizer_redundancy"):
+        back([1, 3], sharding=sharding, snapshot=None)
+
+
 def test_owners_of_slices_are_those_of_the_snapshot() -> None:
     sharding = shard_optimizer(PLAN.placement, HOSTS, 1)
     layout = lay_out_snapshot(PLAN.placement, HOSTS, sharding).without(5)

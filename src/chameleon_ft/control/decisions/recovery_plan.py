@@ -236,8 +236,14 @@ def _reload(cluster: ClusterState, context: recovery.DecisionContext) -> Recover
 
 
 def _without_owners(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
-    """Return new pipelines from an earlier state, because slices of the optimizer's state have no owner left."""
+    """Return new pipelines from an earlier state, because slices of the optimizer's state have no owner left.
+
+    Raises:
+        NoHolderError: there is no such state. It names the layers that no live worker holds at all, if there are some.
+    """
     if cluster.source is None:
+        if unheld := placement_of(cluster.held, len(context.costs.workload.layers)).unheld_layers:
+            raise NoHolderError(unheld)
         raise NoOwnerError(cluster.ownerless_layers)
     plan = _largest_layout(cluster, context)
     return _go_back(cluster, context, plan, None, default_limits(plan))
