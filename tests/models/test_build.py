@@ -194,7 +194,6 @@ class InPlace(nn.Module):
         (Autocasting, BoundarySpec((2, 4), torch.bfloat16)),
         (KeepPositive, BoundarySpec((8,), torch.float32)),
         (lambda: nn.Unflatten(1, (2, 2)), BoundarySpec((2, 2, 2), torch.float32)),
-        (InPlace, BoundarySpec((2, 4), torch.float32)),
     ],
 )
 def test_boundaries_are_those_of_a_run(layer: Callable[[], nn.Module], spec: BoundarySpec) -> None:
@@ -271,6 +270,18 @@ def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.de
     with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes its buffer 'mean' in its forward"):
         boundary_specs(job, 2, device=device)
     boundary_specs(make_job([partial(Running, persistent=False)], Zeros(4)), 2, device=device)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_changes_its_input_in_place_is_refused(layer: int, device: torch.device) -> None:
+    layers: list[Callable[[], nn.Module]] = [nn.Identity, nn.Identity, lambda: nn.Linear(8, 8)]
+    layers[layer] = InPlace
+    with pytest.raises(ConfigError, match=rf"layer {layer} \(InPlace\) changes its input in place"):
+        boundary_specs(make_job(layers, Zeros(8)), 2, device=device)
+    # What a layer has made itself it may change.
+    layers[layer] = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    assert len(boundary_specs(make_job(layers, Zeros(8)), 2, device=device)) == 3
 
 
 def test_complex_parameters_are_refused_if_they_are_trained() -> None:

@@ -198,7 +198,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
     cast_layer(module, job.precision, is_first=layer == 0)
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
-    boundary = boundary.clone()  # which the layer may change in place
+    boundary = boundary.clone()  # not a leaf, so that a layer that changes it in place runs, and is refused below
     before = {name: (buffer, buffer._version) for name, buffer in _persistent_buffers(module)}
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
@@ -211,6 +211,12 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
             f"{boundary.dtype} on the device {device} ({type(error).__name__}: {error}); check that it takes what "
             "the layer before it returns, or set the job's `boundaries`"
         ) from error
+    if boundary._version:
+        raise ConfigError(
+            f"layer {layer} ({type(module).__name__}) changes its input in place, which torch refuses on a worker "
+            "whose layers begin there, and which a layer that is run again would find changed; return a new tensor, "
+            "for example by inplace=False or x = x + y"
+        )
     for name, buffer in _persistent_buffers(module):
         old, version = before.get(name, (None, 0))
         if buffer.is_floating_point() and (buffer is not old or buffer._version != version):
