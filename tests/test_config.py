@@ -67,13 +67,20 @@ def test_places_of_the_lease(lease: str) -> None:
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: should be a finite number"),
         ({"recovery": {"policy": "magic"}}, "recovery.policy = \"magic\": should be 'chameleon', 'reroute'"),
         ({"policy": "magic"}, "policy: unknown key; did you mean recovery.policy?"),
-        ({"recovery": {"worker_mtbf_hours": 0.0}}, "recovery.worker_mtbf_hours = 0.0: should be greater than 0"),
+        (
+            {"recovery": {"worker_mtbf_hours": 0.0}},
+            "recovery.worker_mtbf_hours = 0.0: should be greater than or equal to",
+        ),
+        (
+            {"recovery": {"prior_weight": 1e13}},
+            "recovery.prior_weight = 10000000000000.0: should be less than or equal to",
+        ),
         ({"control": {"lease": "etcd"}}, 'control.lease = "etcd": should be files, etcd://HOST:PORT'),
         ({"control": {"lease": "etcd://root:secret@a:2379"}}, "should be files, etcd://HOST:PORT"),
         ({"control": {"lease": "etcd://a:2379,b"}}, "should be files, etcd://HOST:PORT"),
         ({"control": {"lease": "kubernetes://Team"}}, "should be files, etcd://HOST:PORT"),
         ({"control": {"lease_s": 0.0}}, "control.lease_s = 0.0: should be greater than 0"),
-        ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than 0"),
+        ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than or equal to"),
         (
             {"recovery": {"restart_cost_s": -1.0}},
             "recovery.restart_cost_s = -1.0: should be greater than or equal to 0",

@@ -97,11 +97,14 @@ class Recovery(Section):
     )
     worker_mtbf_hours: float = Field(
         default=5_000.0,
-        gt=0,
+        ge=1e-12,
+        le=10**12,
         description="Prior mean time between failures of one worker, in hours. Workers of a host that are lost "
         "together count as one failure.",
     )
-    prior_weight: float = Field(default=1.0, gt=0, description="Weight of worker_mtbf_hours, in observed failures.")
+    prior_weight: float = Field(
+        default=1.0, ge=1e-9, le=10**12, description="Weight of worker_mtbf_hours, in observed failures."
+    )
     host_failure_fraction: float = Field(
         default=0.25,
         ge=0,
