@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-# Tests start many interpreters, which then compile every module of this package anew.
+# If it were set, each of the many interpreters that tests start would compile all modules of this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test test-single test-multi explore sequences check
