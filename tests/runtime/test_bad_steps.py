@@ -34,14 +34,23 @@ BATCH = Batch(micro_batches=4, micro_batch_size=2)
 SAMPLES = 800
 JOB = """
 import functools
+import time
+from pathlib import Path
 import torch
 from torch import nn
 from chameleon_ft import Job
+from chameleon_ft.observe import complete_checkpoints
+
+def wait_for_checkpoint(run):
+    while not complete_checkpoints(Path(run) / "checkpoints"):
+        time.sleep(0.01)
 
 class Data:
     def __len__(self):
         return {samples}
     def __getitem__(self, index):
+        if index in {late}:
+            wait_for_checkpoint({run!r})
         x = torch.sin(torch.arange(6.0) * (index + 1))
         return x.fill_({value}) if index in {bad} else x, x.sum()
 
@@ -60,10 +69,12 @@ def sample_of(step: int, micro_batch: int, *, seed: int = 0) -> int:
     return SampleOrder(SAMPLES, seed).ids(step, BATCH.samples)[micro_batch * BATCH.micro_batch_size]
 
 
-def config_with(tmp_path: Path, *, bad: list[int], value: str = "float('nan')", **changes: Any) -> RunConfig:
-    """A run whose data have bad samples."""
-    path = tmp_path / "job.py"
-    path.write_text(JOB.format(samples=SAMPLES, bad=bad, value=value))
+def config_with(
+    tmp_path: Path, *, bad: list[int], value: str = "float('nan')", after_checkpoint: bool = False, **changes: Any
+) -> RunConfig:
+    """A run whose data have bad samples, which come only once there is a complete checkpoint if `after_checkpoint`."""
+    path, late = tmp_path / "job.py", bad if after_checkpoint else []
+    path.write_text(JOB.format(samples=SAMPLES, bad=bad, value=value, late=late, run=str(tmp_path / "run")))
     fields: dict[str, Any] = {
         "job": str(path),
         "workers": 4,
@@ -119,6 +130,7 @@ def test_all_return_to_a_checkpoint_and_leave_the_samples_out_then(tmp_path: Pat
     config = config_with(
         tmp_path,
         bad=[sample_of(5, 2)],
+        after_checkpoint=True,
         checkpoint=Checkpoint(every=2),
         health=Health(detect_slow=False, on_bad_step="rollback"),
     )
