@@ -369,6 +369,14 @@ def test_a_layer_that_would_take_too_long_is_not_waited_for() -> None:
     assert all(len(layers) <= 2 for layers in ranks[2].current)
 
 
+def test_what_a_small_layer_takes_says_nothing_of_a_large_one() -> None:
+    order = move((0, 2, 0, 1_000_000), (0, 2, 1, 1), (0, 2, 2, 1_000_000), hold_s=20.0)
+    ranks = train(order, steps=3, message_s=0.01, switches_after_s=0.0, stand_in_scale=1)
+    assert [rank.error for rank in ranks] == [None] * 3
+    assert {len(layers) for layers in ranks[2].current} <= {0, 3}, "no step waits for the next one with the last layer"
+    assert ranks[2].held.layers == {0, 1, 2}
+
+
 def test_a_layer_that_arrives_damaged_ends_the_generation() -> None:
     ranks = train(move((0, 2, 1, 100)), steps=6, spoiled_tag=0)
     assert isinstance(ranks[2].error, CommunicationError)

@@ -246,17 +246,19 @@ class LayerMigration:
     # --- the destination ---------------------------------------------------------------------------------------------
 
     def _pull_all(self) -> None:
-        s_per_byte = 0.0
+        # The least so far: a small slice takes mostly the way to its source and back.
+        s_per_byte: float | None = None
         if not self._items:
             self._faults.at("transfer", self._committed)
         for number, item in enumerate(self._items):
-            version = self._begin_pull(s_per_byte * item.num_bytes)
+            version = self._begin_pull((s_per_byte or 0.0) * item.num_bytes)
             if number == len(self._items) // 2:
                 self._faults.at("transfer", version)
             start = time.monotonic()
             state = self._pull(item, version)
             moved = tensor_bytes(state) if self._stand_in_scale is None else item.num_bytes
-            s_per_byte = (time.monotonic() - start) / max(1, moved)
+            taken_s_per_byte = (time.monotonic() - start) / max(1, moved)
+            s_per_byte = taken_s_per_byte if s_per_byte is None else min(taken_s_per_byte, s_per_byte)
             with self._condition:
                 self._pulling = False
                 self._arrived.append((item, state))
