@@ -1,4 +1,4 @@
-"""What follows from what was observed in a comparison of policies, its report, and its settings."""
+"""Results, report and settings of a comparison of policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank reports of an error that ends it."""
+"""The message of a rank that ends with an error."""
 
 from __future__ import annotations
 
