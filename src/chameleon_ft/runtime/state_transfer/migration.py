@@ -246,7 +246,7 @@ class LayerMigration:
     # --- the destination ---------------------------------------------------------------------------------------------
 
     def _pull_all(self) -> None:
-        # The least so far: a small slice takes mostly the way to its source and back.
+        # The least so far: most of the time of a small slice is the round trip to its source.
         s_per_byte: float | None = None
         if not self._items:
             self._faults.at("transfer", self._committed)
