@@ -6,7 +6,7 @@ a channel in a step the shortest time counts: whatever else delays a message add
 
 On a busy host a worker that waits gets a processor late, and one that does not wait seems to. Which channels suffer is
 not a matter of chance: a worker that is usually behind finds its messages there, or waits for a single one in a step.
-So a delay counts only if it is more than twice as long as messages to the two hosts usually are late; or if a forward
+So a delay counts only if it is more than twice as long as messages to the two hosts are usually late; or if a forward
 takes twice the expected time with it, because messages queue on so slow a link, and are late for that reason alone.
 
 The time is judged together with a forward of the two workers, so that delays count for little that are short beside an
@@ -30,7 +30,7 @@ __all__ = ["Ends", "LinkTimes", "assumed_shares"]
 Ends: TypeAlias = tuple[int, int]
 """The two workers of a link, ascending."""
 
-_TIMES_LATE: Final = 2.0  # that is what a single message is late now and then
+_TIMES_LATE: Final = 2.0  # now and then a single message is that late
 
 _Channel: TypeAlias = tuple[int, int, bool]
 """(sender, receiver, whether forward)"""

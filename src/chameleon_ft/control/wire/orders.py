@@ -176,7 +176,7 @@ class SaveCheckpoint(Message):
 
 
 class CheckpointState(Message):
-    """Tell how the checkpoints of `committed` steps or more come along; the answer is this message with the rest.
+    """Ask about checkpoints of `committed` steps or more; the answer is this message with the other fields.
 
     A command that waits for one asks, because the files of the run do not tell while its disk is full.
     """
