@@ -115,7 +115,7 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
     assert chameleon("checkpoint", run.path) == 0
     assert chameleon("checkpoint", run.path, "--wait") == 0
     printed = chameleon.capture.readouterr().out
-    assert "the checkpoint cannot be marked as complete yet: the disk is full; it is as soon as" in printed
+    assert "the checkpoint cannot be marked as complete yet: the disk is full; it will be as soon as" in printed
     assert "training would resume with step 8" in printed
     assert chameleon("checkpoint", run.path, "--wait") == 1
     assert "the run is over without it" in chameleon.capture.readouterr().out
