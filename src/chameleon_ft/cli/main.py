@@ -20,32 +20,43 @@ from chameleon_ft.runtime.process import terminations
 
 __all__ = ["COMMANDS", "main", "take_log_level"]
 
-COMMANDS: Final = {
-    "train": "Train the built-in Llama, all on this machine.",
-    "run": "Train a model of your own, all on this machine.",
-    "coordinator": "Run the coordinator of a run that spans several machines.",
-    "agent": "Start and watch the workers of such a run on this machine.",
-    "ray": "Train on the nodes of a Ray cluster.",
-    "preflight": "Examine this machine as a run does before it admits a host.",
-    "worker": "Run one worker of such a run, started by a cluster's own launcher.",
-    "slurm": "Submit a run to Slurm.",
-    "kubernetes": "Write the manifests of a run on Kubernetes.",
-    "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
-    "plan": "Predict the time and memory of a step before anything runs.",
-    "simulate": "Compare policies over months of simulated failures.",
-    "report": "Compare the measured steps of a run with the predicted ones.",
-    "explain": "Show each decision of a run: the candidates, the reason and the outcome.",
-    "diagnose": "Show for each incident of a run which worker failed, where and why, and what was done.",
-    "status": "Show the state of a run: progress, pace, workers, failures, checkpoints, expected end.",
-    "watch": "Show the state of a run and its newest events until it is over.",
-    "page": "Serve the page of a run, live or over, and its metrics.",
-    "track": "Hand the records of a run to TensorBoard, Weights & Biases, OpenTelemetry or a webhook.",
-    "stop": "End a live run, with a checkpoint.",
-    "checkpoint": "Have a live run write a checkpoint now.",
-    "drain": "Take workers out of a live run before their machine leaves.",
-    "inject": "Inject a failure into a live run, to watch it recover.",
-    "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
+_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "train on this machine": {
+        "train": "Train the built-in Llama.",
+        "run": "Train a model of your own.",
+    },
+    "train on several machines": {
+        "coordinator": "Run the coordinator of a run.",
+        "agent": "Start and watch the workers of a run on this machine.",
+        "worker": "Run one worker of a run, started by a cluster's own launcher.",
+        "preflight": "Examine this machine as a run does before it admits a host.",
+        "slurm": "Submit a run to Slurm.",
+        "kubernetes": "Write the manifests of a run on Kubernetes.",
+        "ray": "Train on the nodes of a Ray cluster.",
+    },
+    "predict": {
+        "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
+        "plan": "Predict the time and memory of a step before anything runs.",
+        "simulate": "Compare policies over months of simulated failures.",
+    },
+    "look at a run, live or over": {
+        "status": "Show its state: progress, pace, workers, failures, checkpoints, expected end.",
+        "watch": "Show its state and its newest events until it is over.",
+        "page": "Serve its page for browsers, and its metrics.",
+        "track": "Hand its records to TensorBoard, Weights & Biases, OpenTelemetry or a webhook.",
+        "diagnose": "Show for each incident which worker failed, where and why, and what was done.",
+        "explain": "Show each decision: the candidates, the reason and the outcome.",
+        "report": "Compare the measured steps with the predicted ones.",
+        "verify": "Repeat it in one plain PyTorch loop and compare the losses.",
+    },
+    "act on a live run": {
+        "checkpoint": "Write a checkpoint now.",
+        "drain": "Take workers out before their machine leaves.",
+        "stop": "End the run, with a checkpoint.",
+        "inject": "Inject a failure, to watch the run recover.",
+    },
 }
+COMMANDS: Final = {name: text for commands in _GROUPS.values() for name, text in commands.items()}
 _OLD_NAMES: Final = {"supervise": "agent"}
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
@@ -143,15 +154,16 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    commands = "\n".join(
+        "\n".join((f"{title}:", *(f"  {name:<{width}}  {text}" for name, text in group.items()), ""))
+        for title, group in _GROUPS.items()
+    )
     return f"""\
 usage: chameleon COMMAND [--log-level LEVEL] [ARGUMENT ...]
 
 Train large language models with PyTorch, and keep training when workers fail.
 
-commands:
 {commands}
-
 --log-level {{{",".join(_LEVELS)}}}, or the environment variable {_LEVEL_VARIABLE}, sets what is logged to
 standard error, beside what a command prints and records. The default is warning.
 

@@ -37,13 +37,13 @@ class TorchrunArguments(JoinArguments):
     """Arguments that `chameleon agent` shares with torchrun, under the names of both."""
 
     workers: OptionalInt = None
-    """Worker processes to start here, one for each accelerator. It must be given."""
+    """Worker processes to start here, one for each accelerator. Required."""
     nproc_per_node: Annotated[OptionalStr, metavar("INT")] = None
-    """torchrun's name of --workers."""
+    """torchrun's name for --workers."""
     rdzv_endpoint: Annotated[OptionalStr, metavar("HOST:PORT")] = None
-    """torchrun's name of --coordinator."""
+    """torchrun's name for --coordinator."""
     rdzv_backend: Annotated[OptionalStr, metavar("chameleon")] = None
-    """There is no other one: the workers meet at the coordinator."""
+    """No other value is accepted: the workers meet at the coordinator."""
     nnodes: Annotated[OptionalStr, metavar("INT")] = None
     """Machines with which the run begins. With --run it is compared with the workers of the run; leave it out on a
     machine that is added later."""
