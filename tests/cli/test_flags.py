@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 
+import chameleon_ft
 from chameleon_ft.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
 from tests.cli.conftest import CommandLine
 
@@ -45,6 +48,22 @@ def test_a_wrong_value_is_named_with_what_it_should_be(
     printed = words(chameleon.capture.readouterr().err)
     assert message in printed
     assert "None" not in printed.replace('"None"', "")
+
+
+def test_no_help_of_an_argument_breaks_in_the_middle_of_a_line() -> None:
+    # tyro keeps the line breaks of a docstring below a field; a longer text is the `help` of `tyro.conf.arg`.
+    files = sorted((Path(chameleon_ft.__file__).parent / "cli").rglob("*.py"))
+    broken = [
+        f"{file.name}: {docstring}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Arguments")
+        for statement in node.body[1:]
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and "\n" in (docstring := str(statement.value.value))
+    ]
+    assert broken == []
 
 
 def test_the_flags_of_a_published_model_are_the_same_wherever_there_are_any(chameleon: CommandLine) -> None:

@@ -61,7 +61,7 @@ OptionalInt = Annotated[Optional[int], metavar("INT")]  # noqa: UP045
 OptionalFloat = Annotated[Optional[float], metavar("FLOAT")]  # noqa: UP045
 OptionalStr = Annotated[Optional[str], metavar("STR")]  # noqa: UP045
 OptionalPath = Annotated[Optional[Path], metavar("PATH")]  # noqa: UP045
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, metavar("")]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """A flag without a value."""
 RunPath = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 """The directory of a run."""

@@ -26,7 +26,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "run": "Train a model of your own.",
     },
     "train on several machines": {
-        "coordinator": "Run the coordinator of a run.",
+        "coordinator": "Coordinate a run: decide, record and display.",
         "agent": "Start and watch the workers of a run on this machine.",
         "worker": "Run one worker of a run, started by a cluster's own launcher.",
         "preflight": "Examine this machine as a run does before it admits a host.",

@@ -36,9 +36,9 @@ class PlanArguments:
     ] = ()
     preset: Preset = NO_PRESET
     dp: OptionalInt = None
-    """Pipelines."""
+    """Pipelines of the layout."""
     pp: OptionalInt = None
-    """Stages of a pipeline."""
+    """Stages of each pipeline."""
     micro_batches: OptionalInt = None
     """Micro-batches of a step, over all pipelines; without CONFIG, 16 for each of --dp if not given."""
     global_batch_size: OptionalInt = None
@@ -56,13 +56,13 @@ class PlanArguments:
         Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
         metavar(
             "{layout,chameleon,paper,oobleck}",
-            "layout: equal pipelines, with detours around failed workers as by --policy reroute; chameleon: the best "
-            "plan that a search finds, detours included; paper, oobleck: the choice of the published planners, for "
+            "layout: equal pipelines, rerouted around failed workers as by --policy reroute; chameleon: the best plan "
+            "that a search finds, rerouting included; paper, oobleck: the choice of the published planners, for "
             "comparison. By default the layout, if there is one.",
         ),
     ] = None
     slow: Annotated[str, metavar("WORKER=SPEED[,...]")] = ""
-    """Speeds of workers whose speed is not 1."""
+    """Workers that are slower than the others, such as 7=0.6."""
     failed: Annotated[str, metavar("WORKER[,WORKER ...]")] = ""
     """Plan for the loss of these workers."""
     picture: OptionalPath = None

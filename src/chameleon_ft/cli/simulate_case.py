@@ -82,8 +82,10 @@ class SimulateArguments:
     """Factor on the failure rate; repairs are faster by the same factor."""
     keep_repairs: Switch = False
     """Keep repair times the same at every --rate, so that higher rates leave more workers down."""
-    policies: Annotated[str, metavar("NAME[,NAME ...]")] = "all"
-    """Policies to compare, or all. (default: all)"""
+    policies: Annotated[
+        str,
+        metavar("NAME[,NAME ...]", f"Policies to compare: {', '.join(SIMULATED_POLICIES)}; all of them by default."),
+    ] = "all"
     micro_batches: OptionalInt = None
     """Micro-batches per step, over all pipelines; 4 per worker if not given."""
     hosts: Hosts = USUAL_HOSTS

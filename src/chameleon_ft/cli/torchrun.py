@@ -45,8 +45,7 @@ class TorchrunArguments(JoinArguments):
     rdzv_backend: Annotated[OptionalStr, metavar("chameleon")] = None
     """No other value is accepted: the workers meet at the coordinator."""
     nnodes: Annotated[OptionalStr, metavar("INT")] = None
-    """Machines with which the run begins. With --run it is compared with the workers of the run; leave it out on a
-    machine that is added later."""
+    """Machines with which the run begins, checked with --run; leave it out on a machine that is added later."""
 
     def num_workers(self) -> int:
         """Return the workers of this machine. Raises ConfigError."""

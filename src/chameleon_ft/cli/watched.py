@@ -24,7 +24,7 @@ __all__ = ["WatchedRun"]
 class WatchedRun:
     """The arguments that name the run."""
 
-    run: Annotated[Optional[Path], tyro.conf.Positional, metavar("RUN")] = None  # noqa: UP045
+    run: Annotated[Optional[Path], tyro.conf.Positional, metavar("[RUN]")] = None  # noqa: UP045
     """Run directory."""
     coordinator: Annotated[OptionalStr, metavar("HOST:PORT")] = None
     """Address that the coordinator of a live run printed, instead of RUN, if this machine cannot read that."""

@@ -138,7 +138,7 @@ class Recovery(Section):
 
 
 class Timeouts(Section):
-    """Times after which a worker or a message counts as lost. The first four are in ascending order."""
+    """Times after which a worker or a message counts as lost. The first four must be in ascending order."""
 
     heartbeat_timeout_s: float = Field(
         default=5.0,

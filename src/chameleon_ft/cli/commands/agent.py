@@ -24,13 +24,11 @@ class AgentArguments(TorchrunArguments):
     """
 
     standby: Switch = False
-    """Have a coordinator stand by on this machine, too, and continue the run when the one that leads is lost."""
+    """Have a coordinator stand by on this machine, too: it continues the run if the one that leads is lost."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
-    """Address at which the other machines reach this one, or its network interface; by default that of the route to the
-    coordinator."""
+    """Address of this machine, or its network interface; by default that of the route to the coordinator."""
     drained_exit_code: int = 0
-    """Exit code if the workers of this machine are drained while the run goes on; a scheduler that starts an agent anew
-    only when it has failed needs another one."""
+    """Exit code once all workers here are drained; give 75 to a scheduler that restarts only failed agents."""
 
 
 def main(arguments: Sequence[str]) -> int:

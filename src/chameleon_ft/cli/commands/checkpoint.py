@@ -21,8 +21,7 @@ class CheckpointArguments:
     run: RunPath
     """Run directory."""
     wait: Switch = False
-    """Return only once the checkpoint is complete, and fail if it cannot be written. If only the files of the run have
-    to wait for a full or hanging disk, so does this command, and says so."""
+    """Return only once the checkpoint is complete, and with exit code 1 if it cannot be written."""
 
 
 def main(arguments: Sequence[str]) -> int:

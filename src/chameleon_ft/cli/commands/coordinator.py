@@ -46,11 +46,9 @@ class CoordinatorArguments:
         ),
     ] = None
     or_standby: Switch = False
-    """With --resume auto: if the run is live, stand by for its coordinator, so that a scheduler may start this command
-    anew whatever became of the run."""
+    """With --resume auto: if the run is live, stand by, so that a scheduler may start this command at any time."""
     host: Annotated[OptionalStr, metavar("ADDRESS")] = None
-    """With --standby, the address at which the other machines reach this one, or its network interface; by default that
-    of the route to the coordinator."""
+    """With --standby: address of this machine, or its interface; by default that of the route to the coordinator."""
 
 
 def main(arguments: Sequence[str]) -> int:

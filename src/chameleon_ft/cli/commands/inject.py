@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Optional, get_args
 
+import tyro
+
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, metavar, parse_arguments
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
@@ -14,6 +16,11 @@ from chameleon_ft.observe import RunDirectory
 __all__ = ["main"]
 
 _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
+_KINDS = (
+    "kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its "
+    "speed; slow-link: its links have --factor of their bandwidth; corrupt: a random bit of a parameter or of the "
+    "optimizer's state flips; nan: an element of its gradient is not a number, once."
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +34,7 @@ class InjectArguments:
     """Run directory."""
     worker: int
     """Number of the worker, as the run shows it."""
-    kind: FailureKind = "kill"
-    """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its
-    speed; slow-link: its links have --factor of their bandwidth; corrupt: a random bit of a parameter or of the
-    optimizer's state flips; nan: an element of its gradient is not a number, once."""
+    kind: Annotated[FailureKind, tyro.conf.arg(help=_KINDS)] = "kill"
     factor: OptionalFloat = None
     """With --kind slow or slow-link: the share of the usual speed or bandwidth, such as 0.5; 1 ends the slowness."""
     phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045

@@ -41,15 +41,13 @@ class KubernetesArguments:
     mount: Annotated[str, metavar("PATH")] = "/shared"
     """Directory of the volume in the containers."""
     token_secret: Annotated[OptionalStr, metavar("NAME")] = None
-    """Secret whose key `token` is the join token; by default the name of the JobSet with -token. The manifests refer to
-    it, and do not have it."""
+    """Secret of yours, whose key `token` is the join token; by default the name of the JobSet with -token."""
     resource: Annotated[OptionalStr, metavar("NAME")] = None
     """Extended resource of an accelerator; for device = "cuda" by default nvidia.com/gpu."""
     grace_s: int = 600
     """Seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed."""
     monitoring: Switch = False
-    """Also have a pod serve the page of the run, with a Service, and a ServiceMonitor by which the Prometheus operator
-    collects its metrics."""
+    """Also write a pod that serves the page of the run, a Service, and a ServiceMonitor for the Prometheus operator."""
     file: Annotated[OptionalPath, metavar("FILE")] = None
     """File to write; by default the manifests are printed."""
 

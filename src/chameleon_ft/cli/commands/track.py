@@ -36,8 +36,7 @@ class TrackArguments:
     wandb: Annotated[OptionalStr, metavar("PROJECT")] = None
     """Project of Weights & Biases, whose environment variables apply (WANDB_MODE=offline); needs the extra `wandb`."""
     otel: Annotated[OptionalStr, metavar("URL")] = None
-    """Address of a collector that takes OpenTelemetry's traces (OTLP over HTTP), such as http://localhost:4318; gets a
-    trace of each incident; needs the extra `otel`."""
+    """Collector of OpenTelemetry (OTLP/HTTP), which gets a trace of each incident; needs the extra `otel`."""
     webhook: Annotated[OptionalStr, metavar("URL")] = None
     """Address to which incidents are sent as JSON, from now on, in a form that Slack and Mattermost take."""
 
