@@ -1,4 +1,4 @@
-// Incidents and decisions: who was lost, which candidates there were, what was predicted, and what came.
+// Incidents and decisions: lost workers, candidates, predictions and outcomes.
 import { bytes, clock, count, duration, element, fill } from "/static/words.js";
 
 const PHASES = [["detect_s", "detect", "#c2321f"], ["stop_s", "stop", "#d98a00"], ["decide_s", "decide", "#3b82c4"],
@@ -37,12 +37,12 @@ function showIncident({ time, diagnosis, decision, told }) {
 
 function showDiagnosis(diagnosis) {
   const rows = diagnosis.culprits.map((each) => [
-    `worker ${each.worker}`, each.host || "–", each.cause, each.noticed_by,
+    `worker ${each.worker}`, each.host || "–", each.cause,
     each.detected_after_s == null ? "–" : duration(each.detected_after_s),
     [each.doing, each.place, each.process, each.evidence].filter(Boolean).join("; ") || "–",
   ]);
   const failed = diagnosis.failed_messages.map(([from, to, error]) => element("div", { class: "small" }, `message of worker ${from}${to == null ? "" : ` with ${to}`} failed: ${error}`));
-  return [table(["lost", "host", "cause", "noticed by", "after", "evidence"], rows), ...failed];
+  return [table(["lost", "host", "cause", "detected after", "evidence"], rows), ...failed];
 }
 
 function showTold(told) {
