@@ -101,6 +101,7 @@ class Observed:
         workers: workers at the start.
         skipped: workers that were to be killed and were not live.
         outcomes: of all decisions, also those on workers that had joined.
+        switched_bytes: that moved for a switch to a better plan, most of them during training.
         ended: why the run ended inside the window; None if it did not.
         others_share: share of the machine that other processes took.
     """
@@ -113,6 +114,7 @@ class Observed:
     skipped: tuple[int, ...]
     outages: tuple[Outage, ...]
     outcomes: tuple[Outcome, ...]
+    switched_bytes: int = 0
     ended: str | None
     others_share: float = math.nan
 
@@ -124,13 +126,15 @@ class Observed:
     def read(cls, path: Path) -> Observed:
         """Read observations that `write` wrote.
 
-        Earlier versions did not record predicted steps, which are then read from the run in the same folder.
+        What earlier versions did not record, predicted steps and bytes, is read from the run in the same folder.
         """
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("predicted_s", None) is not None:
             data["outcomes"] = _outcomes_of(
                 path.parent / data["run"], [each["generation"] for each in data["outcomes"]]
             )
+        if "switched_bytes" not in data:
+            data["switched_bytes"] = _switched_bytes(path.parent / data["run"])
         parts = {"commits": Commit, "changes": Change, "outages": Outage, "outcomes": Outcome}
         data |= {name: tuple(part(**each) for each in data[name]) for name, part in parts.items()}
         data["skipped"] = tuple(data["skipped"])
@@ -177,7 +181,7 @@ class Observed:
 
     @property
     def moved_bytes(self) -> int:
-        return sum(outage.moved_bytes for outage in self.outages)
+        return self.switched_bytes + sum(outage.moved_bytes for outage in self.outages)
 
     def steps_s(self) -> dict[int, list[float]]:
         """Return generation -> times between commits, without its first step, which includes one-time work."""
@@ -223,6 +227,12 @@ def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]
     events = (event for event in RunDirectory(run).events() if event["event"] == "outcome")
     found = [outcome for event in events if (outcome := Outcome.of(event)) is not None]
     return [asdict(outcome) for outcome in found if outcome.generation in generations]
+
+
+def _switched_bytes(run: Path) -> int:
+    if not RunDirectory(run).events_file.exists():
+        return 0
+    return sum(event["moved_bytes"] for event in RunDirectory(run).events() if event["event"] == "join")
 
 
 def mean_size(errors: Sequence[float]) -> float:

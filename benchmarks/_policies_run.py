@@ -55,6 +55,7 @@ class _Watch:
     skipped: list[int] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    switched_bytes: int = 0
     metrics: Tail = field(init=False)
     events: Tail = field(init=False)
     _before: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
@@ -119,6 +120,8 @@ class _Watch:
                 )
             case "joined":
                 self.changes.append(Change(at_s, event["worker"], 1))
+            case "join":
+                self.switched_bytes += event["moved_bytes"]
             case "outcome" if (outcome := Outcome.of(event)) is not None:
                 self.outcomes.append(outcome)
 
@@ -156,6 +159,7 @@ def observe(
         skipped=tuple(watch.skipped),
         outages=tuple(watch.outages),
         outcomes=tuple(watch.outcomes),
+        switched_bytes=watch.switched_bytes,
         ended=ended,
     )
 

@@ -9,6 +9,7 @@ all. Each run knows the true rate of failures.
   of surviving      that by the share of workers that were live, averaged over the window
   after recovery    throughput of the last plan, by that of the steps before the first loss
   chameleon by it   average throughput of `chameleon` by that of the policy in the row
+  moved             state that workers have received, in stalls and during training
 
 A run returns to a checkpoint at once, because no process has to be started. The real cost, `--restart-s`, is charged by
 setting its clock forward. It includes repeated work, which therefore counts as trained. The cost of writing checkpoints

@@ -119,6 +119,19 @@ def test_what_an_earlier_version_wrote_is_read_with_the_events_of_its_run(tmp_pa
     assert Observed.read(file) == observed(run="run")
 
 
+def test_bytes_that_an_earlier_version_did_not_record_are_read_from_the_events(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    observed(run="run").write(file)
+    data = json.loads(file.read_text())
+    del data["switched_bytes"]
+    file.write_text(json.dumps(data))
+    assert Observed.read(file).moved_bytes == 10**9, "its events are gone"
+    run = RunDirectory.create(tmp_path / "run", RunConfig())
+    joins = [{"event": "join", "moved_bytes": moved} for moved in (5, 30)]
+    run.events_file.write_text("".join(json.dumps(each) + "\n" for each in [*joins, {"event": "joined"}]))
+    assert Observed.read(file).moved_bytes == 10**9 + 35
+
+
 # --- the report ------------------------------------------------------------------------------------------------------
 
 

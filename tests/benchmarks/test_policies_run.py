@@ -105,9 +105,12 @@ def test_joins_and_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
         script.step(number)
     script.now += 1.0
     script.event("joined", worker=5)
+    script.event("join", workers=[5], moved_bytes=30)
+    script.event("join", workers=[], moved_bytes=4)
     came = {"steps": 9, "measured_step_s": 2.5, "measured_stall_s": 1.25}
     script.event("outcome", generation=2, predicted_step_s=2.0, predicted_stall_s=1.0, **came)
     script.event("outcome", generation=3, predicted_step_s=None, predicted_stall_s=None, **came)
     script.watch.look()
     assert script.watch.changes == [Change(1.0, 5, 1)]
     assert script.watch.outcomes == [Outcome(2, 9, 2.0, 2.5, 1.0, 1.25)]
+    assert script.watch.switched_bytes == 34
