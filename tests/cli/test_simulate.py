@@ -331,6 +331,40 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
+    ("file", "number", "changes"),
+    [
+        ("events", 0, {"time": "noon"}),
+        ("events", 2, {"stall_s": "long"}),
+        ("events", 2, {"detect_s": [1.0]}),
+        ("events", 3, {"event": "joined"}),
+        ("events", 3, {"event": "checkpoint", "step": 1, "copy_s": "long"}),
+        ("events", 3, {"event": "prepared", "losses": 1}),
+        ("metrics", 1, {"samples": "many"}),
+        ("metrics", 1, {"step_s": None}),
+    ],
+)
+def test_a_damaged_line_of_a_run_is_named(
+    capsys: pytest.CaptureFixture[str], folder: Path, file: str, number: int, changes: dict[str, object]
+) -> None:
+    begun = {**started(1000.0), "pipelines": [[0], [1]], "steps": 10}
+    recorded(folder / "run", (begun, *RUN_EVENTS[1:]), steps_s={1: [3.0] * 4})
+    path = folder / "run" / f"{file}.jsonl"
+    lines = path.read_text().splitlines()
+    lines[number] = json.dumps({**json.loads(lines[number]), **changes})
+    path.write_text("\n".join(lines) + "\n")
+    error = simulate(capsys, "--run", "run", code=2)
+    assert f"{file}.jsonl, line {number + 1}: " in error
+    assert "give a run whose records are whole" in error
+
+
+def test_records_of_a_run_that_cannot_be_read_are_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    run = recorded(folder / "run", RUN_EVENTS)
+    run.events_file.unlink()
+    run.events_file.mkdir()
+    assert "events.jsonl: cannot be read: Is a directory" in simulate(capsys, "--run", "run", code=2)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--workers", "8", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),

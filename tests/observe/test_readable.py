@@ -26,6 +26,7 @@ _ORIGIN = {"worker": 5, "micro_batch": 3, "layers": [1, 2], "where": "forward"}
 EVENTS = [
     started(),
     event("plan", 0.0, generation=1, policy="start", file="generation-00001.json"),
+    event("prepared", 1.0, generation=1, losses=3, prepare_s=0.5, error=None),
     event("migration", 1.0, generation=1, step=3, layers=2, bytes=8, slices=0, arriving={"3": "0-3"}),
     event("slow", 2.0, worker=1, speed=0.5, **SLOW),
     decided(2, trigger="slow"),

@@ -24,6 +24,7 @@ from chameleon_ft.config.files import present_name
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import LEAST_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.readable import damage_named
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery.policies import current_name
@@ -185,15 +186,16 @@ def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
         if flag not in _WITH_RUN:
             raise ConfigError(f"{flag}: the run {path} determines what is simulated; leave out either --run or {flag}")
     run = RunDirectory.open(path)
-    recorded = recorded_run(run, measured_parameters([run]))
-    changes, duration_s = recorded_changes(run)
-    samples = sum({step.step: step.samples for step in run.steps()}.values())
+    with damage_named(run):
+        recorded = recorded_run(run, measured_parameters([run]))
+        changes, duration_s = recorded_changes(run)
+        samples = sum({step.step: step.samples for step in run.steps()}.values())
+        timed_checkpoints = len(recorded_copies_s(run))
     if not samples:
         raise ConfigError(f"--run {path}: no step was committed; give a run that has trained")
     costs, workers = recorded.costs, len(recorded.costs.cluster.workers)
     trace = trace_of_changes(changes, workers=workers, duration_s=duration_s, name=f"the run {path.name}")
     parameters = _assume(given.assume, recorded.parameters)
-    timed_checkpoints = len(recorded_copies_s(run))
     note = f"a checkpoint stops training for {duration(parameters.checkpoint_write_s)}"
     if parameters.checkpoint_write_s != recorded.parameters.checkpoint_write_s:
         note += ", as given by --assume"

@@ -1,13 +1,16 @@
 """The check of lines of `metrics.jsonl` and `events.jsonl` for commands that show a run.
 
-These leave a damaged line out and say so. What resumes a run reads the files by `RunDirectory`, without this check.
+These leave a damaged line out and say so. Commands that need all lines, and what resumes a run, read the files by
+`RunDirectory`, without this check; if that fails, `damage_named` tells which line is damaged.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -24,7 +27,7 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.quantities import counted
 
-__all__ = ["describe_damage", "parse_line", "readable_events"]
+__all__ = ["damage_named", "describe_damage", "parse_line", "readable_events"]
 
 _MOST: Final = 1e15  # of numbers that are written out; times are in Unix seconds
 _Count: TypeAlias = Annotated[int, Field(ge=0, le=int(_MOST))]
@@ -74,6 +77,7 @@ _SLOW: Final[Mapping[str, Any]] = {
 _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "started": {"pipelines": list[_Counts], "steps": _Positive},
     "plan": {"generation": _Count, "policy": str},
+    "prepared": {"generation": _Count, "losses": _Count, "prepare_s": _Number},
     "checkpoint": {"step": _Count},
     "snapshot": {"step": _Count},
     "finished": {"status": RunStatus, "reason": str},
@@ -139,6 +143,7 @@ _OPTIONAL: Final[Mapping[str, Any]] = {
     "place": str | None,
     "process": str | None,
     "file": str,
+    "copy_s": _Number,
 }
 """Fields that they take of any event that has them."""
 
@@ -152,19 +157,37 @@ _RECORDS: Final[Mapping[str, Any]] = {
 
 def readable_events(run: RunDirectory) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the events of a run in the order they were written, and a message about each line that is left out."""
-    events: list[dict[str, Any]] = []
+    return _readable("events", run.events_file)
+
+
+@contextmanager
+def damage_named(run: RunDirectory) -> Iterator[None]:
+    """Raise ConfigError in place of an error in the block, if a line of the records of the run is damaged."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        damaged = _readable("metrics", run.metrics_file)[1] + readable_events(run)[1]
+        if not damaged:
+            raise
+        raise ConfigError(f"{damaged[0]}; give a run whose records are whole") from None
+
+
+def _readable(kind: Literal["metrics", "events"], file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    lines: list[dict[str, Any]] = []
     damaged: list[str] = []
-    content = run.events_file.read_bytes() if run.events_file.exists() else b""
+    content = file.read_bytes() if file.exists() else b""
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
-            event = parse_line("events", line)
-            if event["event"] == "decision":
-                _check_decision(event)
-            events.append(event)
+            values = parse_line(kind, line)
+            if kind == "events" and values["event"] == "decision":
+                _check_decision(values)
+            lines.append(values)
         except ConfigError as error:
             if line.endswith(b"\n"):  # else it is unfinished, as a crash may leave it
-                damaged.append(f"{run.events_file}, line {number}: {error}")
-    return events, damaged
+                damaged.append(f"{file}, line {number}: {error}")
+    return lines, damaged
 
 
 def _check_decision(event: Mapping[str, Any]) -> None:
