@@ -122,7 +122,7 @@ def made_in(folders: Iterable[Path]) -> list[Made]:
 
 
 def constants(made: Made, runs: Sequence[Made]) -> Parameters:
-    """Return stall phases and step overheads measured in other scenarios, with the same policy if possible.
+    """Return what was measured in other scenarios, with the same policy if possible; see `measured_parameters`.
 
     Where there are none, the defaults of the simulator remain.
     """

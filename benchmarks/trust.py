@@ -1,9 +1,9 @@
 """How true is the simulator? Every run of `benchmarks.policies` beside a simulation with the same failures.
 
 The simulator is given the prior knowledge of the run (profile, cluster, configuration, initial plan) and its events:
-the times at which workers were killed and returned. Stall phases and the overhead of a step are medians over the runs
-of other scenarios, of the same policy if they have them. Nothing is taken from the run itself: no step, stall or
-decision.
+the times at which workers were killed and returned. Stall phases, the overhead of a step and the factor of migrations
+are medians over the runs of other scenarios, of the same policy if they have them. Nothing is taken from the run
+itself: no step, stall or decision.
 
   real, simulated   samples per second over the window, as `benchmarks.policies` counts them
   stalls            seconds of stalls in the window, both ways

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.simulate.accounting.account import Account, Change
+from chameleon_ft.simulate.accounting.account import Account, Change, Migration
 
 
 def begun(step_s: float = 2.0, *, every_s: float = 1e6, write_s: float = 0.0) -> Account:
@@ -26,7 +26,7 @@ def change(
     write_s: float = 0.0,
     finish_step: bool = False,
     saved: bool = False,
-    migration_s: float = 0.0,
+    migration: Migration | None = None,
 ) -> None:
     account.change(
         Change(
@@ -38,8 +38,12 @@ def change(
             saved=saved,
         ),
         finish_step=finish_step,
-        migration_s=migration_s,
+        migration=migration,
     )
+
+
+def moving(seconds: float, *, step_s: float = 2.0, needs_switch: bool = False) -> Migration:
+    return Migration(seconds=seconds, step_s=step_s, needs_switch=needs_switch)
 
 
 def accounted_s(account: Account) -> float:
@@ -148,7 +152,7 @@ def test_a_step_is_salvaged(step_s: float, share_s: float, lost_s: float) -> Non
 def test_a_migration_ends_with_a_step_and_stops_nothing() -> None:
     account = begun(2.0)
     account.advance(5.0)
-    change(account, 1.0, finish_step=True, migration_s=3.5)
+    change(account, 1.0, finish_step=True, migration=moving(3.5))
     changing = [account.is_changing]
     # All layers are there at 8.5; the step that is under way then ends at 10.
     assert account.resume_s == 10.0
@@ -161,14 +165,47 @@ def test_a_migration_ends_with_a_step_and_stops_nothing() -> None:
 def test_a_migration_waits_for_checkpoints_too() -> None:
     account = begun(2.0, every_s=4.0, write_s=1.5)  # checkpoints from 4 to 5.5 and from 9.5 to 11
     account.advance(3.0)
-    change(account, 1.0, finish_step=True, migration_s=7.0)
+    change(account, 1.0, finish_step=True, migration=moving(7.0))
     assert account.resume_s == 11.0
+
+
+def test_steps_are_longer_while_layers_move() -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    change(account, 1.0, finish_step=True, migration=moving(3.5, step_s=3.0))
+    # The present step began at 4 and takes 3 s now, and so does the next one, in which the last layer arrives.
+    assert account.resume_s == 10.0
+    account.advance(12.0)
+    assert (account.steps, account.useful_s) == (2 + 2 + 2, 12.0)
+
+
+def test_layers_move_to_workers_outside_the_plan_once_a_switch_has_taken_these_in() -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    change(account, 1.0, stall_s=0.5, finish_step=True, migration=moving(3.5, step_s=3.0, needs_switch=True))
+    assert account.is_changing
+    account.advance(7.0)
+    # From the end of the present step at 6 on, two steps of 3 s.
+    assert (account.is_changing, account.resume_s) == (True, 12.5)
+    assert (account.steps, account.part_s) == (3, 1.0)
+    account.advance(14.5)
+    assert (account.is_changing, account.steps) == (False, 3 + 2 + 2)
+    assert dict(account.stall_by_cause) == {"lost": 0.5}
+    assert account.timeline == [(0.0, 2.0), (6.0, 3.0), (12.0, math.inf), (12.5, 1.0)]
+
+
+def test_layers_that_move_after_a_checkpoint_do_not_cut_it_short() -> None:
+    account = begun(2.0, every_s=4.0, write_s=1.5)  # a checkpoint from 4 to 5.5
+    account.advance(5.0)
+    change(account, 1.0, every_s=4.0, write_s=1.5, finish_step=True, migration=moving(1.0, step_s=3.0))
+    account.advance(5.5)
+    assert (account.checkpoint_s, account.resume_s) == (1.5, 8.5)
 
 
 def test_a_loss_during_a_migration_ends_it() -> None:
     account = begun(2.0)
     account.advance(4.0)
-    change(account, 1.0, finish_step=True, migration_s=10.0)
+    change(account, 1.0, finish_step=True, migration=moving(10.0))
     account.advance(7.0)
     account.salvage(step_s=4.0, share_s=0.0)
     change(account, 4.0)
@@ -179,7 +216,7 @@ def test_a_loss_during_a_migration_ends_it() -> None:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["loss", "salvage", "change", "migration", "checkpoint", "wait"]),
+        st.sampled_from(["loss", "salvage", "change", "migration", "switches", "checkpoint", "wait"]),
         st.floats(0.01, 30.0),
         st.sampled_from([0.3, 1.0, 2.5]),
         st.sampled_from([0.0, 0.7, 5.0]),
@@ -200,7 +237,7 @@ def test_every_second_is_counted_once(
         down = account._training is None
         if what == "salvage" and not down:
             account.salvage(step_s=step_s, share_s=stall_s / 4)
-        elif what not in ("change", "migration"):
+        elif what not in ("change", "migration", "switches"):
             account.lose_step()
         if what == "checkpoint":
             account.return_to_checkpoint()
@@ -213,8 +250,8 @@ def test_every_second_is_counted_once(
                 stall_s=stall_s,
                 every_s=every_s,
                 write_s=write_s,
-                finish_step=what in ("change", "migration"),
-                migration_s=3.0 if what == "migration" else 0.0,
+                finish_step=what in ("change", "migration", "switches"),
+                migration={"migration": moving(3.0), "switches": moving(3.0, needs_switch=True)}.get(what),
             )
         assert accounted_s(account) == pytest.approx(now_s, abs=1e-6)
     account.advance(now_s + 100.0)

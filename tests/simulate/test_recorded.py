@@ -146,6 +146,39 @@ def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
     assert found.weigh_s == pytest.approx(3.5)
 
 
+def test_migrations_take_as_much_longer_as_in_the_run(tmp_path: Path) -> None:
+    def switched(generation: int, *, migration_s: float, factor: float) -> dict[str, object]:
+        scored = {"policy": "repartition", "step_s": 1.0, "stall_s": 0.0, "bytes": 8, "samples": 1.0, "feasible": True}
+        made = decision(generation, prepared=True, lost=())
+        return {
+            **made,
+            "trigger": "join",
+            "corrections": {**made["corrections"], "migration": factor},
+            "chosen": "repartition",
+            "candidates": [{**scored, "reason": None, "migration_s": migration_s}],
+        }
+
+    def joined(generation: int, migrate_s: float, *, waves: int = 1) -> dict[str, object]:
+        return {"time": 0.0, "event": "join", "generation": generation, "migrate_s": migrate_s, "waves": waves}
+
+    events = [
+        started(),
+        switched(2, migration_s=2.0, factor=1.0),
+        joined(2, 5.0),
+        switched(3, migration_s=5.0, factor=2.5),
+        joined(3, 7.0),
+        switched(4, migration_s=2.0, factor=2.0),
+        joined(4, 8.0),
+        # Of these, the time of the layers alone is not known.
+        switched(5, migration_s=2.0, factor=1.0),
+        joined(5, 90.0, waves=2),
+        switched(6, migration_s=0.0, factor=1.0),
+        joined(6, 90.0),
+        {"time": 1060.0, "event": "finished"},
+    ]
+    assert measured_parameters([recorded(tmp_path / "run", events)]).migration_factor == pytest.approx(3.5)
+
+
 def test_the_overhead_of_steps_is_their_time_beyond_the_estimate(tmp_path: Path) -> None:
     steps_s = {1: [50.0, STEP_S + 0.3, STEP_S + 0.1, STEP_S + 0.2]}  # the first one does not count
     runs = [recorded(tmp_path / "run", [started()], steps_s=steps_s), recorded(tmp_path / "none", [started()])]

@@ -115,6 +115,22 @@ def test_a_second_loss_in_the_stall_keeps_the_step() -> None:
     assert result.goodput == pytest.approx(samples(steps))
 
 
+def test_workers_that_are_back_wait_for_a_switch_that_is_under_way() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=1, micro_batches=24)
+    trace = Trace.from_faults([Fault((1,), 100.0, 106.1)], workers=3, duration_s=WINDOW_S)
+    back_s = {}
+    for owners in (None, 2):
+        own = replace(workload(), owners=owners)
+        parameters = replace(ASSUMED, search_s=5.0, weigh_s=0.5)
+        results = simulate(trace, own, cluster(3), ["chameleon"], parameters=parameters, start=plan, as_in_run=True)
+        lost, back = results.policies["chameleon"].decisions
+        assert (lost.cause, back.cause) == ("lost", "back")
+        back_s[owners] = back.time_s
+    # The review has come at 106 s, and a step of two workers takes 2.2 s.
+    assert back_s[None] == pytest.approx(106.6)
+    assert 106.6 < back_s[2] <= 106.0 + FAST_S + 0.5
+
+
 def joined(*, bandwidth: float, exact_up_to: int, lost_s: float | None = None) -> PolicyResult:
     """Two replicas, one of which is away until 50 s; the other is lost at `lost_s`, if at all."""
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
@@ -135,11 +151,14 @@ def test_a_join_stops_nothing_and_its_layers_move_while_the_others_train(exact_u
     assert set(result.stall_by_cause) == {"lost"}
     both_s = 12 * 0.18 + 6 * 2e8 / 0.72e9
     rates = [(each.time_s, each.samples_per_s) for each in result.timeline]
-    (back_s, back), (_, lone) = rates[-1], rates[-2]
+    (back_s, back), (moves_s, moving), (_, lone) = rates[-1], rates[-2], rates[-3]
     assert lone == pytest.approx(24 / SLOW_S)
+    # By class, steps do not take longer while layers move.
+    assert moving == pytest.approx(24 / (SLOW_S + (6 * 2e8 / 0.72e9 if exact_up_to else 0.0)))
     assert back == pytest.approx(24 / both_s)
-    # From the return at 50 s on, 10 s and the step that ends then.
-    assert 60.0 <= back_s < 60.0 + SLOW_S
+    # The step that is under way at 50 s ends; then all whole steps until 10 s have passed.
+    assert 50.0 <= moves_s < 50.0 + SLOW_S
+    assert back_s == pytest.approx(moves_s + math.ceil(10.0 / (24 / moving)) * 24 / moving)
 
 
 def test_a_loss_during_a_migration_leaves_the_plan_that_trains() -> None:

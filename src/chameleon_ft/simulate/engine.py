@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
-from chameleon_ft.simulate.accounting.account import Account, Change
+from chameleon_ft.simulate.accounting.account import Account, Change, Migration
 from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Throughput
 from chameleon_ft.simulate.parameters import Parameters
@@ -55,6 +55,8 @@ class PolicySimulation:
     # When it is decided during training: what to do with workers that are back, or after a continuation in place.
     _decides_s: float | None = None
     _deciding: str = ""
+    # Whether slices of the optimizer's state have lost an owner since the last change.
+    _lacks_copies: bool = False
     # Before the last decision, if its outcome is not recorded yet: steps, their seconds, and seconds of stalls; and the
     # work that is done again because of it.
     _before: tuple[int, float, float, float] | None = None
@@ -109,7 +111,10 @@ class PolicySimulation:
         """Let time pass; decide during training when it is time to."""
         while self._decides_s is not None and self._decides_s <= time_s:
             self._advance(self._decides_s)
-            self._decide(self._deciding)
+            if self.account.is_changing:  # layers have begun to move meanwhile
+                self._decides_s = self.account.resume_s + self.parameters.weigh_s
+            else:
+                self._decide(self._deciding)
         self._advance(time_s)
 
     def _advance(self, time_s: float) -> None:
@@ -201,8 +206,11 @@ class PolicySimulation:
         is_switch = self.planner.salvages and before is not None and option.plan != before.plan
         if not unchanged or is_switch or state.interrupted:
             self._carry_out(option, before, cause, is_hit=hit)
+        elif self._lacks_copies:
+            self._restore_copies(option, cause)
         else:
             self._note_rate(option)
+        self._lacks_copies = self.planner.restores_copies and option.in_place and (hit or self._lacks_copies)
         if option.in_place:
             self._decides_s = max(account.clock_s, account.resume_s) + self.parameters.search_s
             self._deciding = "review"
@@ -228,6 +236,11 @@ class PolicySimulation:
         if not account.is_changing:
             self._trains = before
         self._change_to(option, cause=cause, finish_step=not (is_hit or option.in_place))
+
+    def _restore_copies(self, option: Option, cause: str) -> None:
+        """Have slices that have lost an owner move to another one before the end of the present step."""
+        self._trains = option
+        self._change_to(option, cause=cause, finish_step=True)
 
     @property
     def _needed(self) -> frozenset[int]:
@@ -304,8 +317,14 @@ class PolicySimulation:
             write_s=parameters.checkpoint_write_s,
             saved=option.saves_first,
         )
-        self.account.change(change, finish_step=finish_step, migration_s=option.migration_s)
+        self.account.change(change, finish_step=finish_step, migration=self._migration(option))
         self._note_rate(option)
+
+    def _migration(self, option: Option) -> Migration | None:
+        if not option.migration_s:
+            return None
+        step_s = option.migration_step_s + self._overhead_s
+        return Migration(seconds=option.migration_s, step_s=step_s, needs_switch=option.needs_switch)
 
     def _gap_s(self, returns: float) -> float:
         """Return the mean seconds between two returns, which follow this share of incidents."""

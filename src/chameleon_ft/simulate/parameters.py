@@ -14,7 +14,13 @@ from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, Fail
 __all__ = ["Parameters"]
 
 _MAY_BE_INFINITE: Final = ("checkpoint_interval_s", "host_memory_bytes")
-_POSITIVE: Final = ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s", "host_memory_bytes")
+_POSITIVE: Final = (
+    "worker_mtbf_s",
+    "prior_failures",
+    "checkpoint_interval_s",
+    "host_memory_bytes",
+    "migration_factor",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class Parameters:
             each class of losses (by class: for all of them): on 32 workers with two cores; see
             docs/simulator-internals.md.
         regroup_s: seconds until new communicators are formed; a guess for some thousand ranks, 0.015 s for eight.
+        migration_factor: seconds of a migration over those that messages and links explain.
         weigh_s: seconds from the return of workers until the decision about them, while training continues.
         step_overhead_s: seconds that a step takes beyond its estimate: vote, update, and overhead of the host.
         worker_mtbf_s: prior mean time between two failures of a worker: 5,000 hours in `[recovery]`.
@@ -63,6 +70,7 @@ class Parameters:
     decide_s: float = 0.05
     search_s: float = 1.0
     regroup_s: float = 1.0
+    migration_factor: float = 1.0
     weigh_s: float = 0.0
     step_overhead_s: float = 0.0
     worker_mtbf_s: float = 5_000 * 3_600.0

@@ -13,7 +13,7 @@ from typing import Any, Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel, estimate_step
 from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, read_generation_plans
-from chameleon_ft.observe.decisions import decision_stories
+from chameleon_ft.observe.decisions import DecisionStory, decision_stories
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.symmetry import loss_classes
@@ -141,7 +141,7 @@ def measured_parameters(
     runs: Iterable[RunDirectory],
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
 ) -> Parameters:
-    """Return the phases of stalls, the overhead of a step and the time of a checkpoint, as medians over these runs.
+    """Return the phases of stalls, and what else the simulator assumes and runs measure, as medians over these runs.
 
     Figures that no run recorded stay as in `parameters`. Raises ConfigError as `recorded_run` does.
     """
@@ -173,9 +173,11 @@ def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]
     for event in events:
         if event["event"] == "failure":
             losses[event["generation"]].append(FailureRecord.from_json(event))
-    decisions = [story.decided for story in decision_stories(events)]
+    stories = decision_stories(events)
+    decisions = [story.decided for story in stories]
     prepared = {each.generation: each.prepared or each.salvaged is not None for each in decisions if each.lost}
     seen["search_s"] += [each.search_s for each in decisions if each.trigger == "review"]
+    seen["migration_factor"] += _migration_factors(stories, events)
     for generation, records in losses.items():
         first = records[0]
         if first.policy in _NO_STALL or generation not in prepared:
@@ -186,6 +188,23 @@ def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]
             seen["stop_s"].append(first.stop_s)
             if first.detect_s is not None:
                 seen["detect_s"].append(first.detect_s)
+
+
+def _migration_factors(stories: Iterable[DecisionStory], events: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the seconds of each migration over those that messages and links explain.
+
+    One in several waves trains a step between them.
+    """
+    taken_s = {
+        event["generation"]: event["migrate_s"]
+        for event in events
+        if event["event"] == "join" and event.get("migrate_s", 0.0) > 0 and event.get("waves") == 1
+    }
+    return [
+        taken_s[decided.generation] * decided.corrections.migration / best.migration_s
+        for decided in (story.decided for story in stories)
+        if (best := decided.best) is not None and best.migration_s > 0 and decided.generation in taken_s
+    ]
 
 
 def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationPlan]) -> list[float]:

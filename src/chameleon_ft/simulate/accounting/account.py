@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Account", "Change"]
+__all__ = ["Account", "Change", "Migration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,21 @@ class Change:
     checkpoint_every_s: float
     write_s: float
     saved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """Layers that move during training, before a change.
+
+    Attributes:
+        seconds: until all have arrived.
+        step_s: seconds of a step meanwhile.
+        needs_switch: whether they begin to move at the end of the present step, and not at once.
+    """
+
+    seconds: float
+    step_s: float
+    needs_switch: bool
 
 
 @dataclass(slots=True)
@@ -94,9 +109,10 @@ class Account:
     timeline: list[tuple[float, float]] = field(default_factory=list)
     _cause: str = ""
     _training: _Training | None = None
-    # A change that waits for the end of the current step, and its time.
+    # A change that waits for the end of a step, and its time; and one that follows once layers have moved for so long.
     _change: Change | None = None
     _change_s: float = 0.0
+    _following: tuple[Change, float] | None = None
     _writing_s: float = 0.0
     # Steps since the last checkpoint, and their seconds: the loss of a return to it.
     _unsaved: int = 0
@@ -115,10 +131,9 @@ class Account:
 
     def advance(self, to_s: float) -> None:
         """Let time pass."""
-        if self._change is not None and to_s >= self._change_s:
+        while self._change is not None and to_s >= self._change_s:
             self._advance(self._change_s)
-            self._end_step()
-            self._begin(self._change)
+            self._make(self._change)
         self._advance(to_s)
 
     @property
@@ -126,23 +141,27 @@ class Account:
         """Whether a change waits for the end of a migration or of a step, and training continues until then."""
         return self._change is not None
 
-    def change(self, change: Change, *, finish_step: bool, migration_s: float = 0.0) -> None:
+    def change(self, change: Change, *, finish_step: bool, migration: Migration | None = None) -> None:
         """Begin a change at once, or with `finish_step` at the end of the current step or checkpoint.
 
-        Training continues for `migration_s` seconds before the step that is finished. A change that begins at once
-        continues the current step, unless that was given up.
+        With a migration, at the end of the step in which the last layer arrives. A change that begins at once continues
+        the current step, unless that was given up.
         """
-        self._change_s = self.clock_s
-        trains = self.is_changing or self.clock_s >= self.resume_s
-        if finish_step and self._training is not None and trains:
-            self._change_s += self._training.until_boundary_s(migration_s)
-            if self._change_s <= self.clock_s:
-                self._end_step()
-        if self._change_s > self.clock_s:
-            self._change = change
-            self.resume_s = self._change_s + change.stall_s
-        else:
+        training = self._training
+        if not finish_step or training is None or not (self.is_changing or self.clock_s >= self.resume_s):
             self._begin(change)
+            return
+        if migration is None:
+            self._await(change, training.until_boundary_s(0.0))
+            return
+        during = replace(change, stall_s=0.0, step_s=migration.step_s, saved=False)
+        if migration.needs_switch or self._writing_s:
+            self._await(during, training.until_boundary_s(0.0), (change, migration.seconds))
+            return
+        if migration.step_s != training.step_s:
+            self._begin(during)
+        assert self._training is not None
+        self._await(change, self._training.until_boundary_s(migration.seconds))
 
     def wait(self) -> None:
         """Be down from now on."""
@@ -209,6 +228,22 @@ class Account:
         self.steps -= steps
         self._unsaved -= steps
         self._unsaved_s = max(0.0, self._unsaved_s - seconds) if self._unsaved else 0.0
+
+    def _await(self, change: Change, seconds: float, following: tuple[Change, float] | None = None) -> None:
+        """Make a change after some seconds; layers may move from then on, before the one that is to follow."""
+        self._change, self._change_s, self._following = change, self.clock_s + seconds, following
+        self.resume_s = self._change_s + change.stall_s
+        if not seconds:
+            self._make(change)
+
+    def _make(self, change: Change) -> None:
+        """Make a change that is due, at the end of a step."""
+        following = self._following
+        self._end_step()
+        self._begin(change)
+        if following is not None and self._training is not None:
+            later, seconds = following
+            self._await(later, self._training.until_boundary_s(seconds))
 
     def _end_step(self) -> None:
         """End the step that ends just now; it may miss its end by a rounding."""

@@ -236,8 +236,9 @@ class ProposalsByClass:
                         plan=layout,
                         step_s=step_s,
                         still_s=self._phases.total_s + (0.0 if behind else move.transfer_s),
-                        migration_s=move.transfer_s if behind else 0.0,
+                        migration_s=move.transfer_s * world.parameters.migration_factor if behind else 0.0,
                         migration_step_s=self._step_s,
+                        needs_switch=behind and not self._layout.used.issuperset(layout.used),
                         repeat_s=state.repeat_s,
                         moved_bytes=move.moved_bytes,
                     )

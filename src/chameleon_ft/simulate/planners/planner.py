@@ -107,6 +107,7 @@ class Planner(ABC):
 
     Attributes:
         salvages: whether interrupted steps are completed, and layers move during training.
+        restores_copies: whether slices of the optimizer's state get other owners in place of lost ones, by a switch.
         snapshot_rule: under which plans snapshots are taken.
     """
 
@@ -121,6 +122,7 @@ class Planner(ABC):
         self._start_number = start_number
         self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
         self.salvages = policy.salvages and world.parameters.salvage
+        self.restores_copies = self.salvages and (world.costs.workload.owners or 0) > 1
         self.snapshot_rule = world.parameters.snapshot_rule(self._hosts.values())
         # The plan whose layers its workers hold; None if nothing is held.
         self._reached: Any = None
