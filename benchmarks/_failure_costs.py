@@ -218,14 +218,14 @@ def _cost(
         recorded: the event with the recorded cost.
     """
     last = before[-1]
-    alike = [_time(row) for row in before if row.generation == last.generation][-_RECENT - 1 :]
+    alike = [row.time for row in before if row.generation == last.generation][-_RECENT - 1 :]
     step_s = _median_gap_s(alike)
-    gap_s = _time(after) - _time(last)
+    gap_s = after.time - last.time
     cost = recorded.get("failure_cost_steps")
     return LossCost(
         worker=failure.worker,
         step=failure.step,
-        moment=(failed_at - _time(last)) / step_s,
+        moment=(failed_at - last.time) / step_s,
         step_s=step_s,
         # A step that survivors have applied by the vote of a lost worker has no row, but took its time.
         cost=gap_s / step_s - (after.step - last.step),
@@ -249,11 +249,6 @@ def _layout(plan: Plan) -> Counter[tuple[LayerRange, ...]]:
 
 def _median_gap_s(times: Sequence[float]) -> float:
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
-
-
-def _time(row: StepRecord) -> float:
-    assert row.time is not None
-    return row.time
 
 
 def write_costs(costs: Sequence[LossCost], path: Path) -> None:

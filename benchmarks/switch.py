@@ -136,7 +136,7 @@ def switches_of(run: RunDirectory) -> list[_Switch]:
     routes: dict[int, int] = {}  # generation -> the one from which its routes are
     for plan in (event for event in events if event["event"] == "plan"):
         routes[plan["generation"]] = plan["generation"] if plan["policy"] != "migration" else routes[max(routes)]
-    times = [(row.step, row.time or 0.0) for row in rows]
+    times = [(row.step, row.time) for row in rows]
     seconds = {step: at - before for (_, before), (step, at) in pairwise(times) if step not in failed}
     generations = {row.step: row.generation for row in rows}
 

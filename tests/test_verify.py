@@ -87,6 +87,7 @@ def train_by_hand(config: RunConfig, *, steps_of_run: list[int]) -> list[StepRec
                 step_s=1.0,
                 workers=4,
                 generation=0,
+                time=float(step),
             )
         )
     return records

@@ -137,8 +137,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     for record in _committed(run.steps(), first=config.forked.step)[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
-        committed_at = math.inf if record.time is None else record.time
-        steps = next((steps for begun_at, steps in reversed(starts) if begun_at <= committed_at), config.steps)
+        steps = next((steps for begun_at, steps in reversed(starts) if begun_at <= record.time), config.steps)
         rate = jobs[steps].learning_rate
         plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
         yield StepComparison(

@@ -18,6 +18,7 @@ def step_record(step: int, *, loss: float = 2.0, step_s: float = 0.5, samples: i
         step_s=step_s,
         workers=4,
         generation=0,
+        time=1e9 + step,
     )
 
 

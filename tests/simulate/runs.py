@@ -117,4 +117,5 @@ def _step(step: int, generation: int, step_s: float) -> StepRecord:
         step_s=step_s,
         workers=2,
         generation=generation,
+        time=float(step),
     )

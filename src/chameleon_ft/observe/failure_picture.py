@@ -128,7 +128,7 @@ def _find(run: RunDirectory, number: int, recorded: Sequence[RecordedStep]) -> _
         raise ConfigError(f"--failure {number}: {run.path} has no such failure; {known}")
     found = list(incidents.values())[number - 1]
     record, resumed_at = found[0]
-    commits = {step.step: step.time for step in run.steps() if step.time is not None}
+    commits = {step.step: step.time for step in run.steps()}
     concerned = [
         each
         for each in recorded

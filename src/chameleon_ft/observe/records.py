@@ -110,9 +110,9 @@ class RunInfo(_Record):
 class StepRecord(_Record):
     """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping.
 
-    `time` is when the first worker reported the commit, in Unix seconds; older runs have none. If `is_rest`, the step
-    was interrupted and completed, and `step_s` is the time since the commit before it, with the stall.
-    If `is_skipped`, the step was bad and has changed nothing: its loss is not a number, and no sample counts.
+    `time` is when the first worker reported the commit, in Unix seconds. If `is_rest`, the step was interrupted and
+    completed, and `step_s` is the time since the commit before it, with the stall. If `is_skipped`, the step was bad
+    and has changed nothing: its loss is not a number, and no sample counts.
     """
 
     step: int
@@ -124,7 +124,7 @@ class StepRecord(_Record):
     step_s: float
     workers: int
     generation: int
-    time: float | None = None
+    time: float
     is_rest: bool = False
     is_skipped: bool = False
 

@@ -131,8 +131,8 @@ class RunReport:
 
     @property
     def last_step_age_s(self) -> float | None:
-        """Seconds since the newest step was committed; None if no step has a time."""
-        return None if self.last is None or self.last.time is None else max(0.0, self.at - self.last.time)
+        """Seconds since the newest step was committed; None before the first."""
+        return None if self.last is None else max(0.0, self.at - self.last.time)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, and ages of what was saved, as JSON values."""

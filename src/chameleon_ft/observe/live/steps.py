@@ -63,7 +63,7 @@ class StepHistory:
     def add(self, record: StepRecord) -> None:
         """Add a committed step."""
         index, is_plain = len(self._step), not (record.is_rest or record.is_skipped)
-        self._time.append(math.nan if record.time is None else record.time)
+        self._time.append(record.time)
         self._loss.append(record.loss)
         self._step_s.append(record.step_s)
         self._tokens_per_s.append(record.tokens_per_s)
@@ -98,7 +98,7 @@ class StepHistory:
         return Series(
             {
                 "step": [self._step[span][-1] for span in spans],
-                "time": [_or_none(self._time[span][-1]) for span in spans],
+                "time": [self._time[span][-1] for span in spans],
                 "loss": [_mean(self._loss[span]) for span in spans],
                 "tokens_per_s": [_mean(self._tokens_per_s[span]) for span in spans],
                 "step_s": [_mean(self._step_s[span]) for span in spans],
