@@ -205,8 +205,8 @@ class MemberRuns(RuleBasedStateMachine):
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
     @rule(finish=RARELY)
     def commit(self, finish: bool) -> None:
-        upcoming = self.history.state.next
-        checkpoint = self.history.state.schedule.is_requested
+        upcoming = self.history.state.switches.next
+        checkpoint = self.history.state.checkpoints.schedule.is_requested
         self.history.commit(switch=upcoming is not None and upcoming.is_switching, finish=finish, checkpoint=checkpoint)
 
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING and self.history.state.committed < 12)

@@ -272,9 +272,9 @@ class History:
 
     def prepare(self, *workers: int, error: str | None = None, cannot_migrate: bool = False) -> None:
         """Have workers, or all that have not yet, prepare the next generation."""
-        assert self.state.next is not None
-        number = self.state.next.number
-        for worker in workers or sorted(self.state.next.unprepared):
+        assert self.state.switches.next is not None
+        number = self.state.switches.next.number
+        for worker in workers or sorted(self.state.switches.next.unprepared):
             self.tell(worker, Prepared(generation=number, error=error, cannot_migrate=cannot_migrate))
 
     def switch(self) -> None:
@@ -351,8 +351,8 @@ class History:
 
     def orders_fail(self) -> None:
         """Have the orders of the next generation fail."""
-        assert self.state.next is not None
-        self.happen(PrepareFailed(at=self.at, generation=self.state.next.number, reason="no link"))
+        assert self.state.switches.next is not None
+        self.happen(PrepareFailed(at=self.at, generation=self.state.switches.next.number, reason="no link"))
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 

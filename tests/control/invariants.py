@@ -45,33 +45,34 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...], *
     assert before.question <= after.question
     assert before.newest <= after.newest
     assert after.generation <= after.newest
+    left, upcoming = before.switches.next, after.switches.next
     for command in commands:
         match command:
             case Launch(plan=plan):
                 assert after.active == plan.active(), "one generation is in force"
                 assert after.active_generation == after.generation
                 assert after.phase is Phase.REGROUPING
-                assert after.next is None
+                assert upcoming is None
             case Task.PREPARE_GENERATION:
-                assert after.next is not None
-                assert after.next.number == after.newest > before.newest, "no number is used twice"
+                assert upcoming is not None
+                assert upcoming.number == after.newest > before.newest, "no number is used twice"
             case Task.BEGIN_GENERATION:
-                assert before.next is not None
-                assert before.next.is_switching, "no worker switches before all are prepared"
-                assert after.generation == after.active_generation == before.next.number
+                assert left is not None
+                assert left.is_switching, "no worker switches before all are prepared"
+                assert after.generation == after.active_generation == left.number
                 assert after.committed == before.committed + 1
             case Send(message=Switch(generation=number)):
-                assert after.next is not None
-                assert (after.next.number, after.next.unprepared) == (number, frozenset()), "all have prepared it"
+                assert upcoming is not None
+                assert (upcoming.number, upcoming.unprepared) == (number, frozenset()), "all have prepared it"
                 assert before.generation == after.generation < number
             case Send(message=Begin(generation=number, first_step=first)):
                 assert (number, first) == (after.generation, after.committed)
             case Send(message=Discard(generation=number)) if is_return:
                 assert number > after.generation
             case Send(message=Discard(generation=number)):
-                assert before.next is not None
-                assert number == before.next.number
-                assert not before.next.is_switching, "there is no way back but a loss"
+                assert left is not None
+                assert number == left.number
+                assert not left.is_switching, "there is no way back but a loss"
             case Task.DECIDE:  # carried out with the state after the event, whatever else the event led to
                 assert after.phase in (Phase.GATHERING, Phase.DECIDING)
                 assert after.members.live()
@@ -112,7 +113,8 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
             assert after.members[worker.id].draining
             assert after.active is not None
             assert worker.id not in after.active.plan.workers, "it is out of the plan"
-            assert after.next is None or worker.id not in after.next.plan.participants
+            upcoming = after.switches.next
+            assert upcoming is None or worker.id not in upcoming.plan.participants
             if worker.takes_part:
                 assert after.committed > after.active.first_step, "a step is committed without it"
     finishes = [command for command in commands if isinstance(command, Finish)]
@@ -153,12 +155,12 @@ def _check_progress(state: State) -> None:
         case Phase.REGROUPING | Phase.TRAINING:
             assert state.active is not None
             assert state.active_generation == state.generation
-            assert state.following or state.active.migration is None, "a migration leads to a plan"
-            if state.next is not None:
-                assert state.next.number > state.generation
-                assert set(state.next.plan.participants) <= live, "a generation that lacks a worker is given up"
-                final = state.following[-1]
-                is_open = not state.next.is_switching and state.active.migration is None
+            assert state.switches.following or state.active.migration is None, "a migration leads to a plan"
+            if (upcoming := state.switches.next) is not None:
+                assert upcoming.number > state.generation
+                assert set(upcoming.plan.participants) <= live, "a generation that lacks a worker is given up"
+                final = state.switches.following[-1]
+                is_open = not upcoming.is_switching and state.active.migration is None
                 assert not (is_open and state.members.draining() & set(final.plan.workers)), "they are to leave"
             needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"

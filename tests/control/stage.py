@@ -162,13 +162,13 @@ class Stage:
 
     def ahead(self) -> StartGeneration | None:
         """The order of the generation that is being prepared, for any worker."""
-        upcoming = self.coordinator.state.next
+        upcoming = self.coordinator.state.switches.next
         sent = [m.order for worker in self.live() for m in self.ranks[worker].sent if isinstance(m, Prepare)]
         return next((m for m in sent if upcoming is not None and m.generation == upcoming.number), None)
 
     def prepare(self, *workers: int, error: str | None = None) -> None:
         """Have workers, or all that have not yet, prepare the next generation."""
-        upcoming = self.coordinator.state.next
+        upcoming = self.coordinator.state.switches.next
         assert upcoming is not None
         for worker in workers or sorted(upcoming.unprepared):
             self.say(self.ranks[worker], Prepared(generation=upcoming.number, error=error))
@@ -181,7 +181,7 @@ class Stage:
 
     def switch_to_the_end(self, step: int) -> int:
         """Switch, twice if layers move; return the next step."""
-        while self.coordinator.state.next is not None:
+        while self.coordinator.state.switches.next is not None:
             self.switch(step)
             step += 1
         return step

@@ -40,5 +40,5 @@ def preparing() -> tuple[History, int]:
     history.come_back(3)
     history.wait(0.7)
     history.consider(0, 1, 2, 3)
-    assert history.state.next is not None
-    return history, history.state.next.number
+    assert history.state.switches.next is not None
+    return history, history.state.switches.next.number

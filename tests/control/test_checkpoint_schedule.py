@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import CompleteCheckpoint, MarkDamaged
 from chameleon_ft.control.events import Decided
-from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
+from chameleon_ft.control.state.checkpoints import Checkpoints
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import (
     BeginCheckpoint,
@@ -113,11 +113,11 @@ def test_the_first_is_requested_at_once_and_the_next_after_dalys_interval() -> N
         CompleteCheckpoint(3, agreed=0)
     ]
     history.commit()
-    interval_s = history.state.schedule.interval_s
+    interval_s = history.state.checkpoints.schedule.interval_s
     assert interval_s is not None
     # Most returns follow a failure of the coordinator's machine, which fails once in an hour; others come on top.
     assert daly_interval_s(0.02, 1_000.0) < interval_s <= daly_interval_s(0.02, 3_600.0)
-    while history.state.schedule.since_s + 0.1 < interval_s:
+    while history.state.checkpoints.schedule.since_s + 0.1 < interval_s:
         history.commit()
         assert requests(history) == [1]
     history.commit()
@@ -132,7 +132,7 @@ def test_a_run_that_loses_more_writes_more() -> None:
         history.commit(checkpoint=True)
         save(history, 2, copy_s=0.5)
         history.commit()
-        interval_s.append(history.state.schedule.interval_s or 0.0)
+        interval_s.append(history.state.checkpoints.schedule.interval_s or 0.0)
     assert interval_s == sorted(interval_s, reverse=True)
     assert interval_s[0] > 10 * interval_s[2] > 0
 
@@ -145,7 +145,7 @@ def test_the_restart_policy_counts_every_loss() -> None:
         history.commit(checkpoint=True)
         save(history, 2, copy_s=0.5)
         history.commit()
-        intervals_s[policy] = history.state.schedule.interval_s or 0.0
+        intervals_s[policy] = history.state.checkpoints.schedule.interval_s or 0.0
     assert intervals_s["restart"] < intervals_s["chameleon"]
 
 
@@ -179,7 +179,7 @@ def test_one_that_is_still_written_when_the_next_is_due_is_reported() -> None:
     while requests(history) == [1]:
         history.commit()
     history.commit(checkpoint=True)
-    writing = history.state.schedule.writing
+    writing = history.state.checkpoints.schedule.writing
     while requests(history) == [1, 2]:
         history.commit()
     (event,) = history.events("checkpoint_late")
@@ -252,7 +252,7 @@ def test_a_user_waits_for_no_checkpoint_that_has_failed_before() -> None:
 
 
 def test_after_a_return_to_a_checkpoint_no_later_one_has_failed() -> None:
-    events = CheckpointEvents().not_written(7, "disk full")
+    events = Checkpoints().not_written(7, "disk full")
     assert events.forgotten(3).failed == {7: "disk full"}
     assert events.loaded(3).failed == {}
 

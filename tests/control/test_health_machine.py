@@ -63,7 +63,7 @@ class Orders(History):
 
     def is_present(self, worker: int) -> bool:
         """Whether a worker is connected with the coordinator that leads now."""
-        return worker in self.ranks and self.now_at(self.connection(worker)) not in self.state.returning
+        return worker in self.ranks and self.now_at(self.connection(worker)) not in self.state.reconnection.awaited
 
     def deliver(self, to: Collection[int] = range(4), *, files: bool = True) -> None:
         """Have these workers get their orders, and the files be written; others never get theirs."""
@@ -72,7 +72,7 @@ class Orders(History):
             match command:
                 case Launch(plan=plan):
                     for worker in to:
-                        is_away = state.members[worker].connection in state.returning
+                        is_away = state.members[worker].connection in state.reconnection.awaited
                         if worker in plan.participants and worker in self.ranks and not is_away:
                             self._begin(self.ranks[worker], state.generation, plan.load, plan.first_step)
                 case Send(connection=connection, message=Stop(generation=number)):
@@ -288,7 +288,7 @@ class Health(RuleBasedStateMachine):
                 self.catch_up()
                 if self.history.questions and self.history.state.phase is not Phase.OVER:
                     self.history.decide()
-        assert not self.history.state.returning or self.history.state.phase is Phase.OVER
+        assert not self.history.state.reconnection.awaited or self.history.state.phase is Phase.OVER
 
     @rule()
     def time_passes(self) -> None:

@@ -284,7 +284,7 @@ def test_an_agent_waits_while_the_one_before_may_come_back() -> None:
     assert [spawn.workers for spawn in history.sent(Spawn, to=NEXT + 1)] == [(4,)], "it waits for its own host only"
     history.wait(6.0)
     assert history.sent(Adopt, to=NEXT) == [adoption(0, 1, 2, 3)]
-    assert not history.state.waiting_hosts
+    assert not history.state.admission.waiting
 
 
 def test_an_agent_that_waits_gets_other_workers_if_the_one_before_comes_back() -> None:
@@ -326,7 +326,7 @@ def test_an_agent_that_waits_is_found_by_the_next_coordinator_or_forgotten() -> 
             history.say(NEXT + 1, HostHello(host="a host", slots=4, id="x", resumes=NEXT))
         history.wait(6.0)
         assert history.sent(Adopt) == ([adoption(0, 1, 2, 3)] if comes_back else [])
-        assert not history.state.waiting_hosts
+        assert not history.state.admission.waiting
 
 
 def test_a_worker_that_was_drained_is_not_started_by_the_next_agent_of_its_host() -> None:

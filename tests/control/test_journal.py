@@ -135,7 +135,7 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
     found = LastEntry.read(stage.run.journal_file(1))
     assert found is not None
     assert found.received == counts
-    assert found.state.returning
+    assert found.state.reconnection.awaited
 
 
 def test_records_of_the_last_change_alone_may_be_missing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from chameleon_ft.control.decisions.owners import lacks_copies, restoring_copies
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
+from chameleon_ft.control.state.checkpoints import Checkpoints
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.control.wire.parts import pack_shards, unpack_shards
 from chameleon_ft.plan import data_pipeline_plan
@@ -138,7 +138,7 @@ def test_a_switch_that_changes_no_owner_needs_no_transition() -> None:
 def test_a_checkpoint_is_complete_with_all_slices() -> None:
     sharding = shard_optimizer(a_plan(range(2), dp=2).plan.placement, HOSTS, 1)
     slices = [(layer, each.start, each.stop) for layer, own in enumerate(sharding.layers) for each in own.slices]
-    events = CheckpointEvents()
+    events = Checkpoints()
     for place in slices[:-1]:
         part = CheckpointSaved(generation=1, step=3, layers=(0, 1, 2, 3), slices=(place,))
         events, complete = events.saved(part, num_layers=4, has_slices=True)

@@ -142,7 +142,7 @@ def test_an_agent_that_leaves_before_it_is_admitted_is_forgotten() -> None:
     found = history()
     found.say(AGENT, hello())
     found.depart(AGENT)
-    assert found.state.examining == {}
+    assert found.state.admission.examining == {}
     found.say(NEXT, hello())
     found.say(NEXT, report(found))
     assert len(found.sent(Spawn, to=NEXT)) == 1

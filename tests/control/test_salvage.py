@@ -172,7 +172,7 @@ async def test_a_better_plan_is_found_while_the_next_steps_run(stage: Stage) -> 
     stage.start()
     assert stage.order().transition is None
     stage.commit(3)
-    while stage.coordinator.state.next is None:
+    while stage.coordinator.state.switches.next is None:
         await asyncio.sleep(0.05)
     moved = stage.ranks[0].last(Migrate)
     assert (moved.generation, {destination for _, destination, _, _ in moved.moves}) == (2, {0, 2, 3})
@@ -214,6 +214,4 @@ async def test_the_rest_of_a_step_without_a_loss_is_no_measure_either(stage: Sta
     assert stage.coordinator.state.outcomes.recent_s == (0.2,)
     *_, before, rest, _ = steps = stage.run.steps()
     assert [step.is_rest for step in steps] == [False, False, False, True, False]
-    assert rest.time is not None
-    assert before.time is not None
     assert rest.step_s == pytest.approx(max(0.001, rest.time - before.time)), "it includes the stall"

@@ -184,7 +184,7 @@ def test_a_stall_loses_no_worker_and_ends_no_run(beginning: Callable[[], History
         history.wait(0.1)
     assert history.state.phase is Phase.TRAINING
     assert history.state.committed == committed + 2
-    assert not history.state.returning
+    assert not history.state.reconnection.awaited
     assert len(history.events("join_failed")) == lost
     assert {worker for worker, _, _ in history.failures} <= {1}
     assert history.failures == [] or history.failures == [(1, "child", "SIGKILL")]

@@ -36,15 +36,15 @@ class Runs(MemberRuns):
 
     # --- switches ---
 
-    @precondition(lambda self: self.history.state.next is not None)
+    @precondition(lambda self: self.history.state.switches.next is not None)
     @rule(workers=st.sets(WORKERS), error=RARELY, cannot_migrate=st.booleans())
     def prepare(self, workers: set[int], error: bool, cannot_migrate: bool) -> None:
         for worker in sorted(workers & set(self.history.live())):
-            if self.history.state.next is not None:
+            if self.history.state.switches.next is not None:
                 why = "an error" if error else None
                 self.history.prepare(worker, error=why, cannot_migrate=error and cannot_migrate)
 
-    @precondition(lambda self: self.history.state.next is not None)
+    @precondition(lambda self: self.history.state.switches.next is not None)
     @rule(starts=OFTEN)
     def all_prepare_and_switch(self, starts: bool) -> None:
         self.history.prepare()
@@ -54,21 +54,23 @@ class Runs(MemberRuns):
 
     @rule(worker=WORKERS, generation=st.integers(1, 9), error=st.none() | st.just("an error"))
     def prepare_late(self, worker: int, generation: int, error: str | None) -> None:
-        upcoming = self.history.state.next
+        upcoming = self.history.state.switches.next
         if self.connected(worker) and (upcoming is None or upcoming.number != generation):
             self.history.tell(worker, Prepared(generation=generation, error=error))
 
-    @precondition(lambda self: self.history.state.next is not None and not self.history.state.next.is_switching)
+    @precondition(
+        lambda self: self.history.state.switches.next is not None and not self.history.state.switches.next.is_switching
+    )
     @rule(rarely=RARELY)
     def orders_fail(self, rarely: bool) -> None:
         if rarely:
             self.history.orders_fail()
 
-    @precondition(lambda self: self.history.state.next is not None)
+    @precondition(lambda self: self.history.state.switches.next is not None)
     @rule(data=st.data())
     def lose_a_participant(self, data: st.DataObject) -> None:
-        assert self.history.state.next is not None
-        worker = data.draw(st.sampled_from(self.history.state.next.plan.participants))
+        assert self.history.state.switches.next is not None
+        worker = data.draw(st.sampled_from(self.history.state.switches.next.plan.participants))
         self.history.depart(self.history.connection(worker))
 
     @rule(workers=st.sets(WORKERS, max_size=2), host=st.sampled_from([None, None, "a host", "late", "elsewhere"]))
@@ -93,7 +95,7 @@ class Runs(MemberRuns):
         if self.history.considerations:
             self.consider(answer="plan", waves=2, moves=False)
         for _ in range(2):
-            if self.history.state.next is not None and self.history.state.phase is Phase.TRAINING:
+            if self.history.state.switches.next is not None and self.history.state.phase is Phase.TRAINING:
                 self.all_prepare_and_switch(starts=True)
         if self.history.state.phase is Phase.TRAINING:
             self.commit(finish=False)
@@ -128,10 +130,12 @@ class Runs(MemberRuns):
         order.shuffle(peers)
         for come_back in peers:
             come_back()
-        if history.state.returning:
-            assert history.state.returning == {history.now_at(history.connection(worker)) for worker in absent}
+        if history.state.reconnection.awaited:
+            assert history.state.reconnection.awaited == {
+                history.now_at(history.connection(worker)) for worker in absent
+            }
             history.wait(6.0)
-        assert not history.state.returning
+        assert not history.state.reconnection.awaited
 
     # --- wrong states and bad steps ---
 

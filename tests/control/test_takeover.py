@@ -25,7 +25,7 @@ from tests.control.takeovers import replaced, training
 def test_training_goes_on_as_if_nothing_had_happened() -> None:
     history = training()
     replaced(history)
-    assert not history.state.returning
+    assert not history.state.reconnection.awaited
     assert history.sent(Stop) == []
     assert history.sent(Discard) == []
     history.wait(1.0)
@@ -164,7 +164,7 @@ def test_an_interrupted_run_still_ends() -> None:
 
 def test_a_requested_checkpoint_is_requested_of_workers_that_come_back() -> None:
     history = training(checkpoint=Checkpoint(every="auto"))
-    assert history.state.schedule.is_requested
+    assert history.state.checkpoints.schedule.is_requested
     replaced(history)
     assert [message.request for message in history.sent(BeginCheckpoint)] == [1, 1, 1, 1]
 
@@ -173,7 +173,7 @@ def test_a_second_replacement_finds_the_peers_of_the_first() -> None:
     history = training()
     replaced(history, absent=(2,))
     replaced(history)
-    assert not history.state.returning
+    assert not history.state.reconnection.awaited
     history.commit()
     assert history.state.committed == 4
     assert not [command for command in history.commands if isinstance(command, Launch)]

@@ -103,7 +103,7 @@ def test_connections_that_end_while_this_coordinator_does_not_lead_are_made_agai
     history.happen(TermClaimed(at=history.at, term=2))
     for connection in connections:
         history.depart(connection)
-    assert history.state.returning == frozenset(connections)
+    assert history.state.reconnection.awaited == frozenset(connections)
     history.return_agent()
     for worker in history.live():
         history.return_worker(worker, known=1)
@@ -128,4 +128,4 @@ def test_a_coordinator_that_stood_by_does_no_longer_once_it_leads() -> None:
         history.say(50 + number, StandbyHello(address=address))
     history.happen(TookOver(at=history.at, term=2, address="10.0.0.8:7"))
     assert history.state.standbys == {51: "10.0.0.9:7"}
-    assert 50 not in history.state.returning
+    assert 50 not in history.state.reconnection.awaited

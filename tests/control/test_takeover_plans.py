@@ -67,7 +67,7 @@ def test_a_plan_that_is_chosen_before_all_have_come_back_reaches_all(has_begun: 
             history.return_worker(worker)
     assert {stop.generation for stop in history.sent(Stop)} >= {history.state.generation}
     history.quiesce(layers=range(4) if has_begun else ())
-    assert not history.launches[-1].returning
+    assert not history.launches[-1].reconnection.awaited
     history.start()
     history.commit()
 
@@ -102,7 +102,7 @@ def test_a_plan_that_was_found_while_peers_are_away_is_looked_for_again() -> Non
     history.wait(0.7)
     history.happen(Disconnected(at=history.at, connection=history.connection(2), will_return=True))
     history.consider(0, 1, 2, 3)
-    assert history.state.next is None
+    assert history.state.switches.next is None
     history.return_worker(2)
     history.wait(0.1)
     history.consider(0, 1, 2, 3)
@@ -120,8 +120,8 @@ def test_layers_do_not_begin_to_move_while_a_worker_is_away() -> None:
     history.start()
     history.commit()
     history.wait(0.1)
-    assert history.state.next is not None
-    assert history.state.next.plan.policy == "cancelled-migration"
+    assert history.state.switches.next is not None
+    assert history.state.switches.next.plan.policy == "cancelled-migration"
     history.switch()
     history.wait(0.1)
     assert history.considerations, "another course is looked for"
@@ -185,7 +185,7 @@ def test_a_switch_that_the_journal_lacks_is_found_by_what_workers_have_been_told
     else:
         assert history.state.in_force.plan.placement == journaled.in_force.plan.placement  # type: ignore[union-attr]
     assert history.failures[1:] == []
-    assert history.state.doubtful is None
+    assert history.state.reconnection.doubtful is None
 
 
 def test_workers_that_follow_a_plan_that_the_journal_lacks_end_the_run() -> None:
@@ -212,8 +212,8 @@ def test_layers_that_move_are_given_up() -> None:
         history.return_worker(worker, known=history.state.newest)
     history.wait(0.1)
     assert Task.PREPARE_GENERATION in history.commands
-    assert history.state.next is not None
-    assert history.state.next.plan.policy == "cancelled-migration"
+    assert history.state.switches.next is not None
+    assert history.state.switches.next.plan.policy == "cancelled-migration"
 
 
 def test_a_run_whose_first_plan_was_not_written_ends_with_the_reason() -> None:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from chameleon_ft.plan.frozen_map import FrozenMap, updated
+from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
 
 def test_it_is_a_copy_that_cannot_change() -> None:
@@ -39,4 +39,12 @@ def test_a_changed_copy_keeps_places_and_adds_at_the_end(mapping: dict[int, str]
     after = updated(mapping, {3: "c", 2: "B"})
     assert isinstance(after, FrozenMap)
     assert list(after.items()) == [(2, "B"), (1, "a"), (3, "c")]
+    assert list(mapping.items()) == [(2, "b"), (1, "a")]
+
+
+@pytest.mark.parametrize("mapping", [{2: "b", 1: "a"}, FrozenMap({2: "b", 1: "a"})])
+def test_a_copy_without_a_key_keeps_the_others(mapping: dict[int, str]) -> None:
+    after = without(mapping, 2)
+    assert list(after.items()) == [(1, "a")]
+    assert without(after, 2) is after
     assert list(mapping.items()) == [(2, "b"), (1, "a")]

@@ -54,7 +54,7 @@ class Orders:
         if state.active is not None:
             planned, _ = self._orders(state, RecoveryPlan.kept(state.active, None), state.generation)
             self._begin(state, planned)
-        if (upcoming := state.switching_to) is not None:
+        if (upcoming := state.switches.underway) is not None:
             self._prepared, _ = self._orders(state, RecoveryPlan.kept(upcoming.plan, None), upcoming.number)
 
     def launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
@@ -75,7 +75,7 @@ class Orders:
 
     def prepare(self, state: State) -> events.Event | None:
         """Send the orders of the next generation, to be prepared."""
-        upcoming = state.next
+        upcoming = state.switches.next
         assert upcoming is not None
         try:
             self._prepared, orders = self._orders(state, self._to_prepare(state, upcoming.plan), upcoming.number)

@@ -13,7 +13,7 @@ from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.run_checkpoints import Examined, RunCheckpoints
-from chameleon_ft.control.state.checkpoint_events import describe_unreadable
+from chameleon_ft.control.state.checkpoints import describe_unreadable
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import Recorder

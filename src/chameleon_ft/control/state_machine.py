@@ -119,12 +119,9 @@ def _ticked(draft: Draft) -> None:
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
     draft.set(ticked_at_s=now)
     if held_up_s:
-        upcoming = state.next
-        if upcoming is not None:
-            upcoming = replace(upcoming, deadline_s=upcoming.deadline_s + held_up_s)
-        draft.set(return_by_s=state.return_by_s + held_up_s, next=upcoming)
+        draft.set(reconnection=state.reconnection.extended(held_up_s), switches=state.switches.extended(held_up_s))
     if held_up_s > _STALL_S:
-        draft.set(stalled_at_s=now)
+        draft.set(reconnection=replace(draft.state.reconnection, stalled_at_s=now))
         draft.record("stalled", stall_s=held_up_s, message=f"the coordinator did not run for {duration(held_up_s)}")
     state = draft.state
     for connection in takeover.missing(draft):
@@ -154,7 +151,7 @@ def _ticked(draft: Draft) -> None:
     if draft.state.phase in _WATCHED and draft.state.ending is None:
         scale_up.respawn_due(draft)
         drains.release(draft)
-        if not draft.state.returning:  # orders would not reach all
+        if not draft.state.reconnection.awaited:  # orders would not reach all
             scale_up.advance(draft)
 
 
@@ -165,9 +162,7 @@ def _disconnected(draft: Draft, connection: int) -> None:
         takeover.standby_left(draft, connection)
     if connection in state.members.agents:
         hosts.lost(draft, connection)
-    hosts.left_unexamined(draft, connection)
-    if connection in state.waiting_hosts:
-        draft.set(waiting_hosts={each: hello for each, hello in state.waiting_hosts.items() if each != connection})
+    draft.set(admission=draft.state.admission.without(connection))
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
         incidents.detect(draft, signals.ConnectionEnded(worker.id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Self, TypeVar, overload
 
-__all__ = ["FrozenMap", "updated"]
+__all__ = ["FrozenMap", "updated", "without"]
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
@@ -83,3 +83,9 @@ class FrozenMap(Mapping[K, V]):
 def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
     """Return a mapping with values replaced, in their places, or added at the end."""
     return FrozenMap._of({**(mapping._items if isinstance(mapping, FrozenMap) else mapping), **changes})
+
+
+def without(mapping: Mapping[K, V], key: object) -> FrozenMap[K, V]:
+    """Return a mapping that lacks a key; one that lacks it already as it is."""
+    frozen = FrozenMap(mapping)
+    return FrozenMap._of({each: value for each, value in frozen.items() if each != key}) if key in frozen else frozen

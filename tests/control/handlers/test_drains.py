@@ -33,7 +33,7 @@ def test_a_drained_worker_leaves_once_a_step_is_committed_without_it() -> None:
     assert history.considerations, "there is nothing to wait for"
     assert history.considerations[0].members.staying() == (0, 2, 3)
     history.consider(0, 2, 3)
-    upcoming = history.state.next
+    upcoming = history.state.switches.next
     assert upcoming is not None
     assert upcoming.unprepared == {0, 2, 3}
     history.prepare()
@@ -269,7 +269,7 @@ def test_a_drain_gives_up_a_generation_with_that_worker_which_no_worker_was_told
     come_back(history)
     history.consider(0, 1, 2, 3)
     drain(history, 2)
-    assert history.state.next is None
+    assert history.state.switches.next is None
     history.wait(0.1)
     assert history.considerations[-1].members.staying() == (0, 1, 3)
 
@@ -280,7 +280,7 @@ def test_a_drain_waits_for_a_migration() -> None:
     history.consider(0, 1, 2, 3, waves=1)
     history.switch()
     drain(history, 2)
-    assert history.state.next is not None
+    assert history.state.switches.next is not None
     history.switch()
     history.wait(0.1)
     assert history.considerations[-1].members.staying() == (0, 1, 3)

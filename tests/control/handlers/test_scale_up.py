@@ -21,7 +21,7 @@ def test_a_worker_comes_back_and_gets_a_place() -> None:
     come_back(history)
     assert history.events("respawn")[0]["incarnation"] == 2
     history.consider(0, 1, 2, 3)
-    upcoming = history.state.next
+    upcoming = history.state.switches.next
     assert upcoming is not None
     assert (upcoming.number, sorted(upcoming.unprepared), upcoming.plan.first_step) == (3, [0, 1, 2, 3], 4)
     history.prepare(0, 1, 2)
@@ -51,7 +51,7 @@ def test_a_newcomer_without_a_place_stays_a_spare() -> None:
     assert Task.RECORD_SCALE_UP in history.commands
     history.wait(20.0)
     assert history.considerations == [], "it is not considered again"
-    assert history.state.next is None
+    assert history.state.switches.next is None
     history.reap(1)
     assert history.records(JoinRecord) == []
     assert len(history.failures) == 2
@@ -107,7 +107,7 @@ def test_a_generation_whose_newcomer_is_lost_meanwhile_is_given_up() -> None:
     history.consider(0, 1, 2, 3)
     history.prepare(0, 2, 3)
     history.reap(1)
-    assert history.state.next is None
+    assert history.state.switches.next is None
     assert history.sent(Discard, to=1) == [Discard(generation=3)]
     assert history.state.phase is Phase.TRAINING
     history.wait(20.0)

@@ -26,14 +26,14 @@ def test_layers_move_in_a_generation_of_their_own() -> None:
     history.commit(switch=True)
     state = history.state
     assert state.active is not None
-    assert state.next is not None
+    assert state.switches.next is not None
     assert (state.active.migration is not None, state.in_force) == (True, before)
-    assert (state.generation, state.next.number) == (3, 4)
+    assert (state.generation, state.switches.next.number) == (3, 4)
     history.start()
     assert history.records(JoinRecord) == [], "it has no operations yet"
     history.wait(200.0)
     history.commit()
-    assert history.state.next == state.next, "a migration may take far longer than predicted"
+    assert history.state.switches.next == state.switches.next, "a migration may take far longer than predicted"
     history.switch()
     assert history.state.in_force == before
     (record,) = history.records(JoinRecord)
@@ -58,7 +58,7 @@ def test_a_loss_cancels_a_migration(placed: int) -> None:
     assert history.sent(Stop)[-1].generation == 5, "the next one had a number, too"
     history.quiesce(placed=placed)
     assert history.state.in_force == before, "shadow holders are not in it"
-    assert (history.state.next, history.state.following) == (None, ())
+    assert (history.state.switches.next, history.state.switches.following) == (None, ())
 
 
 @pytest.mark.parametrize("placed", [2, 3])
@@ -67,7 +67,7 @@ def test_a_loss_in_the_switch_finds_one_placement_in_force(placed: int) -> None:
     come_back(history)
     history.consider(0, 1, 2, 3)
     history.prepare()
-    upcoming, before = history.state.next, history.state.active
+    upcoming, before = history.state.switches.next, history.state.active
     assert upcoming is not None
     history.holds = True
     history.reap(1)
@@ -102,7 +102,7 @@ def test_a_generation_that_cannot_be_prepared_is_given_up_and_tried_again_ever_l
         else:
             history.prepare(0, 2)
             history.wait(history.state.settings.timeouts.rendezvous_s + 0.1)
-        assert history.state.next is None
+        assert history.state.switches.next is None
         assert len(history.events("discarded")) == attempt
         assert [message.generation for message in history.sent(Discard, to=1)] == list(range(3, 3 + attempt))
         since = history.now
@@ -127,8 +127,8 @@ def test_what_follows_a_migration_is_prepared_again_if_it_fails() -> None:
     assert history.sent(Discard, to=1) == [Discard(generation=4)]
     history.wait(2.0)
     assert history.considerations == [], "there is nothing to decide anew"
-    assert history.state.next is not None
-    assert history.state.next.number == 5
+    assert history.state.switches.next is not None
+    assert history.state.switches.next.number == 5
     history.switch()
     assert history.members() == (0, 1, 2, 3)
 
@@ -148,18 +148,18 @@ def between_waves() -> History:
 
 def test_the_plans_of_all_waves_follow_one_after_the_other() -> None:
     history = between_waves()
-    assert (history.state.next, len(history.state.following)) == (None, 2)
+    assert (history.state.switches.next, len(history.state.switches.following)) == (None, 2)
     assert history.records(JoinRecord) == []
     assert history.considerations == []
     history.wait(1.0)
-    assert history.state.next is None, "some worker may still hold more"
+    assert history.state.switches.next is None, "some worker may still hold more"
     history.commit()
     history.wait(0.1)
     state = history.state
     assert state.active is not None
-    assert state.next is not None
+    assert state.switches.next is not None
     assert state.active.migration is not None, "all workers have dropped layers: there is memory for others"
-    assert (state.generation, state.next.number) == (4, 5)
+    assert (state.generation, state.switches.next.number) == (4, 5)
     assert state.in_force == state.placed != state.active
     history.wait(49.9)
     history.switch()
@@ -169,7 +169,8 @@ def test_the_plans_of_all_waves_follow_one_after_the_other() -> None:
     assert sum(each.seconds for each in measured) == pytest.approx(record.migrate_s)
     assert [each.migration.total_bytes for each in measured] == [64, 64]
     assert record.migrate_s == pytest.approx(149.95), "the second wave begins with the tick that notes the commit"
-    assert (history.state.next, history.state.following, history.state.migrated.waves) == (None, (), 0)
+    switches = history.state.switches
+    assert (switches.next, switches.following, switches.migrated.waves) == (None, (), 0)
 
 
 @pytest.mark.parametrize("after", range(4))
@@ -186,7 +187,8 @@ def test_a_loss_cancels_all_waves(after: int) -> None:
     history.holds = True
     history.reap(2)
     history.quiesce(placed=history.state.active_generation)
-    assert (history.state.next, history.state.following, history.state.migrated.waves) == (None, (), 0)
+    switches = history.state.switches
+    assert (switches.next, switches.following, switches.migrated.waves) == (None, (), 0)
     assert history.state.in_force == placed[-1], "of the last plan under which no layer moves"
 
 
@@ -201,13 +203,13 @@ def test_layers_that_do_not_arrive_are_dropped_and_it_is_decided_anew(how: str) 
         migrating = history.state.active
         assert migrating is not None
         assert migrating.migration is not None
-        assert history.state.next is not None
+        assert history.state.switches.next is not None
         if how == "error":
             history.prepare(1, error="no memory", cannot_migrate=True)
         else:
             history.prepare(0, 2)
             history.wait(5.0 * 2**attempt - 1.0)
-            assert history.state.next is not None
+            assert history.state.switches.next is not None
             history.wait(1.1)
         errors = [each["error"] for each in history.events("discarded")]
         assert len(errors) == attempt + 1
@@ -218,7 +220,7 @@ def test_layers_that_do_not_arrive_are_dropped_and_it_is_decided_anew(how: str) 
         history.switch()
         state = history.state
         assert state.active is not None
-        assert (state.active.migration, state.following, state.next) == (None, (), None)
+        assert (state.active.migration, state.switches.following, state.switches.next) == (None, (), None)
         assert state.active.plan.workers == (0, 2, 3), "the newcomer, a spare again, held nothing else"
         assert history.records(JoinRecord) == []
         assert history.state.scale_up.newcomers == {1}
@@ -241,10 +243,10 @@ def test_between_waves_another_course_is_looked_for_if_the_next_wave_cannot_come
     else:
         drain(history, 2)
     if how == "lost" and not is_prepared:
-        assert history.state.following, "it is noticed when the next wave is to be prepared"
+        assert history.state.switches.following, "it is noticed when the next wave is to be prepared"
         history.commit()
         history.wait(0.1)
-    assert (history.state.next, history.state.following) == (None, ())
+    assert (history.state.switches.next, history.state.switches.following) == (None, ())
     history.wait(12.0)
     staying = {"lost": (0, 2, 3), "drained": (0, 1, 3)}[how]
     assert history.considerations[-1].members.staying() == staying

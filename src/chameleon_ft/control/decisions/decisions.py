@@ -212,7 +212,7 @@ class Decisions:
             phases=phases,
             repeat_s=repeat_s,
             unsaved=0 if cluster is None else cluster.committed - cluster.source_step,
-            checkpoint_interval_s=state.schedule.interval_s,
+            checkpoint_interval_s=state.checkpoints.schedule.interval_s,
             leaving=without,
             held=None if cluster is None else cluster.held,
         )

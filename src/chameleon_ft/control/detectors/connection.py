@@ -17,7 +17,7 @@ from chameleon_ft.control.detectors.base import (
     Silent,
 )
 from chameleon_ft.control.wire.messages import ProcessState
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, without
 
 __all__ = ["ConnectionDetector"]
 
@@ -58,6 +58,5 @@ class ConnectionDetector:
                     return self, (Lost(worker, "heartbeat", "no heartbeat, because its process is stopped"),)
                 return replace(self, silences={**self.silences, worker: (since_s, is_stopped)}), ()
             case Fenced(worker=worker) if worker in self.silences:
-                silences = {each: silence for each, silence in self.silences.items() if each != worker}
-                return replace(self, silences=silences), ()
+                return replace(self, silences=without(self.silences, worker)), ()
         return self, ()

@@ -7,7 +7,7 @@ the median over recent steps has moved further than the observed noise explains.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Self
 
 from chameleon_ft.control.detectors.base import (
@@ -48,7 +48,7 @@ def _split(number: int) -> tuple[int, int]:
 class SlowLinkDetector:
     """Finds slow links, and notices when they recover; `links` judges each by its number, as if it were a worker."""
 
-    links: SlownessDetector = SlownessDetector()  # noqa: RUF009 - frozen
+    links: SlownessDetector = field(default_factory=SlownessDetector)
 
     @property
     def speeds(self) -> FrozenMap[int, float]:

@@ -13,14 +13,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 from chameleon_ft.control.detectors.base import Fenced, Finding, OperationsMeasured, Recovered, Signal, Slow
-from chameleon_ft.plan.frozen_map import FrozenMap, updated
+from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
 __all__ = ["MeasuredOperations", "SlownessDetector", "Spell"]
 
-_Value = TypeVar("_Value")
 
 _WINDOW: Final = 8  # recent steps whose median counts: a worker is noticed in its fifth slow one
 _LEAST_CHANGE: Final = 0.05  # of the logarithm of a speed: smaller changes are not worth a switch
@@ -115,8 +114,8 @@ class SlownessDetector:
         match signal:
             case Fenced(worker=worker):
                 # Another process, perhaps elsewhere, may get its number.
-                recent = tuple(_without(worker, reports) for reports in self.recent)
-                reports, spells = _without(worker, self.reports), _without(worker, self.spells)
+                recent = tuple(without(reports, worker) for reports in self.recent)
+                reports, spells = without(self.reports, worker), without(self.spells, worker)
                 return replace(self, reports=reports, recent=recent, spells=spells), ()
             case OperationsMeasured(worker=worker, generation=generation, step=step):
                 at, report = (generation, step), MeasuredOperations(signal.ratio, signal.group)
@@ -212,10 +211,6 @@ class SlownessDetector:
 
     def _speed(self, worker: int) -> float:
         return self.spells[worker].estimate if worker in self.spells else 1.0
-
-
-def _without(worker: int, values: Mapping[int, _Value]) -> dict[int, _Value]:
-    return {each: value for each, value in values.items() if each != worker}
 
 
 def _since_last_crossing(recent: Sequence[float], limit: float) -> int:

@@ -8,7 +8,7 @@ from typing import Self
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import Fatal, Fenced, Finding, Lost, Signal, Starting, StartStage
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, without
 
 __all__ = ["StartTimeout"]
 
@@ -31,7 +31,7 @@ class StartTimeout:
         """See `Detector`."""
         match signal:
             case Fenced(worker=worker) if worker in self.since:
-                return replace(self, since={each: at for each, at in self.since.items() if each != worker}), ()
+                return replace(self, since=without(self.since, worker)), ()
             case Starting(at_s=at_s, held_up_s=held_up_s, stages=stages):
                 since: dict[int, tuple[StartStage, float]] = {}
                 for worker, stage in stages.items():

@@ -33,7 +33,7 @@ from chameleon_ft.control.detectors.base import (
     Ticked,
 )
 from chameleon_ft.control.wire.messages import Position
-from chameleon_ft.plan.frozen_map import FrozenMap, updated
+from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
 __all__ = ["Watchdog"]
 
@@ -121,10 +121,14 @@ class Watchdog:
             return self, ()
         limit_s = self.timeouts.first_step_s if signal.in_first_step else self._operation_limit_s
         cause, after = None, self
-        continued = {each: since for each, since in self.stopped.items() if each != worker}
+        continued = without(self.stopped, worker)
         if isinstance(answer, Position):
-            silent = {each: since for each, since in self.silent.items() if each != worker}
-            after = replace(self, positions=updated(self.positions, {worker: answer}), silent=silent, stopped=continued)
+            after = replace(
+                self,
+                positions=updated(self.positions, {worker: answer}),
+                silent=without(self.silent, worker),
+                stopped=continued,
+            )
             if not answer.waiting and answer.since_s > limit_s:
                 cause = f"hung: in {answer.doing} for {answer.since_s:.1f} s"
         elif answer.stopped:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from chameleon_ft.control import commands
 from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import duration
@@ -29,13 +30,13 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     step = message.step + 1 if message.vote.checkpoint else None
     if config.every != "auto":  # ranks begin those of the interval by themselves
         if step is not None:
-            draft.set(schedule=state.schedule.begun())
+            _reschedule(draft, state.checkpoints.schedule.begun())
         _request_wanted(draft)
         return
-    schedule = state.schedule.committed(message.step_s, usual_s=state.detectors.watchdog.step_s, begun=step)
+    schedule = state.checkpoints.schedule.committed(message.step_s, usual_s=state.detectors.watchdog.step_s, begun=step)
     if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
         schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
-    draft.set(schedule=schedule)
+    _reschedule(draft, schedule)
     if not schedule.is_due or state.phase is not Phase.TRAINING:
         return
     if schedule.writing is not None:
@@ -46,7 +47,7 @@ def committed(draft: Draft, message: messages.Committed) -> None:
             message=f"that of step {schedule.writing} is not written after {since}, and the next one is due; look at "
             f"the file system of {state.settings.checkpoints}",
         )
-    draft.set(schedule=schedule.requested())
+    _reschedule(draft, schedule.requested())
     _request(draft)
 
 
@@ -59,30 +60,34 @@ def save(draft: Draft, connection: int, message: messages.SaveCheckpoint) -> Non
     # If the one of these steps has failed already, the next that is written has one more.
     committed = state.committed + (state.committed in state.checkpoints.failed)
     draft.do(Send(connection, message.model_copy(update={"committed": committed})))
-    draft.set(schedule=replace(state.schedule, is_wanted=True))
+    _reschedule(draft, replace(state.checkpoints.schedule, is_wanted=True))
     _request_wanted(draft)
 
 
 def _request_wanted(draft: Draft) -> None:
     """Request the checkpoint that a user has asked for, if the ranks train and have not been told."""
-    schedule = draft.state.schedule
+    schedule = draft.state.checkpoints.schedule
     if schedule.is_wanted and not schedule.is_requested and draft.state.phase is Phase.TRAINING:
-        draft.set(schedule=schedule.requested())
+        _reschedule(draft, schedule.requested())
         _request(draft)
 
 
 def switched(draft: Draft) -> None:
     """Note that another plan is in force: some of its workers may not know the request, and its risk differs."""
-    draft.set(schedule=replace(draft.state.schedule, interval_s=None))
+    _reschedule(draft, replace(draft.state.checkpoints.schedule, interval_s=None))
     _request(draft)
 
 
 def _request(draft: Draft) -> None:
     """Tell the workers that train about the request that they have not answered, if there is one."""
-    state = draft.state
-    if state.schedule.is_requested and state.active is not None:
+    state, schedule = draft.state, draft.state.checkpoints.schedule
+    if schedule.is_requested and state.active is not None:
         for worker in state.active.plan.workers:
-            draft.send(worker, messages.BeginCheckpoint(request=state.schedule.request))
+            draft.send(worker, messages.BeginCheckpoint(request=schedule.request))
+
+
+def _reschedule(draft: Draft, schedule: CheckpointSchedule) -> None:
+    draft.set(checkpoints=replace(draft.state.checkpoints, schedule=schedule))
 
 
 def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
@@ -97,10 +102,8 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         message = f"no complete one of step {part.step}: {part.error}, in {state.settings.checkpoints}; what was "
         message += "written of it is removed, and the one before stays the newest"
         news = {} if part.step in events.failed else {"message": message}
-        draft.set(
-            checkpoints=events.not_written(part.step, part.error),
-            schedule=state.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False),
-        )
+        schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
+        draft.set(checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule))
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
     if part.step in draft.state.checkpoints.failed:
         return
@@ -108,8 +111,6 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     events, complete = events.saved(part, num_layers=state.settings.num_layers, has_slices=has_slices)
     draft.set(checkpoints=events)
     if complete is not None:
-        schedule = state.schedule.ended(part.step, copy_s=complete.copy_s, is_complete=True)
-        draft.set(schedule=schedule)
         draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed, slices=complete.slices))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
 
@@ -161,9 +162,9 @@ def _warn_once(draft: Draft, message: messages.Committed) -> None:
     state = draft.state
     assert state.active is not None
     # The first step of a generation also allocates memory, so its duration is no measure.
-    if state.schedule.is_warned or message.step == state.active.first_step:
+    if state.checkpoints.schedule.is_warned or message.step == state.active.first_step:
         return
-    draft.set(schedule=replace(state.schedule, is_warned=True))
+    _reschedule(draft, replace(state.checkpoints.schedule, is_warned=True))
     left_s = (state.settings.steps - message.step - 1) * message.step_s
     is_emulated = state.settings.workers_per_host is not None
     if left_s > state.settings.recovery.restart_cost_s and not is_emulated:

@@ -27,9 +27,9 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
 
     Workers that are still loading leave at once.
     """
-    waiting = draft.state.waiting_hosts
-    if connection in waiting:
-        draft.set(waiting_hosts={each: hello for each, hello in waiting.items() if each != connection})
+    admission = draft.state.admission
+    if connection in admission.waiting:
+        draft.set(admission=admission.without(connection))
         draft.do(Send(connection, Exit(reason="drained", is_drained=True)))
         return
     own = _own_workers(draft.state, connection)
@@ -67,7 +67,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration goes on: where its layers are is known only when they have arrived.
     is_migrating = state.active is not None and state.active.migration is not None
-    if is_new and state.phase is Phase.TRAINING and state.switching_to is None and not is_migrating:
+    if is_new and state.phase is Phase.TRAINING and state.switches.underway is None and not is_migrating:
         switches.discard(draft)
 
 
@@ -156,7 +156,8 @@ def release(draft: Draft) -> None:
     state = draft.state
     if state.phase is not Phase.TRAINING or state.active is None or state.committed <= state.active.first_step:
         return
-    needed = {*state.active.plan.workers, *(() if state.next is None else state.next.plan.participants)}
+    upcoming = state.switches.next
+    needed = {*state.active.plan.workers, *(() if upcoming is None else upcoming.plan.participants)}
     for worker in state.members:
         if worker.draining and not worker.lost and worker.id not in needed:
             _let_go(draft, worker)

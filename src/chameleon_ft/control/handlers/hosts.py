@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from chameleon_ft.control.commands import Send
 from chameleon_ft.control.handlers.draft import Draft
@@ -12,10 +12,10 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import Examine, Exit, HostHello, Kill, Refused
 from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ControlError
-from chameleon_ft.plan.frozen_map import updated
+from chameleon_ft.plan.frozen_map import without
 from chameleon_ft.quantities import duration
 
-__all__ = ["admit_waiting", "arrived", "examined", "joined", "left_unexamined", "lost", "returned_late"]
+__all__ = ["admit_waiting", "arrived", "examined", "joined", "lost", "returned_late"]
 
 
 def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
@@ -29,8 +29,7 @@ def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
         joined(draft, agent, hello)
         return
     trains = any(each.agent_host == hello.host and not each.lost for each in draft.state.members)
-    others = {each: other for each, other in draft.state.examining.items() if not hello.id or other.id != hello.id}
-    draft.set(examining={**others, agent: hello})
+    draft.set(admission=draft.state.admission.examined_by(agent, hello))
     needed = asdict(settings.devices)
     draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, request=agent, **needed)))
 
@@ -42,10 +41,11 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
         ControlError: the host was not to be examined; or like `joined`.
     """
     state = draft.state
-    if (hello := state.examining.get(agent)) is None:
+    if (hello := state.admission.examining.get(agent)) is None:
         raise ControlError("this host was not to be examined")
-    draft.set(examining={each: other for each, other in state.examining.items() if each != agent})
-    peers = [each for host, each in state.examined.items() if host != hello.host]
+    admission = state.admission.without(agent)
+    draft.set(admission=admission)
+    peers = [*without(admission.reports, hello.host).values()]
     reason = reason_against(
         report, peers, settings=state.settings.preflight, versions=state.settings.versions, now=draft.at.unix_s
     )
@@ -54,15 +54,8 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
         draft.record("host_refused", host=hello.host, reason=reason, report=report.model_dump(), message=message)
         draft.do(Send(agent, Refused(reason=message)))
         return
-    draft.set(examined=updated(state.examined, {hello.host: report}))
+    draft.set(admission=admission.with_report(hello.host, report))
     joined(draft, agent, hello)
-
-
-def left_unexamined(draft: Draft, agent: int) -> None:
-    """Forget an agent whose connection has ended before it was admitted."""
-    examining = draft.state.examining
-    if agent in examining:
-        draft.set(examining={each: hello for each, hello in examining.items() if each != agent})
 
 
 def joined(draft: Draft, agent: int, hello: HostHello) -> None:
@@ -74,9 +67,8 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
         ControlError: all workers of a run that has not begun have a place.
     """
     state = draft.state
-    if any(state.members.agents.get(connection) == hello.host for connection in state.returning):
-        others = {each: other for each, other in state.waiting_hosts.items() if not hello.id or other.id != hello.id}
-        draft.set(waiting_hosts={**others, agent: hello})
+    if any(state.members.agents.get(connection) == hello.host for connection in state.reconnection.awaited):
+        draft.set(admission=state.admission.awaited_by(agent, hello))
         return
     is_late = state.phase is not Phase.GATHERING
     blocklist = [worker for worker in state.members.workers if state.respawns.is_blocked(worker)] if is_late else []
@@ -126,10 +118,11 @@ def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None
 
 def admit_waiting(draft: Draft) -> None:
     """Let the agents join that have waited for others of their hosts, which are back or lost by now."""
-    waiting = draft.state.waiting_hosts
-    if not waiting or draft.state.returning:
+    admission = draft.state.admission
+    waiting = admission.waiting
+    if not waiting or draft.state.reconnection.awaited:
         return
-    draft.set(waiting_hosts={})
+    draft.set(admission=replace(admission, waiting={}))
     for agent, hello in waiting.items():
         try:
             joined(draft, agent, hello)

@@ -11,13 +11,13 @@ from chameleon_ft.control.handlers import bad_steps, gathering, slowness, switch
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.handlers.incident_records import count_death, record_incident
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.state.checkpoint_events import describe_unreadable
+from chameleon_ft.control.state.checkpoints import describe_unreadable
 from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
-from chameleon_ft.control.state.next_generation import Migrated
 from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
-from chameleon_ft.plan.frozen_map import updated
+from chameleon_ft.plan.frozen_map import updated, without
 
 __all__ = [
     "checkpoint_unreadable",
@@ -102,12 +102,13 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         message = f"worker {number} was lost before it took part: {cause}"
         draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
         return
-    if worker.draining and not (number in state.needed or (state.next and number in state.next.plan.participants)):
+    upcoming = state.switches.next
+    if worker.draining and not (number in state.needed or (upcoming and number in upcoming.plan.participants)):
         record_drained(draft, number)  # it was about to be told to exit
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
         return
-    if state.phase is Phase.TRAINING and number in state.finished and state.next is None:
+    if state.phase is Phase.TRAINING and number in state.finished and upcoming is None:
         message = f"worker {number} has left after it had finished: {cause}"
         draft.record("left", worker=number, step=state.committed, cause=cause, message=message)
         return
@@ -145,8 +146,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
     state = draft.state
     if state.phase in (Phase.STOPPING, Phase.DECIDING):
         # A decision in progress is void: it includes a lost worker.
-        quiesced = {each: report for each, report in state.quiesced.items() if each != worker}
-        draft.set(phase=Phase.STOPPING, quiesced=quiesced)
+        draft.set(phase=Phase.STOPPING, quiesced=without(state.quiesced, worker))
         _await_reports(draft)
     elif worker in state.needed:
         stop(draft)
@@ -202,9 +202,7 @@ def stop(draft: Draft) -> None:
         incident=replace(incident, ended_at=incident.ended_at or draft.at.unix_s),
         quiesced={},
         finished=frozenset(),
-        next=draft.state.switching_to,  # of any other, all is known: no worker has switched to it
-        following=(),
-        migrated=Migrated(),
+        switches=draft.state.switches.stopped(),
         snapshots=draft.state.snapshots.given_up(),
     )
     draft.tell_live(messages.Stop(generation=draft.state.generation))
@@ -253,7 +251,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
     draft.set(
         phase=Phase.DECIDING,
         incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
-        next=None,
+        switches=Switches(),
         question=state.question + 1,
     )
     draft.do(commands.Task.DECIDE)
@@ -275,7 +273,7 @@ def _find_placement(draft: Draft, placed: int) -> bool:
     If one worker has given up its old layers, all hold the new ones; if none has, all still hold the old ones.
     Returns False if that generation is not known.
     """
-    state, upcoming = draft.state, draft.state.next
+    state, upcoming = draft.state, draft.state.switches.next
     if placed == state.active_generation:
         draft.set(in_force=state.placed)
     elif upcoming is not None and placed == upcoming.number:

@@ -72,8 +72,9 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         in_force=active if active.transition is None else state.in_force,
         committed=plan.first_step,
         finished=frozenset(),
-        checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.loaded(state.generation),
-        schedule=state.schedule.interrupted() if plan.load == "keep" else state.schedule.returned(),
+        checkpoints=state.checkpoints.interrupted()
+        if plan.load == "keep"
+        else state.checkpoints.loaded(state.generation),
         snapshots=state.snapshots
         if plan.load == "keep"
         else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
@@ -127,7 +128,7 @@ def started(draft: Draft) -> None:
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
     hurried, scale_up = incident.is_hasty, state.scale_up
-    is_final = not hurried and not state.following
+    is_final = not hurried and not state.switches.following
     if hurried:
         scale_up = scale_up.hurried(draft.at.monotonic_s)
     elif is_final:

@@ -51,7 +51,7 @@ def advance(draft: Draft) -> None:
     state, now = draft.state, draft.at.monotonic_s
     if state.phase is not Phase.TRAINING:
         return
-    if state.next is not None:
+    if state.switches.next is not None:
         switches.advance(draft)
     elif state.scale_up.considering is None and now >= state.scale_up.retry_at_s and not switches.resume(draft):
         for number in state.scale_up.loaded:
@@ -73,7 +73,7 @@ def considered(draft: Draft, event: Considered) -> None:
         return
     generation, scale_up = scale_up.considering, replace(scale_up, considering=None)
     draft.set(scale_up=scale_up)
-    if generation != state.generation or state.phase is not Phase.TRAINING or state.returning:
+    if generation != state.generation or state.phase is not Phase.TRAINING or state.reconnection.awaited:
         return  # it is considered again; orders would not reach workers that are to come back
     if event.error is not None:
         _stay_after_error(draft, event.error)

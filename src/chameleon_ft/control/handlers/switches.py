@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.handlers import checkpoints, snapshots
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident
-from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.state.switches import Migrated, NextGeneration, Switches
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.recovery import without_shadow_holders
@@ -42,13 +42,13 @@ _MIGRATION_RENDEZVOUS: Final = 5.0  # and this many times timeouts.rendezvous_s 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
     """Have the first of these plans prepared, or its layers move; the others follow one after the other."""
-    draft.set(following=tuple(plans))
+    _change(draft, following=tuple(plans))
     _proceed(draft)
 
 
 def _proceed(draft: Draft) -> None:
     state = draft.state
-    plan, *following = state.following
+    plan, *following = state.switches.following
     assert state.active is not None
     if plan.migration is None or not _only_moves_layers(plan, state.active):
         _prepare(draft)
@@ -62,7 +62,8 @@ def _proceed(draft: Draft) -> None:
         predicted_step_s=plan.predicted_step_s,
         next_sharding=plan.next_sharding,
     )
-    draft.set(in_force=state.placed, active=active, following=tuple(following))
+    draft.set(in_force=state.placed, active=active)
+    _change(draft, following=tuple(following))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
     draft.set(outcomes=state.outcomes.migrating(plan, draft.at.unix_s))
     _end_outcome(draft)
@@ -84,7 +85,7 @@ def _migrating(draft: Draft) -> None:
     active = draft.state.active
     assert active is not None
     assert active.migration is not None
-    draft.set(migrating_at=draft.at.unix_s)
+    _change(draft, migrating_at=draft.at.unix_s)
     arriving: dict[str, list[int]] = {}
     for message in active.migration.messages:
         arriving.setdefault(str(message.destination), []).extend(message.layers)
@@ -102,28 +103,28 @@ def _migrating(draft: Draft) -> None:
 def resume(draft: Draft) -> bool:
     """Have the plan prepared that follows the one in force, as soon as that can be; return whether there is one."""
     state = draft.state
-    if not state.following:
+    if not state.switches.following:
         return False
     assert state.active is not None
     if state.active.migration is not None:
         _prepare(draft)
     elif state.committed > state.active.first_step:  # by then all workers have dropped layers for the next wave
-        if all(set(plan.participants).issubset(state.members.live()) for plan in state.following):
+        if all(set(plan.participants).issubset(state.members.live()) for plan in state.switches.following):
             _proceed(draft)
         else:
             _cancel(draft)
-    return bool(draft.state.following)
+    return bool(draft.state.switches.following)
 
 
 def _prepare(draft: Draft) -> None:
-    plan = replace(draft.state.following[0], first_step=draft.state.committed + 1)
+    plan = replace(draft.state.switches.following[0], first_step=draft.state.committed + 1)
     generation = NextGeneration(
         number=draft.new_generation(),
         plan=plan,
         unprepared=frozenset(plan.participants),
         deadline_s=draft.at.monotonic_s + _patience_s(draft.state),
     )
-    draft.set(next=generation)
+    _change(draft, next=generation)
     if plan.migration is not None and draft.state.active is not None:
         # Those that train have no memory for more layers before they train that generation.
         training = draft.state.active.plan.placement.ranges
@@ -149,24 +150,24 @@ def _patience_s(state: State) -> float:
 def _awaits_layers(state: State) -> ActivePlan | None:
     """Return the active plan if its layers have to arrive before the plan that follows is prepared."""
     active = state.active
-    return active if active and active.migration and state.following[0].policy != _CANCELLED else None
+    return active if active and active.migration and state.switches.following[0].policy != _CANCELLED else None
 
 
 def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
     """Note that a worker has prepared the next generation; once all have, tell the others to switch to it."""
-    upcoming = draft.state.next
+    upcoming = draft.state.switches.next
     if upcoming is None or message.generation != upcoming.number or upcoming.is_switching:
         return
     if message.error is not None:
         _give_up(draft, f"worker {worker}: {message.error}", cancels=message.cannot_migrate)
         return
-    draft.set(next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s))
+    _change(draft, next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s))
     _switch_if_prepared(draft)
 
 
 def advance(draft: Draft) -> None:
     """Tell the workers to switch if they can, or give the next generation up if it takes too long."""
-    upcoming = draft.state.next
+    upcoming = draft.state.switches.next
     assert upcoming is not None
     if upcoming.is_switching:
         return
@@ -179,13 +180,14 @@ def advance(draft: Draft) -> None:
 
 def prepare_failed(draft: Draft, event: events.PrepareFailed) -> None:
     """Give up a generation whose orders cannot be worked out."""
-    if draft.state.next is not None and event.generation == draft.state.next.number:
+    upcoming = draft.state.switches.next
+    if upcoming is not None and event.generation == upcoming.number:
         _give_up(draft, event.reason)
 
 
 def participant_lost(draft: Draft, worker: int) -> None:
     """Give up the next generation if it needs this worker; the generation that trains does not."""
-    upcoming = draft.state.next
+    upcoming = draft.state.switches.next
     if upcoming is not None and worker in upcoming.plan.participants:
         discard(draft)
 
@@ -195,11 +197,11 @@ def discard(draft: Draft) -> None:
 
     While layers move, the run needs them: they are prepared again.
     """
-    upcoming, active = draft.state.next, draft.state.active
+    upcoming, active = draft.state.switches.next, draft.state.active
     assert active is not None
     if upcoming is not None:
         assert not upcoming.is_switching
-        draft.set(next=None)
+        _change(draft, next=None)
         for worker in upcoming.plan.participants:
             draft.send(worker, messages.Discard(generation=upcoming.number))
     if active.migration is None:
@@ -210,19 +212,19 @@ def abandon(draft: Draft) -> None:
     """Give up the next generation and layers that move, whose orders may be lost; another decision follows."""
     active = draft.state.active
     assert active is not None
-    if draft.state.next is None and not draft.state.following:
+    if draft.state.switches.next is None and not draft.state.switches.following:
         return
     discard(draft)
     if active.migration is not None:
-        draft.set(following=(_without_migration(active),))
+        _change(draft, following=(_without_migration(active),))
     draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
 
 
 def _cancel(draft: Draft) -> None:
     """Give up the plans that follow; between two waves, another plan is searched for."""
-    if draft.state.migrated.waves:
+    if draft.state.switches.migrated.waves:
         draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
-    draft.set(following=(), migrated=Migrated())
+    _change(draft, following=(), migrated=Migrated())
 
 
 def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
@@ -231,12 +233,12 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     If the layers of the active migration cannot all be received (`cancels`), the next one drops them, and another
     decision follows.
     """
-    upcoming, active = draft.state.next, draft.state.active
+    upcoming, active = draft.state.switches.next, draft.state.active
     assert upcoming is not None
     assert active is not None
     discard(draft)
     if cancels and active.migration is not None:
-        draft.set(following=(_without_migration(active),))
+        _change(draft, following=(_without_migration(active),))
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
     draft.set(scale_up=scale_up)
     message = f"generation {upcoming.number} could not be prepared, and training goes on without it: {error}"
@@ -259,29 +261,29 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
 
 
 def _switch_if_prepared(draft: Draft) -> None:
-    state, upcoming = draft.state, draft.state.next
+    state, upcoming = draft.state, draft.state.switches.next
     # A run that is told to end does so in the generation that trains.
     if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.ending is not None:
         return
     assert state.active is not None
-    draft.set(next=replace(upcoming, is_switching=True))
+    _change(draft, next=replace(upcoming, is_switching=True))
     for worker in state.active.plan.workers:
         draft.send(worker, messages.Switch(generation=upcoming.number))
 
 
 def adopt(draft: Draft, message: messages.Committed) -> None:
     """Put the next generation in force: a worker has committed the step after which all switch to it."""
-    state, upcoming, before, now = draft.state, draft.state.next, draft.state.active, draft.at.unix_s
-    if upcoming is None or not upcoming.is_switching:
+    state, switches, before, now = draft.state, draft.state.switches, draft.state.active, draft.at.unix_s
+    if (upcoming := switches.underway) is None:
         return
     if state.phase is not Phase.TRAINING or message.generation != state.generation:
         return
     assert before is not None
-    active, following = replace(upcoming.plan, first_step=message.step + 1), state.following[1:]
+    active, following = replace(upcoming.plan, first_step=message.step + 1), switches.following[1:]
     is_cancelled = active.policy == _CANCELLED
-    migrate_s = max(0.0, upcoming.prepared_at - state.migrating_at)
-    migrated = state.migrated.after(before.migration, migrate_s)
-    is_cut_short = bool(following and state.returning)  # orders would not reach all
+    migrate_s = max(0.0, upcoming.prepared_at - switches.migrating_at)
+    migrated = switches.migrated.after(before.migration, migrate_s)
+    is_cut_short = bool(following and state.reconnection.awaited)  # orders would not reach all
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
     draft.begin_plan(
@@ -292,9 +294,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
         # Reports say later whether a worker holds the new placement.
         in_force=state.placed,
         switched_from=state.generation,
-        next=None,
-        following=following,
-        migrated=migrated if following else Migrated(),
+        switches=Switches(following=following, migrated=migrated if following else Migrated()),
         finished=frozenset(),
         incident=Incident(
             ended_at=now,
@@ -346,3 +346,7 @@ def _end_outcome(draft: Draft) -> None:
     outcomes, outcome = draft.state.outcomes.ended()
     draft.set(outcomes=outcomes)
     draft.record_outcome(outcome)
+
+
+def _change(draft: Draft, **changes: Any) -> None:
+    draft.set(switches=replace(draft.state.switches, **changes))

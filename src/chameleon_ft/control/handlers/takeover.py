@@ -31,6 +31,7 @@ from chameleon_ft.control.wire.messages import (
     Stop,
     Switch,
 )
+from chameleon_ft.plan.frozen_map import without
 
 __all__ = [
     "host_returned",
@@ -54,16 +55,24 @@ def took_over(draft: Draft, term: int, address: str) -> None:
     now = draft.at.monotonic_s
     draft.set(standbys={each: other for each, other in draft.state.standbys.items() if other != address})
     state = draft.state
+    doubtful = state.reconnection.doubtful
+    if state.switches.underway is None:
+        doubtful = state.switches.next or doubtful
     draft.set(
         term=term,
-        returning=frozenset(state.connections),
-        return_by_s=now + state.settings.timeouts.heartbeat_timeout_s,
+        reconnection=replace(
+            state.reconnection,
+            awaited=frozenset(state.connections),
+            until_s=now + state.settings.timeouts.heartbeat_timeout_s,
+            doubtful=doubtful,
+        ),
         ticked_at_s=now,
         scale_up=replace(state.scale_up, considering=None),
-        doubtful=state.doubtful if state.switching_to is not None else state.next or state.doubtful,
     )
-    if not state.schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
-        draft.set(schedule=replace(state.schedule, request=state.schedule.request + 1))
+    schedule = state.checkpoints.schedule
+    if not schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
+        schedule = replace(schedule, request=schedule.request + 1)
+        draft.set(checkpoints=replace(state.checkpoints, schedule=schedule))
     if state.health.disagreement is not None:  # they may not have been marked yet
         draft.do(DistrustCheckpoints(after=state.health.agreed))
     draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
@@ -82,7 +91,8 @@ def reclaimed(draft: Draft, term: int) -> None:
 
     Peers may have left this one, or have been let go, to look for that one; so they have a while to come back.
     """
-    draft.set(term=term, stalled_at_s=draft.at.monotonic_s)
+    reconnection = replace(draft.state.reconnection, stalled_at_s=draft.at.monotonic_s)
+    draft.set(term=term, reconnection=reconnection)
     draft.record("reclaimed", term=term, message=f"the coordinator had not led for a while; it does in term {term}")
     draft.announce()
 
@@ -95,13 +105,13 @@ def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
     state = draft.state
     before = {each for each, address in state.standbys.items() if address == hello.address}
     standbys = {each: address for each, address in state.standbys.items() if each not in before}
-    draft.set(standbys={**standbys, connection: hello.address}, returning=state.returning - before)
+    draft.set(standbys={**standbys, connection: hello.address}, reconnection=state.reconnection.without(before))
     draft.announce()
 
 
 def standby_left(draft: Draft, connection: int) -> None:
     """Forget a coordinator that stood by, and tell all peers."""
-    draft.set(standbys={each: address for each, address in draft.state.standbys.items() if each != connection})
+    draft.set(standbys=without(draft.state.standbys, connection))
     draft.announce()
 
 
@@ -113,10 +123,10 @@ def is_expected_back(draft: Draft, connection: int, *, will_return: bool) -> boo
     """
     state, now, patience_s = draft.state, draft.at.monotonic_s, draft.state.settings.timeouts.heartbeat_timeout_s
     is_member = connection in state.members.agents or state.members.worker_of(connection) is not None
-    has_stalled = state.stalled_at_s is not None and now <= state.stalled_at_s + patience_s
+    has_stalled = state.reconnection.has_stalled(now, within_s=patience_s)
     if not is_member or not (has_stalled or will_return):
         return False
-    draft.set(returning=state.returning | {connection}, return_by_s=now + patience_s)
+    draft.set(reconnection=state.reconnection.awaiting([connection], until_s=now + patience_s))
     _orders_lost(draft)
     return True
 
@@ -126,7 +136,7 @@ def _orders_lost(draft: Draft) -> None:
     match draft.state.phase:
         case Phase.DECIDING | Phase.REGROUPING:
             incidents.stop(draft)
-        case Phase.TRAINING if draft.state.switching_to is None:
+        case Phase.TRAINING if draft.state.switches.underway is None:
             switches.abandon(draft)
 
 
@@ -140,7 +150,7 @@ def replaced(state: State, hello: Hello | HostHello) -> int | None:
     if hello.worker in state.members:
         worker = state.members[hello.worker]
         is_same = hello.process is not None and (worker.process, worker.host) == (hello.process, hello.host)
-        if hello.resumes is not None and worker.connection in state.returning:
+        if hello.resumes is not None and worker.connection in state.reconnection.awaited:
             is_same = is_same or hello.incarnation in (0, worker.incarnation)
         if is_same and worker.connection is not None:
             return worker.connection
@@ -163,10 +173,13 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
             return
         incidents.stop(draft)
         return
-    doubtful = draft.state.doubtful
+    doubtful = draft.state.reconnection.doubtful
     if doubtful is not None and hello.switch_to == doubtful.number:
         # Some may have switched by now; their reports tell whether one has given up its old layers.
-        draft.set(next=replace(doubtful, is_switching=True), doubtful=None)
+        draft.set(
+            switches=replace(draft.state.switches, next=replace(doubtful, is_switching=True)),
+            reconnection=replace(draft.state.reconnection, doubtful=None),
+        )
         if draft.state.phase is Phase.TRAINING:
             incidents.stop(draft)
             return
@@ -184,7 +197,7 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
         case Phase.REGROUPING if state.switched_from is None and worker.id in state.participants:
             incidents.stop(draft)  # while it was away, it was given orders
         case Phase.REGROUPING | Phase.TRAINING:
-            active, upcoming = state.active, state.switching_to
+            active, upcoming = state.active, state.switches.underway
             assert active is not None
             if state.switched_from is not None and worker.id in active.participants:
                 # One that has trained before has begun by itself, and ignores this.
@@ -194,23 +207,19 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
                 is_next = generation == switching
                 order = Switch(generation=generation) if is_next else Discard(generation=generation)
                 draft.send(worker.id, order)
-            if state.schedule.is_requested:
-                draft.send(worker.id, BeginCheckpoint(request=state.schedule.request))
+            if (schedule := state.checkpoints.schedule).is_requested:
+                draft.send(worker.id, BeginCheckpoint(request=schedule.request))
             snapshots.repeat_orders(draft, worker.id)
 
 
 def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) -> None:
     """Take an agent back on another connection; have it end ranks that are lost, and start those that it has not."""
-    waiting = draft.state.waiting_hosts
-    if before in waiting:
-        draft.set(waiting_hosts={each: other for each, other in waiting.items() if each != before})
+    admission = draft.state.admission
+    if before in admission.connections:
+        draft.set(admission=admission.without(before))
         _reconnected(draft, before, connection)
-        hosts.joined(draft, connection, hello)
-        return
-    if before in draft.state.examining:
-        hosts.left_unexamined(draft, before)
-        _reconnected(draft, before, connection)
-        hosts.arrived(draft, connection, hello)
+        admit = hosts.joined if before in admission.waiting else hosts.arrived
+        admit(draft, connection, hello)
         return
     members = draft.state.members
     # If the journal lacks changes, another agent may have the number of a connection that was lost before.
@@ -238,13 +247,14 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
 
 def missing(draft: Draft) -> list[int]:
     """Return the connections whose peers have not come back in time, which are lost."""
-    state = draft.state
-    if not state.returning:
-        draft.set(doubtful=None)
-    if not state.returning or draft.at.monotonic_s < state.return_by_s:
+    reconnection = draft.state.reconnection
+    if not reconnection.awaited:
+        draft.set(reconnection=replace(reconnection, doubtful=None))
         return []
-    draft.set(returning=frozenset())
-    return sorted(state.returning)
+    if draft.at.monotonic_s < reconnection.until_s:
+        return []
+    draft.set(reconnection=replace(reconnection, awaited=frozenset()))
+    return sorted(reconnection.awaited)
 
 
 def _refuse(draft: Draft, connection: int, reason: str) -> None:
@@ -254,9 +264,9 @@ def _refuse(draft: Draft, connection: int, reason: str) -> None:
 
 
 def _reconnected(draft: Draft, before: int, connection: int) -> None:
-    members, returning = draft.state.members.reconnected(before, connection), draft.state.returning
-    if before in returning:
-        draft.set(members=members, returning=returning - {before})
+    members, reconnection = draft.state.members.reconnected(before, connection), draft.state.reconnection
+    if before in reconnection.awaited:
+        draft.set(members=members, reconnection=reconnection.without([before]))
         return
     # The peer has noticed the end of its connection first; what is left of that has been sent again.
     draft.set(members=members.fence_connection(before))

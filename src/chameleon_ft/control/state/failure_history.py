@@ -11,7 +11,7 @@ from typing import Final, Self
 from chameleon_ft.config import Recovery
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.recovery import FailureModel
 
 __all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
@@ -44,7 +44,7 @@ class LatestIncident:
         """Add the loss of a worker; see `FailureHistory.failed`."""
         count = self.lost.get(host, 0) + 1
         is_whole = count > 1 and host not in live_hosts
-        lost = {each: number for each, number in self.lost.items() if each != host}
+        lost = without(self.lost, host)
         return replace(
             self,
             lost_at=now,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self
 
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.state.next_generation import Migrated
+from chameleon_ft.control.state.switches import Migrated
 from chameleon_ft.control.wire.messages import Switched
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
@@ -77,7 +77,7 @@ class Incident:
     losses: tuple[Loss, ...] = ()
     ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
     is_switch: bool = False  # whether all switch to another generation, and no worker was told to quiesce
-    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. What moved during training before that switch
+    migrated: Migrated = field(default_factory=Migrated)  # what moved during training before that switch
     stopped_at: float = 0.0  # when the last survivor had quiesced
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared

@@ -13,7 +13,7 @@ from chameleon_ft.config import Recovery
 from chameleon_ft.control.wire.messages import Adopt, Hello, HostHello, Spawn
 from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
-from chameleon_ft.plan.frozen_map import FrozenMap, updated
+from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
 __all__ = ["Members", "Respawns", "Worker"]
 
@@ -293,9 +293,10 @@ class Members:
             for worker in self.workers.values()
             if worker.agent == agent
         }
-        agents = {each: host for each, host in self.agents.items() if each != agent}
         agent_ids = {name: each for name, each in self.agent_ids.items() if each != agent}
-        return replace(self, workers=updated(self.workers, orphans), agents=agents, agent_ids=agent_ids)
+        return replace(
+            self, workers=updated(self.workers, orphans), agents=without(self.agents, agent), agent_ids=agent_ids
+        )
 
     def dismissed(self, agent: int) -> Self:
         """Remove an agent whose workers have all left, and ignore its connection from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
@@ -46,7 +46,7 @@ class Snapshots:
     held_up_s: float = 0.0
     begun_at_s: float = 0.0
     is_fresh: bool = False
-    schedule: CheckpointSchedule = CheckpointSchedule()  # noqa: RUF009 - frozen
+    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)
 
     @property
     def restorable(self) -> Snapshot | None:

@@ -16,18 +16,19 @@ from chameleon_ft.config import Health as HealthConfig
 from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.control.detectors import Detectors
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
-from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
+from chameleon_ft.control.state.checkpoints import Checkpoints
 from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.control.state.health import Health
+from chameleon_ft.control.state.host_admission import HostAdmission
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
 from chameleon_ft.control.state.members import Members, Respawns, Worker
-from chameleon_ft.control.state.next_generation import Migrated, NextGeneration
 from chameleon_ft.control.state.outcomes import Outcomes
+from chameleon_ft.control.state.reconnection import Reconnection
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.state.snapshots import Snapshots
-from chameleon_ft.control.wire.messages import HostHello, Quiesced
-from chameleon_ft.control.wire.parts import HostReport, Vote
+from chameleon_ft.control.state.switches import Switches
+from chameleon_ft.control.wire.messages import Quiesced
+from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
@@ -127,50 +128,44 @@ class State:
 
     settings: Settings
     phase: Phase = Phase.GATHERING
+    ending: Ending | None = None  # None: the run goes on
+    ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
+
     generation: int  # the current one; while it is being stopped, the next
     newest: int = 0  # the highest number of a generation, prepared ones included; none is used twice
-    committed: int = 0  # steps that some worker, live or lost, has applied
     active: ActivePlan | None = None  # the plan of the newest generation that was begun; None before the first
     active_generation: int = 0  # the number of that generation
     switched_from: int | None = None  # the generation before it, if the run has switched from one to the other
-    migrating_at: float = 0.0  # when layers began to move in the active generation, if they do, in Unix seconds
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
-    next: NextGeneration | None = None  # the generation that is being prepared, if there is one
-    following: tuple[ActivePlan, ...] = ()  # the plans to switch to, one after the other; the first is that of `next`
-    migrated: Migrated = Migrated()  # noqa: RUF009 - frozen. On the way to the last of these plans
+    switches: Switches = field(default_factory=Switches)
+
+    committed: int = 0  # steps that some worker, live or lost, has applied
     last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
-    quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
     finished: frozenset[int] = frozenset()  # workers that have finished training in this generation
+    quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
     question: int = 0  # number of the last decision requested
-    members: Members
-    detectors: Detectors
     incident: Incident = field(default_factory=Incident)
-    scale_up: ScaleUp = field(default_factory=ScaleUp)
-    respawns: Respawns
-    checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
-    schedule: CheckpointSchedule = CheckpointSchedule()  # noqa: RUF009 - frozen
-    snapshots: Snapshots = Snapshots()  # noqa: RUF009 - frozen
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
-    health: Health = Health()  # noqa: RUF009 - frozen
     faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
-    ending: Ending | None = None  # None: the run goes on
+
+    members: Members
+    respawns: Respawns
+    admission: HostAdmission = field(default_factory=HostAdmission)
+    scale_up: ScaleUp = field(default_factory=ScaleUp)
+    detectors: Detectors
+    health: Health = field(default_factory=Health)
+
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+
     term: int = 0  # in which this coordinator leads
     standbys: Mapping[int, str] = FrozenMap({})  # connection -> address of each coordinator that stands by
+    reconnection: Reconnection = field(default_factory=Reconnection)
     ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
-    # Lost connections, with a coordinator that is lost or was held up, whose peers have not come back.
-    returning: frozenset[int] = frozenset()
-    return_by_s: float = 0.0  # when they count as lost, in monotonic seconds
-    # The generation that a lost coordinator was preparing by its journal: workers may have been told to switch to it.
-    doubtful: NextGeneration | None = None
-    waiting_hosts: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that joins once these are back or lost
-    examining: Mapping[int, HostHello] = FrozenMap({})  # connection -> agent that examines its host
-    examined: Mapping[str, HostReport] = FrozenMap({})  # host that was admitted -> what its agent has found there
-    stalled_at_s: float | None = None  # when this coordinator had not run, or led, for a while; likewise
-    ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
-        for name in ("quiesced", "waiting_hosts", "examining", "examined", "standbys"):
+        for name in ("quiesced", "standbys"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     @classmethod
@@ -212,27 +207,23 @@ class State:
         return self.active if self.active is None or self.active.migration is None else self.in_force
 
     @property
-    def switching_to(self) -> NextGeneration | None:
-        """The next generation, if workers may have switched to it already."""
-        return self.next if self.next is not None and self.next.is_switching else None
-
-    @property
     def reported(self) -> tuple[int | None, ...]:
         """The generations whose failed messages count, since workers do not switch at the same moment."""
-        after = self.switching_to
+        after = self.switches.underway
         return self.active_generation, self.switched_from, None if after is None else after.number
 
     @property
     def participants(self) -> frozenset[int]:
         """The workers of the active generation, and of one that workers may have switched to."""
-        after = () if self.switching_to is None else self.switching_to.plan.participants
-        return frozenset(() if self.active is None else self.active.participants).union(after)
+        after = self.switches.underway
+        now = () if self.active is None else self.active.participants
+        return frozenset(now).union(() if after is None else after.plan.participants)
 
     @property
     def connections(self) -> tuple[int, ...]:
         """The connections of all workers, agents, hosts that are not admitted yet, and standbys."""
         workers = (worker.connection for worker in self.members if worker.connection is not None)
-        return *workers, *self.members.agents, *self.waiting_hosts, *self.examining, *self.standbys
+        return *workers, *self.members.agents, *self.admission.connections, *self.standbys
 
     @property
     def needed(self) -> frozenset[int]:
@@ -241,7 +232,8 @@ class State:
             return frozenset()
         # The transition of the active one is over once training has begun.
         now = self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers
-        return frozenset(now).union(() if self.switching_to is None else self.switching_to.plan.participants)
+        after = self.switches.underway
+        return frozenset(now).union(() if after is None else after.plan.participants)
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined; an emulated host if devices are emulated."""

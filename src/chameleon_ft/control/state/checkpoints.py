@@ -1,16 +1,17 @@
-"""The ranks' reports on the checkpoints they write."""
+"""The checkpoints of a run: what ranks report about them, and when the next one is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
+from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.plan.shards import UNITS
 
-__all__ = ["CheckpointEvents", "CheckpointParts", "describe_unreadable"]
+__all__ = ["CheckpointParts", "Checkpoints", "describe_unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class CheckpointParts:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointEvents:
-    """Assembles checkpoints from the parts that ranks write, and remembers the reports that were recorded."""
+class Checkpoints:
+    """Assembles checkpoints from the parts that ranks write, and remembers failures that were recorded."""
 
     parts: Mapping[int, CheckpointParts] = FrozenMap({})  # resume step of an incomplete checkpoint -> its parts
     first_generation: int = 0  # parts of earlier generations are ignored: their state was discarded
@@ -42,6 +43,7 @@ class CheckpointEvents:
     unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
     loads: int = 0  # the last generation that began by loading a state
     is_reread: bool = False  # whether workers are to load a checkpoint, for their state is wrong or could not be read
+    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)  # when the next one is written
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
@@ -61,9 +63,13 @@ class CheckpointEvents:
         )
         if len(new.layers) < num_layers or (has_slices and not new.covers_all(num_layers)):
             return replace(self, parts={**self.parts, part.step: new}), None
-        parts = {step: each for step, each in self.parts.items() if step != part.step}
-        unreadable = {step: why for step, why in self.unreadable.items() if step != part.step}
-        return replace(self, parts=parts, unreadable=unreadable), new
+        written = replace(
+            self,
+            parts=without(self.parts, part.step),
+            unreadable=without(self.unreadable, part.step),
+            schedule=self.schedule.ended(part.step, copy_s=new.copy_s, is_complete=True),
+        )
+        return written, new
 
     def not_written(self, step: int, why: str) -> Self:
         """Note that a checkpoint could not be written; the first reason counts."""
@@ -71,7 +77,7 @@ class CheckpointEvents:
 
     def repeated(self, step: int) -> Self:
         """Note that training has reached a step again, whose checkpoint may be written after all."""
-        return replace(self, failed={each: why for each, why in self.failed.items() if each != step})
+        return replace(self, failed=without(self.failed, step))
 
     def forgotten(self, generation: int) -> Self:
         """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""
@@ -79,7 +85,11 @@ class CheckpointEvents:
 
     def loaded(self, generation: int) -> Self:
         """Note that `generation` begins by loading a state, and repeats all steps after it."""
-        return replace(self.forgotten(generation), failed={}, loads=generation)
+        return replace(self.forgotten(generation), failed={}, loads=generation, schedule=self.schedule.returned())
+
+    def interrupted(self) -> Self:
+        """Note a loss after which workers keep their state."""
+        return replace(self, schedule=self.schedule.interrupted())
 
     def rejected(self, step: int, why: str) -> Self:
         """Note that workers cannot read the checkpoint of a step."""
