@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import Final
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks._live_run import Tail
 from benchmarks._sequence_draws import Strike

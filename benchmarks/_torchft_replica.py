@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
+from torchft import Manager, ProcessGroupGloo
 
 from benchmarks._plain_ranks import flat_gradient, rank_config
 from chameleon_ft.config import TrainConfig

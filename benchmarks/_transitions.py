@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+from scipy.optimize import linear_sum_assignment
 
 from benchmarks._common import child, write_config
 from chameleon_ft.config import RunConfig

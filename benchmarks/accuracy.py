@@ -13,6 +13,7 @@ import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def main() -> int:
             progress(f"{workers} workers, {case.name}{', split backward' if case.plan.split_backward else ''}")
             name = f"{workers}-{case.name.replace(' ', '-').replace(',', '')}"
             name += "-split" if case.plan.split_backward else ""
-            outcomes.append(neighbours.undisturbed(lambda path, case=case: _run(given, case, path), folder / name))
+            outcomes.append(neighbours.undisturbed(partial(_run, given, case), folder / name))
     errors = [abs(outcome.error) for outcome in outcomes]
     report = Report(
         benchmark="accuracy",

@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks._common import (
     ROOT,

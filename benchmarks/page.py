@@ -31,7 +31,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from benchmarks._browser import chromium

@@ -175,7 +175,7 @@ def _step_s(config: RunConfig, folder: Path, *, timeout_s: float) -> float:
             time.sleep(_POLL_S)
             rows.extend(tail.new())
         end(process)
-    return statistics.median(row["step_s"] for row in rows[-_MEASURED:])
+    return statistics.median(float(row["step_s"]) for row in rows[-_MEASURED:])
 
 
 def _is_settled(rows: list[dict[str, Any]]) -> bool:

@@ -10,6 +10,7 @@ refused. With --optimizer-redundancy, the runs are compared that share the optim
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -36,12 +37,15 @@ class _Run:
     losses: tuple[float, ...]
 
 
+_Measure = Callable[[TrainConfig, argparse.Namespace, Path], _Run]
+
+
 def main() -> int:
     given = _arguments()
     neighbours = Neighbours(most=given.most_others)
     folder = new_folder(given.out)
     config = base_config(given.config, steps=given.warmup + given.steps + 1)
-    systems = {"chameleon": _run_chameleon, "Schedule1F1B and all-reduce": _run_torch}
+    systems: dict[str, _Measure] = {"chameleon": _run_chameleon, "Schedule1F1B and all-reduce": _run_torch}
     if given.optimizer_redundancy is not None:
         owners = config.parallel.model_copy(update={"optimizer_redundancy": given.optimizer_redundancy})
         shared = config.model_copy(update={"parallel": owners})

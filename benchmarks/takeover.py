@@ -32,7 +32,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks._common import ROOT, markdown_table
 from benchmarks._live_run import Tail
@@ -110,7 +110,7 @@ class _Experiment:
         run = RunDirectory(directory / "run")
         with ExitStack() as stack:
             commands = self._start(stack, draw, directory, run)
-            timer = threading.Timer(_LONGEST_S, lambda: [command.signal(signal.SIGKILL) for command in commands])
+            timer = threading.Timer(_LONGEST_S, _kill, [commands])
             stack.callback(timer.cancel)
             timer.start()
             try:
@@ -205,6 +205,11 @@ def _kill_worker(run: RunDirectory, number: int, process: psutil.Process) -> Non
     process.kill()
 
 
+def _kill(commands: list[Command]) -> None:
+    for command in commands:
+        command.signal(signal.SIGKILL)
+
+
 def _problem(draw: Draw, run: RunDirectory, commands: list[Command], codes: list[int]) -> str:
     """Return what is wrong with a run that has ended; empty if nothing is."""
     lost = {"launcher": [], "standby": [69 if draw.is_stopped else -signal.SIGKILL]}[draw.by]
@@ -252,7 +257,7 @@ def main() -> int:
 
 
 def _rows(results: list[Result]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     groups = sorted({(each.draw.by, each.draw.kind, each.draw.is_stopped) for each in results})
     for by, kind, is_stopped in groups:
         own = [

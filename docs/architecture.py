@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-import networkx as nx  # type: ignore[import-untyped]
+import networkx as nx
 
 import chameleon_ft
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from chameleon_ft.config import (
     Batch,

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 from urllib.request import Request, urlopen
 
-import boto3  # type: ignore[import-untyped]
+import boto3
 
 from tests.proxy import Proxy
 

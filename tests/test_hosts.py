@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, Timeouts, config_to_toml
@@ -162,7 +162,7 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby(tmp_path: Pat
             standby.read_until("this one leads in term 2")
             standby.read_until("took_over")
             standby.read_until(r"^\s+\d+\s")
-            while (last := LastEntry.newest(run)) is None or last.state.returning:
+            while (last := LastEntry.newest(run)) is None or last.state.reconnection.awaited:
                 time.sleep(0.05)
             assert first.wait() == DEPOSED, first.printed
             standby.signal(signal.SIGINT)

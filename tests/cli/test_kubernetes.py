@@ -8,9 +8,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate  # type: ignore[import-untyped]
+import kubernetes_validate
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from chameleon_ft.config import TrainConfig, load_config
 from chameleon_ft.observe import ControlAddress, RunDirectory

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from fsspec.implementations.memory import MemoryFileSystem
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError

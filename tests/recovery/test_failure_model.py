@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import beta, expon, lomax, nbinom  # type: ignore[import-untyped]
+from scipy.stats import beta, expon, lomax, nbinom
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import Checkpoints, FailureModel, HolderSets, LossRisk, Prospect

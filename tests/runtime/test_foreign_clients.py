@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 from websockets.asyncio.server import serve

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from chameleon_ft.control.host_process import HostProcess

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from chameleon_ft.runtime.host_memory import available_bytes
 

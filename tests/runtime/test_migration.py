@@ -189,7 +189,7 @@ def train(
     delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
     switches_after_s: float | None = None,
     stand_in_scale: int | None = None,
-    precision: Precision = Precision(),  # noqa: B008 - frozen
+    precision: Precision = Precision(),
     sharding: Sharding | None = None,
 ) -> list[Rank]:
     """Train in two pipelines of one stage, workers 0 and 1; each destination of the migration is a shadow holder.

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, config_to_toml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import networkx as nx  # type: ignore[import-untyped]
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

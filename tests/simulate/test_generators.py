@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.formats import trace_to_jsonl

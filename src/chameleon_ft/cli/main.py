@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TextIO
 
 import chameleon_ft
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
@@ -170,7 +170,7 @@ standard error, beside what a command prints and records. The default is warning
 `chameleon COMMAND --help` explains a command; `chameleon --version` prints the version."""
 
 
-class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+class _StandardError(logging.StreamHandler[TextIO]):
     """The handler of the command line, told apart from those that a calling program adds."""
 
 

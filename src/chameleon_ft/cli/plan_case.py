@@ -196,7 +196,7 @@ def _build(
     parallel: Parallel | None,
     owners: int | None,
     per_host: int,
-    snapshots: Snapshots = Snapshots(),  # noqa: B008 - frozen
+    snapshots: Snapshots = Snapshots(),
 ) -> PlanCase:
     hosts, speeds = hosts_of(workers, per_host), _speeds(given.slow)
     for worker in speeds:

@@ -271,7 +271,7 @@ def _ignore(container: str, operator: str, codes: Json) -> Json:
 def to_yaml(manifests: Sequence[Mapping[str, Json]]) -> str:
     """Return manifests as one YAML stream. Raises ConfigError if PyYAML is not installed."""
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError:
         raise ConfigError(
             "manifests are written by PyYAML: install it by `pip install chameleon-ft[kubernetes]`"

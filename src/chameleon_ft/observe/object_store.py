@@ -26,8 +26,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import fsspec  # type: ignore[import-untyped]
-from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+import fsspec
+from fsspec.callbacks import Callback
 
 from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError
 from chameleon_ft.observe.storage import ARCHIVE

@@ -210,13 +210,13 @@ def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any
     Of a decision, only the time is checked; see `decision_stories`.
     """
     try:
-        values = json.loads(line)
+        values: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError):
         raise ConfigError("is not JSON; the file is damaged") from None
     try:
         if kind == "metrics":
             _step().validate_json(line)
-            return values  # type: ignore[no-any-return]
+            return values
         _any_event().validate_json(line)
         record = _RECORDS.get(values["event"])
         if record is None:
@@ -225,7 +225,7 @@ def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any
             _record(record).validate_json(line, strict=True)
     except ValidationError as error:
         raise _invalid(error) from None
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def _invalid(error: ValidationError) -> ConfigError:

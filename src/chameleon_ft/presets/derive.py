@@ -33,7 +33,7 @@ def derive_workload(
     *,
     micro_batch_size: int,
     micro_batches: int,
-    execution: Execution = Execution(),  # noqa: B008 - frozen
+    execution: Execution = Execution(),
     state: StatePolicy = STATE_POLICIES["bf16-master"],
 ) -> Workload:
     """Return the workload of training `shape` on workers of `execution.tp` devices.

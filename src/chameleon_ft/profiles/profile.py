@@ -222,7 +222,7 @@ def derived_profile(
     device: Device,
     *,
     micro_batch_size: int,
-    execution: Execution = Execution(),  # noqa: B008 - frozen
+    execution: Execution = Execution(),
     state: StatePolicy = STATE_POLICIES["bf16-master"],
 ) -> Profile:
     """Return the profile of a published model on a known device, by `derive_workload`, and with its errors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from chameleon_ft.errors import ConfigError
@@ -73,7 +73,7 @@ class Snapshots:
 
     taken: Checkpoints
     return_s: float
-    rule: SnapshotRule = SnapshotRule()  # noqa: RUF009 - frozen
+    rule: SnapshotRule = field(default_factory=SnapshotRule)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.return_s) and self.return_s >= 0):

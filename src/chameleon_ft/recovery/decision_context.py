@@ -64,7 +64,7 @@ class DecisionContext:
     measured_migration_factor: float | None = None
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
-    checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     snapshots: Snapshots | None = None
     migrates: bool = False
     salvages: bool = False

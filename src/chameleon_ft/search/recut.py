@@ -128,7 +128,7 @@ def _chains(held: Mapping[int, LayerRange], cluster: Cluster) -> list[tuple[int,
     by host and by number.
     """
     # Imported here, because it is slow to import and most searches do not need it.
-    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+    from scipy.optimize import linear_sum_assignment
 
     starts: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)

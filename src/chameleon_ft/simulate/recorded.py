@@ -65,7 +65,7 @@ class RecordedRun:
     parameters: Parameters
 
 
-def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> RecordedRun:  # noqa: B008 - frozen
+def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> RecordedRun:
     """Read the prior knowledge of a run. A run without a profile had none of its times, so its measurements are used.
 
     Args:
@@ -139,7 +139,7 @@ def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: flo
 
 def measured_parameters(
     runs: Iterable[RunDirectory],
-    parameters: Parameters = Parameters(),  # noqa: B008 - frozen
+    parameters: Parameters = Parameters(),
 ) -> Parameters:
     """Return the phases of stalls, and what else the simulator assumes and runs measure, as medians over these runs.
 

@@ -49,7 +49,7 @@ def simulate(
     cluster: Cluster,
     policies: Sequence[str] = SIMULATED_POLICIES,
     *,
-    parameters: Parameters = Parameters(),  # noqa: B008 - frozen
+    parameters: Parameters = Parameters(),
     start: Plan | None = None,
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     as_in_run: bool = False,

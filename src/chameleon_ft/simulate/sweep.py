@@ -133,7 +133,7 @@ def sweep(
     values: Sequence[float],
     policies: Sequence[str] = SIMULATED_POLICIES,
     *,
-    parameters: Parameters = Parameters(),  # noqa: B008 - frozen
+    parameters: Parameters = Parameters(),
     progress: Callable[[float, str, float], None] | None = None,
 ) -> Sweep:
     """Return the results of each policy on the scene at each value.

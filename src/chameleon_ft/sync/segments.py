@@ -160,7 +160,7 @@ def _first_free(segments: Sequence[Segment]) -> list[int]:
 
 def _dsatur(segments: Sequence[Segment]) -> list[int]:
     # Imported late: it costs more time than all of the pure part, and hardly any placement needs it.
-    import networkx  # type: ignore[import-untyped]
+    import networkx
 
     graph = networkx.Graph()
     graph.add_nodes_from(range(len(segments)))

@@ -63,7 +63,7 @@ class Balanced:
     def _by_worker(self) -> Integers:
         """By matching single units (Jonker and Volgenant 1987), exact while path lengths are below 2^53."""
         # scipy is imported where it is used, because most of the pure part needs none of it.
-        from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+        from scipy.optimize import linear_sum_assignment
 
         rows = np.repeat(np.arange(len(self.supply)), self.supply)
         columns = np.repeat(np.arange(len(self.demand)), self.demand)
@@ -75,7 +75,7 @@ class Balanced:
     def _by_group(self) -> Integers:
         """By the simplex method: the vertices of a transportation problem are integral."""
         from scipy.optimize import linprog
-        from scipy.sparse import identity, kron, vstack  # type: ignore[import-untyped]
+        from scipy.sparse import identity, kron, vstack
 
         rows, columns = self.cost.shape
         sums = vstack([kron(identity(rows), np.ones((1, columns))), kron(np.ones((1, rows)), identity(columns))])

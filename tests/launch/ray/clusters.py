@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 if TYPE_CHECKING:

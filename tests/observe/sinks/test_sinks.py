@@ -86,7 +86,7 @@ def hook() -> Iterator[Hook]:
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """The scalars as TensorBoard shows them, by tag: (step, value)."""
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
 

@@ -9,13 +9,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-from tensorboard.compat.proto.summary_pb2 import Summary as Values  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary as Values
 from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[import-untyped]
-from tensorboard.compat.proto.types_pb2 import DT_STRING  # type: ignore[import-untyped]
-from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from chameleon_ft.observe.records import RunRecord, StepRecord
 from chameleon_ft.observe.sinks.scalars import scalars_of

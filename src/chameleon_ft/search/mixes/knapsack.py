@@ -117,7 +117,7 @@ def _by_program(
 ) -> BoundedMix:
     """Solve an integer program; the bound is that of the solver."""
     # Here, because it takes long to import, and most searches do without.
-    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
     sizes = np.array([size for size, _ in items], np.float64).T
     constraints = [LinearConstraint(sizes, ub=np.array(counts, np.float64))]

@@ -80,7 +80,7 @@ class MixSearch:
         work_s: float,
         options: SearchOptions,
         *,
-        sync: SyncCost = SyncCost(),  # noqa: B008 - frozen
+        sync: SyncCost = SyncCost(),
         pipeline_range: tuple[int, int] | None = None,
         shapes: Sequence[Shape] | None = None,
     ) -> None:
