@@ -102,9 +102,9 @@ def _check_commands(before: State, after: State, commands: tuple[Command, ...], 
         if isinstance(command, Send) and isinstance(command.message, Exit) and command.message.is_drained
     }
     refused = {each.connection for each in commands if isinstance(each, Send) and isinstance(each.message, Refused)}
-    told_to_end = {each.told_to_end for each in after.members}
+    kill_connection = {each.kill_connection for each in after.members}
     dropped = {command.connection for command in commands if isinstance(command, Drop)}
-    assert dropped - told_to_end == newly_fenced - drained - refused - told_to_end
+    assert dropped - kill_connection == newly_fenced - drained - refused - kill_connection
     for worker in before.members:
         if worker.agent in drained:
             assert after.members[worker.id].draining, "its agent exits"

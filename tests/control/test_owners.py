@@ -51,7 +51,7 @@ def test_without_moves_the_owners_that_are_left_go_on_and_a_switch_is_looked_for
     found = with_owners(kept, left, HOSTS, 2)
     assert found.sharding == left
     assert found.transition is None
-    assert found.is_hasty
+    assert found.is_provisional
 
 
 def test_after_a_return_to_a_checkpoint_owners_are_chosen_anew() -> None:

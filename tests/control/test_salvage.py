@@ -199,7 +199,7 @@ async def test_a_failed_message_without_a_loss_does_not_end_the_search_for_a_bet
     stage.quiesce(3, 4)
     assert stage.order().generation == 3
     stage.start()
-    assert stage.coordinator.state.scale_up.hurried_at_s is not None
+    assert stage.coordinator.state.scale_up.provisional_since_s is not None
 
 
 @scene()

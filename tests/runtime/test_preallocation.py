@@ -181,7 +181,7 @@ def test_an_urgent_request_touches_no_more_memory(monkeypatch: pytest.MonkeyPatc
     builds.gate.clear()
     allocator.preallocate({0: 9000, 1: 9000})
     assert builds.first_has_begun.wait(PATIENCE_S)
-    allocator.hurry()
+    allocator.stop_touching()
     builds.gate.set()
     assert allocator.take(0).memory is not None, "whoever waits for it gets it all the same"
     allocator.take(1)

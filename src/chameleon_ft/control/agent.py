@@ -109,7 +109,7 @@ class Agent:
         try:
             await self._connection.connect()
             self._is_connected = True
-            await self._obey()
+            await self._carry_out_orders()
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
                 f"cannot connect to the coordinator at {self._coordinator}: {error}; "
@@ -162,7 +162,7 @@ class Agent:
         for rank in self._ranks.values():
             rank.kill()
 
-    async def _obey(self) -> None:
+    async def _carry_out_orders(self) -> None:
         async for message in self._connection.messages():
             match message:
                 case Spawn(workers=workers, incarnations=incarnations):
@@ -302,5 +302,5 @@ class Agent:
         self._connection.send(WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
 
     def _were_told_to_exit(self) -> bool:
-        """Return whether all ranks have ended, and the last one was told to: the run is over, or they have left it."""
+        """Return whether all ranks have ended, the last one by an order: the run is over, or they have left it."""
         return not (self._ranks or self._pending) and self._last_exit_code in (0, os.EX_TEMPFAIL)

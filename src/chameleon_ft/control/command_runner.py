@@ -86,7 +86,7 @@ class CommandRunner:
         self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
         self._handle = handle
         self._loop = asyncio.get_running_loop()
-        self._foresight: asyncio.Task[None] | None = None  # of the decision that follows the loss
+        self._speculation: asyncio.Task[None] | None = None  # of the decision that follows the loss
         self.files = RunFiles(run, recorder.files)
         self.checkpoints = RunCheckpoints(
             checkpoint_storage(config, run),
@@ -142,10 +142,8 @@ class CommandRunner:
                 self.acknowledge(state, connection)
             case commands.Drop(connection=connection):
                 self._peers.drop(connection)
-            case commands.Welcome(connection=connection, incarnation=incarnation):
-                is_first = incarnation == self._welcome.incarnation
-                welcome = self._welcome if is_first else self._welcome.model_copy(update={"incarnation": incarnation})
-                self._peers.send(connection, welcome)
+            case commands.Welcome():
+                self._send_welcome(command)
             case commands.Record(record=record):
                 self._recorder.record(record)
             case commands.Task.RECORD_SCALE_UP:
@@ -171,7 +169,7 @@ class CommandRunner:
             case commands.MarkDamaged(step=checkpoint):
                 self.checkpoints.mark_damaged(checkpoint)
             case commands.Task.DECIDE:
-                self._cancel_foresight()
+                self._cancel_speculation()
                 return self.questions.decide(state)
             case commands.Launch(plan=plan, is_first=is_first):
                 return self.orders.launch(state, plan, is_first=is_first)
@@ -179,24 +177,14 @@ class CommandRunner:
                 self._tasks.start(self.questions.consider(state))
             case commands.Task.PREPARE_DECISIONS:
                 self.decisions.prepare(state)
-            case commands.Task.FORESEE_DECISION:
-                self._cancel_foresight()
-                self._foresight = self._tasks.start(self._foresee(state))
+            case commands.Task.SPECULATE:
+                self._cancel_speculation()
+                self._speculation = self._tasks.start(self._speculate(state))
             case commands.Task.FORGET_DECISIONS:
-                self._cancel_foresight()
+                self._cancel_speculation()
                 self.decisions.forget()
-            case commands.MeasureOperations(worker=worker, step=step, times=times):
-                measured = self.planner.calibration.operations(worker, times)
-                if measured is not None:
-                    return events.OperationsMeasured(
-                        at=self._now(),
-                        worker=worker,
-                        generation=state.generation,
-                        step=step,
-                        ratio=measured[0],
-                        group=measured[1],
-                        links=self.planner.calibration.links(worker, step, times),
-                    )
+            case commands.MeasureOperations():
+                return self._measure(state, command)
             case commands.MeasureStep(step_s=step_s):
                 self.planner.calibration.step(step_s)
             case commands.MeasureMigration(migration=migration, seconds=seconds):
@@ -225,14 +213,34 @@ class CommandRunner:
             ),
         )
 
-    async def _foresee(self, state: State) -> None:
-        self.decisions.foresee(state)
+    def _send_welcome(self, command: commands.Welcome) -> None:
+        welcome = self._welcome
+        if command.incarnation != welcome.incarnation:
+            welcome = welcome.model_copy(update={"incarnation": command.incarnation})
+        self._peers.send(command.connection, welcome)
 
-    def _cancel_foresight(self) -> None:
-        """Foresee nothing for a state that has changed: workers of a host are lost one after the other, at once."""
-        if self._foresight is not None:
-            self._foresight.cancel()
-            self._foresight = None
+    def _measure(self, state: State, command: commands.MeasureOperations) -> events.Event | None:
+        measured = self.planner.calibration.operations(command.worker, command.times)
+        if measured is None:
+            return None
+        return events.OperationsMeasured(
+            at=self._now(),
+            worker=command.worker,
+            generation=state.generation,
+            step=command.step,
+            ratio=measured[0],
+            group=measured[1],
+            links=self.planner.calibration.links(command.worker, command.step, command.times),
+        )
+
+    async def _speculate(self, state: State) -> None:
+        self.decisions.speculate(state)
+
+    def _cancel_speculation(self) -> None:
+        """Cancel the speculation about an outdated state: the losses of the workers of a host arrive one by one."""
+        if self._speculation is not None:
+            self._speculation.cancel()
+            self._speculation = None
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
         self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)

@@ -61,8 +61,8 @@ class Task(Command, Enum):
     """Record the plan of the generation that was prepared, and begin to measure it: it is in force."""
     PREPARE_DECISIONS = "prepare decisions"
     """Prepare decisions on the next loss during training, unless the prepared ones still fit."""
-    FORESEE_DECISION = "foresee decision"
-    """Work out what of the next decision does not depend on the reports of the survivors, while they stop."""
+    SPECULATE = "speculate"
+    """Make the part of the next decision that does not depend on the reports of the survivors, while they stop."""
     FORGET_DECISIONS = "forget decisions"
     """Discard the prepared decisions."""
 

@@ -17,7 +17,7 @@ from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.handlers import endings, injection
-from chameleon_ft.control.handlers.endings import SAME_S
+from chameleon_ft.control.handlers.endings import SIGNAL_WINDOW_S
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease.base import in_thread
@@ -165,7 +165,7 @@ class Coordinator:
 
     async def _hand_over(self, number: signal.Signals, leadership: Leadership) -> None:
         """Wait until it is known whether the signal has reached others, too; then release the term, or `terminate`."""
-        await asyncio.sleep(SAME_S)
+        await asyncio.sleep(SIGNAL_WINDOW_S)
         self._is_to_hand_over = False
         if self._is_ending:
             return

@@ -167,7 +167,7 @@ class OperationsMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted(Event):
-    """The user, or with a `signal` (SIGTERM or SIGHUP) the cluster, wants the run to end."""
+    """A request to end the run: of the user, or with a `signal` (SIGTERM or SIGHUP) of the cluster."""
 
     signal: str = ""
 

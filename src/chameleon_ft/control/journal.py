@@ -21,7 +21,7 @@ __all__ = ["Journal", "LastEntry"]
 
 _LONGEST_BYTES: Final = 16 << 20
 _OBSERVED: Final = frozenset({"ticked_at_s", "detectors"})
-_told = attrgetter(*(field.name for field in fields(State) if field.name not in _OBSERVED))
+_journaled = attrgetter(*(field.name for field in fields(State) if field.name not in _OBSERVED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Journal:
         self._received |= received or {}
         self._unwritten |= received or {}
         last = self._last
-        if last is not None and not records and (not is_due or _told(state) == _told(last)):
+        if last is not None and not records and (not is_due or _journaled(state) == _journaled(last)):
             return
         is_whole = last is None or self._num_bytes > self._longest_bytes
         if is_whole:

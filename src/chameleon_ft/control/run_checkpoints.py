@@ -191,9 +191,9 @@ class RunCheckpoints:
         return bool(done)
 
     def watch(self) -> None:
-        """Raise any other error than an OSError of an operation on a store; call this now and then.
+        """Raise any error but an OSError of an operation on a store; to be called periodically.
 
-        That a store does not answer is told of each checkpoint that suffers from it.
+        A store that does not answer is reported with each checkpoint that cannot be marked.
         """
         if not self._is_local:  # otherwise, the recorder watches the queue
             self._queue.news()

@@ -173,7 +173,7 @@ def _silent(draft: Draft, connection: int, since_s: float) -> None:
     members = draft.state.members
     if (worker := members.worker_of(connection)) is None:
         draft.do(commands.Drop(connection))
-        incident_records.end_unheard(draft, connection)
+        incident_records.report_unresponsive(draft, connection)
         draft.set(members=members.fence_connection(connection))
         _disconnected(draft, connection)
         return
@@ -198,7 +198,7 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
         match message:
             case messages.CheckpointSaved():  # what is written counts, even if its worker has left
                 checkpoints.saved(draft, message)
-            case messages.HangEvidence() if (ending := state.members.told_to_end_on(connection)) is not None:
+            case messages.HangEvidence() if (ending := state.members.killed_on(connection)) is not None:
                 incident_records.hang_examined(draft, ending, message)
         return
     match message:

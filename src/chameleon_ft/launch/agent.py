@@ -42,7 +42,7 @@ def run_agent(
         drained_exit_code: the exit code if the workers are drained and the run goes on.
 
     Raises:
-        ControlError: the coordinator does not answer, or does not want this host.
+        ControlError: the coordinator does not answer, or has no place for this host.
     """
 
     async def whole() -> int:

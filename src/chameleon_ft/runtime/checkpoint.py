@@ -241,7 +241,7 @@ def _changed(state: Mapping[str, Any], checksums: Mapping[str, list[int]]) -> li
 
 
 def _describe_damage(damaged: Path, checksums: Mapping[str, list[int]]) -> str:
-    """Name the tensors that are damaged with a file, as far as they can be told."""
+    """Name the tensors that are damaged with a file, as far as they can be identified."""
     if damaged.name == ".metadata":
         return ""  # a damaged pickle must not be loaded
     changed = [key for key in sorted(checksums) if _is_changed(damaged.parent, key, checksums)]

@@ -55,7 +55,7 @@ Order = StartGeneration | Begin | Stop | Exit | Welcome | Refused
 """An order for the training thread."""
 
 _INTERRUPT_EVERY_S = 0.005
-_END_S = 10.0  # for the training thread to end this process once it is told to; longer than agents wait for that
+_END_S = 10.0  # for the training thread to end this process after `Exit`; longer than agents wait for that
 _SEND_S = 1.0
 
 
@@ -92,7 +92,7 @@ class ControlClient:
         )
         self._known = 0  # newest generation of which there was an order
         self._was_welcomed = False
-        self._is_drained = False  # whether this rank may still be writing when it is told to exit
+        self._is_drained = False  # whether this rank may still be writing when it receives `Exit`
         self._loop = asyncio.new_event_loop()
         self._connection = ControlConnection(
             access,

@@ -105,7 +105,7 @@ class Generation:
 
     def interrupt(self, allocator: LayerAllocator) -> None:
         """Break the communicators, and let the rank's allocations end early. Called from any thread."""
-        allocator.hurry()
+        allocator.stop_touching()
         self.communicators.interrupt()
 
     def _membership(self, rendezvous: Rendezvous) -> Membership:

@@ -182,7 +182,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
 
 
 def _usual_links(config: RunConfig, workers: Sequence[int]) -> Cluster:
-    """Return the links that injected slowness is a share of: the profile's, or without one a guess."""
+    """Return the links that injected slowness is a share of: the profile's, or `LOOPBACK` without one."""
     if config.profile is None:
         return Cluster(tuple(Worker(worker, "") for worker in workers), LOOPBACK, LOOPBACK)
     return costs_of_run(config, profile_of_run(config), dict.fromkeys(workers, "")).cluster

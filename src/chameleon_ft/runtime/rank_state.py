@@ -89,7 +89,7 @@ class RankState:
             stand_ins=is_emulated,
         )
         self.slow_io = SlowIOReporter(self.client.activity, self.client.send)
-        self.faults.corrupt, self.faults.spoil = self._corrupt, self._spoil
+        self.faults.corrupt, self.faults.spoil = self._flip_bit, self._write_nan
 
     def drop(self) -> None:
         """Release all layers."""
@@ -245,7 +245,7 @@ class RankState:
         self.committer.buffers.regroup(held, generation.segments)
         self.committer.gather = None
 
-    def _corrupt(self) -> None:
+    def _flip_bit(self) -> None:
         """Flip a random bit of the state that other holders have, too, as a fault of the memory would."""
         if self.held is not None:
             states = {
@@ -254,7 +254,7 @@ class RankState:
             }
             print(f"a fault was injected: {flip_random_bit(states)}", file=sys.stderr, flush=True)
 
-    def _spoil(self) -> None:
+    def _write_nan(self) -> None:
         """Make an element of a gradient not a number, as a fault of the processor would."""
         if self.committer is not None and (gradients := self.committer.buffers.of(self.committer.buffers.segments[0])):
             gradients[0][0] = math.nan

@@ -125,7 +125,7 @@ def test_a_loss_while_a_generation_is_prepared_does_not_end_the_search_for_a_bet
     assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 4)
     history.quiesce(placed=2)
     (question,) = history.questions
-    plan = replace(a_plan((0, 2), first_step=3), is_hasty=True)
+    plan = replace(a_plan((0, 2), first_step=3), is_provisional=True)
     history.happen(Decided(at=history.at, question=question.question, plan=plan))
     history.start()
     history.wait(1.0)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
-from chameleon_ft.control.decisions.foreseen import Foreseen
 from chameleon_ft.control.decisions.keepers import expected_snapshots
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.decisions.speculation import SpeculativeDecision
 from chameleon_ft.control.decisions.switch import decide_on_switch
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.state import State
@@ -64,7 +64,7 @@ class Decisions:
         self._cache = cache
         self._executor = executor
         self._scale_up: ScaleUpDecision | None = None  # the newest
-        self._foreseen: Foreseen | None = None
+        self._speculative: SpeculativeDecision | None = None
 
     def prepare(self, state: State) -> None:
         """Have decisions prepared for the next loss, assuming that it wastes half a step, the average.
@@ -78,19 +78,19 @@ class Decisions:
         phases, repeat_s = state.history.phases(looked_up=True), state.detectors.watchdog.step_s / 2
         return self._context(state, phases=phases, repeat_s=repeat_s), state.history.rate
 
-    def foresee(self, state: State) -> None:
-        """Choose the plan of the steps after a loss, as far as the survivors need not have reported for it."""
-        self._foreseen = None
+    def speculate(self, state: State) -> None:
+        """Choose the plan of the steps after a loss before the survivors have reported, as `SpeculativeDecision`."""
+        self._speculative = None
         if not self._planner.salvages or state.placed is None or state.checkpoints.is_reread:
             return
         with suppress(ChameleonError):  # the decision itself raises it again
             context = self._context(state, phases=state.history.phases(looked_up=False), repeat_s=0.0)
             is_reviewed = self._planner.is_reviewed(context, state.scale_up.newcomers)
-            self._foreseen = Foreseen.of(context, state.history.rate, is_reviewed=is_reviewed)
+            self._speculative = SpeculativeDecision.of(context, state.history.rate, is_reviewed=is_reviewed)
 
     def forget(self) -> None:
         """Discard the prepared decisions."""
-        self._foreseen = None
+        self._speculative = None
         if self._cache is not None:
             self._cache.drop()
 
@@ -184,7 +184,7 @@ class Decisions:
             context = replace(context, repeat_s=max(0.0, repeat_s + salvaged.rest_s - explained_s))
             repeated_s = salvaged.repeated_share * usual_s
         plan = self._planner.recover_in_place(
-            cluster, context, history.rate, salvaged, foreseen=self._foreseen, decide_s=decide_s
+            cluster, context, history.rate, salvaged, speculative=self._speculative, decide_s=decide_s
         )
         return None if plan is None else replace(plan, repeated_s=repeated_s)
 

@@ -26,7 +26,7 @@ def generation_orders(
 ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
     """Return the record of a generation, whose program is checked, and the orders of each of its workers.
 
-    Raises ProgramError if the program breaks a rule; no worker must be told to run it.
+    Raises ProgramError if the program breaks a rule; no worker may run it.
     """
     program = plan.program or best_program(plan.plan, costs, in_flight_limits=plan.in_flight_limits).program
     if not plan.is_checked:

@@ -4,8 +4,8 @@ A message takes from its send, by the clock of its sender, until it arrives, by 
 by a constant, which the sum of a time in one direction and one in the other does not contain. Of the first messages of
 a channel in a step the shortest time counts: whatever else delays a message adds to it.
 
-On a busy host a worker that waits gets a processor late, and one that does not wait seems to. Which channels suffer is
-not a matter of chance: a worker that is usually behind finds its messages there, or waits for a single one in a step.
+On a busy host a worker that waits gets a processor late, and one that does not wait seems to. This does not hit all
+channels alike: a worker that is usually behind finds its messages there, or waits for a single one in a step.
 So a delay counts only if it is more than twice as long as messages to the two hosts are usually late; or if a forward
 takes twice the expected time with it, because messages queue on so slow a link, and are late for that reason alone.
 

@@ -33,7 +33,7 @@ def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, s
     if transition is None:
         left = left.left_to({worker: placement.layers_of(worker) for worker in placement.workers})
         # Training does not wait for other owners: they get their slices by a switch.
-        return replace(plan, sharding=left, is_hasty=plan.is_hasty or lacks_copies(left, redundancy))
+        return replace(plan, sharding=left, is_provisional=plan.is_provisional or lacks_copies(left, redundancy))
     left = left.left_to(transition.keep)
     after = shard_optimizer(placement, hosts, redundancy, left)
     return replace(plan, sharding=after, transition=replace(transition, sharding=left))

@@ -10,11 +10,11 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.completion import Completion
-from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen
 from chameleon_ft.control.decisions.generation_orders import generation_orders, migration_order
 from chameleon_ft.control.decisions.keepers import with_keepers
 from chameleon_ft.control.decisions.owners import with_owners
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan, decide, decide_in_place, describe_pipelines
+from chameleon_ft.control.decisions.speculation import IN_PLACE, SpeculativeDecision
 from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -204,17 +204,17 @@ class Planner:
         rate: FailureModel,
         salvaged: recovery.SalvagedStep | None,
         *,
-        foreseen: Foreseen | None,
+        speculative: SpeculativeDecision | None,
         decide_s: Callable[[], float],
     ) -> RecoveryPlan | None:
         """Decide how to continue at once; see `recovery_plan.decide_in_place`."""
         is_reviewed = self.is_reviewed(context, cluster.newcomers)
         plan = decide_in_place(
-            cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, foreseen=foreseen, decide_s=decide_s
+            cluster, context, salvaged, rate=rate, is_reviewed=is_reviewed, speculative=speculative, decide_s=decide_s
         )
         if plan is None:
             return None
-        plan = replace(plan, is_hasty=is_reviewed)
+        plan = replace(plan, is_provisional=is_reviewed)
         plan = self._with_owners(plan, cluster.owners_left, context.senders.hosts, cluster.host_memory)
         if plan.decision is None:
             return plan

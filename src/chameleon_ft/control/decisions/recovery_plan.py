@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.cluster_state import ClusterState
-from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen, without_search
+from chameleon_ft.control.decisions.speculation import IN_PLACE, SpeculativeDecision, without_search
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.parts import Vote
@@ -43,7 +43,7 @@ class RecoveryPlan(ActivePlan):
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
     gather: bool = False  # whether owners of slices send updated parameters again, because some have not arrived
     restoration: Restoration | None = None  # of the snapshot, if it begins with one
-    is_hasty: bool = False  # whether it was chosen without a search, so that a better plan may be found later
+    is_provisional: bool = False  # whether it was chosen without a search, so that a better plan may be found later
 
     @classmethod
     def kept(cls, plan: ActivePlan, program: Program | None) -> Self:
@@ -123,7 +123,7 @@ def decide_in_place(
     *,
     rate: FailureModel,
     is_reviewed: bool,
-    foreseen: Foreseen | None = None,
+    speculative: SpeculativeDecision | None = None,
     decide_s: Callable[[], float] | None = None,
 ) -> RecoveryPlan | None:
     """Choose how to continue at once, without moving layers; None if that is not feasible.
@@ -132,14 +132,14 @@ def decide_in_place(
         cluster, context, rate, decide_s: as for `decide`.
         salvaged: the rest of the interrupted step, if it is completed.
         is_reviewed: whether a search for a better plan follows, so that there is none now.
-        foreseen: a decision that was made before the survivors had reported; used if it fits what they hold.
+        speculative: a decision that was made before the survivors had reported; used if it fits what they hold.
     """
     if cluster.ownerless_layers:
         return None
     if not context.lost:
         plan = _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
     else:
-        known = foreseen and foreseen.rescored(context, rate, is_reviewed=is_reviewed, decide_s=decide_s)
+        known = speculative and speculative.rescored(context, rate, is_reviewed=is_reviewed, decide_s=decide_s)
         quick = without_search(context) if is_reviewed else context
         decision = known or recovery.decide(quick, IN_PLACE, rate, decide_s=decide_s)
         course = decision.course

@@ -154,7 +154,7 @@ class Progressed(Signal):
 
 @dataclass(frozen=True, slots=True)
 class StopRequested(Signal):
-    """Every live worker was told to quiesce."""
+    """`Stop` was sent to every live worker."""
 
     at_s: float
 
@@ -182,7 +182,7 @@ class Ticked(Signal):
 
     at_s: float
     held_up_s: float
-    unquiesced: tuple[int, ...]  # live workers that were told to quiesce but have not yet
+    unquiesced: tuple[int, ...]  # live workers that have not quiesced since `StopRequested`
     participants: tuple[int, ...]  # live workers that the generation needs
     in_first_step: Collection[int]  # live workers to which that applies; see `Worker.has_stepped`
 

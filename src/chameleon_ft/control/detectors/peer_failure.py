@@ -29,9 +29,9 @@ _UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a 
 class PeerFailureDetector:
     """Gives up the worker at an end of most failed messages.
 
-    A failed message counts against both its ends, until the run commits a step. So a bad worker is found that reports
-    first, and another peer each time. Once a generation is stopped for another reason, its messages fail anyway: a
-    worker that is told first closes its connections.
+    A failed message counts against both its ends until the run commits a step. This also finds a faulty worker that
+    always reports first, each time against another peer. Once a generation is stopped for another reason, failed
+    messages prove nothing: the first worker that stops closes its connections.
     """
 
     reports: tuple[MessageFailed, ...] = ()  # of the generation that is ending

@@ -50,7 +50,7 @@ class Spell:
         ended_at: how many steps had been observed when it recovered, or was still not in the plan after that; None if
             it has not recovered.
         series: how many spells have followed shortly upon each other before this one. Each doubles the steps after
-            which a recovery is believed, so that a run does not switch back and forth.
+            which a recovery is accepted, so that a run does not switch back and forth.
         calm: steps in a row in which the estimate has been higher than the reported speed.
         idle: steps in a row in which the worker was not in the plan.
     """

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control.commands import Drop, Send
-from chameleon_ft.control.detectors.base import Fenced
 from chameleon_ft.control.handlers import endings, incidents, switches
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
@@ -34,7 +33,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         return
     own = _own_workers(draft.state, connection)
     if own is not None and draft.state.ending is not None:
-        draft.do(Send(connection, message))  # it is told to exit with all others
+        draft.do(Send(connection, message))  # `Exit` is sent to it with all others
         return
     if own is not None and draft.state.phase is Phase.GATHERING:
         processes = {connection, *(worker.connection for worker in own)}
@@ -62,7 +61,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         draft.record("draining", workers=concerned, message=f"workers that are to leave: {names}")
     for worker in workers:
         if not worker.lost and not worker.takes_part:
-            _let_go(draft, worker)
+            _dismiss_worker(draft, worker)
     state = draft.state
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration goes on: where its layers are is known only when they have arrived.
@@ -160,7 +159,7 @@ def release(draft: Draft) -> None:
     needed = {*state.active.plan.workers, *(() if upcoming is None else upcoming.plan.participants)}
     for worker in state.members:
         if worker.draining and not worker.lost and worker.id not in needed:
-            _let_go(draft, worker)
+            _dismiss_worker(draft, worker)
 
 
 def _dismiss_agents(draft: Draft) -> None:
@@ -173,7 +172,7 @@ def _dismiss_agents(draft: Draft) -> None:
             draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")
 
 
-def _let_go(draft: Draft, worker: Worker) -> None:
+def _dismiss_worker(draft: Draft, worker: Worker) -> None:
     """End the process of a worker that no plan needs. From now on its end is no loss."""
     if worker.first_step is None and worker.agent is not None:
         draft.do(Send(worker.agent, Kill(worker=worker.id)))  # while it loads, it follows no order
@@ -181,11 +180,5 @@ def _let_go(draft: Draft, worker: Worker) -> None:
             draft.do(Drop(worker.connection))
     else:
         draft.send(worker.id, Exit(reason="drained", is_drained=True))
-    draft.set(
-        members=draft.state.members.fence(worker.id),
-        scale_up=draft.state.scale_up.without(worker.id),
-        health=draft.state.health.without(worker.id),
-        snapshots=draft.state.snapshots.without(worker.id),
-    )
-    incidents.detect(draft, Fenced(worker.id))
+    incidents.fence(draft, worker.id)
     incidents.record_drained(draft, worker.id)

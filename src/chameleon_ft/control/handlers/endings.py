@@ -11,12 +11,12 @@ from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["SAME_S", "UNSAVED", "finish", "finished", "request"]
+__all__ = ["SIGNAL_WINDOW_S", "UNSAVED", "finish", "finished", "request"]
 
-SAME_S: Final = 1.0
+SIGNAL_WINDOW_S: Final = 1.0
 """Seconds in which signals count once: a batch system sends SIGTERM to all processes, some of which pass it on."""
 UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
-"""The last words on a run whose last state is in no checkpoint."""
+"""The reason given at the end of a run whose last state is in no checkpoint."""
 
 
 def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
@@ -27,7 +27,8 @@ def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
     """
     state, now = draft.state, draft.at.monotonic_s
     ending = state.ending
-    if status == "terminated" and ending is not None and ending.status == status and now - ending.since_s < SAME_S:
+    is_repeated = ending is not None and ending.status == status and now - ending.since_s < SIGNAL_WINDOW_S
+    if status == "terminated" and is_repeated:
         return
     if state.nothing_trained or ending is not None:
         incidents.end(draft, status, _by(status, signal))

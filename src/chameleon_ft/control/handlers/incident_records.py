@@ -13,7 +13,7 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.observe.evidence import Evidence
 from chameleon_ft.quantities import counted
 
-__all__ = ["count_death", "end_unheard", "hang_examined", "record_incident"]
+__all__ = ["count_death", "hang_examined", "record_incident", "report_unresponsive"]
 
 
 def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
@@ -51,9 +51,9 @@ def count_death(draft: Draft, worker: int, *, steps: int) -> None:
         draft.record("blocklisted", worker=worker, deaths=deaths, message=message)
 
 
-def end_unheard(draft: Draft, connection: int) -> None:
-    """Report a worker without an agent that does not answer, not even after it was told to end itself."""
-    worker = draft.state.members.told_to_end_on(connection)
+def report_unresponsive(draft: Draft, connection: int) -> None:
+    """Report a worker without an agent that does not answer after `Kill` was sent to it."""
+    worker = draft.state.members.killed_on(connection)
     if worker is None:
         return
     process = f"process {worker.process.pid}" if worker.process is not None else "its process"

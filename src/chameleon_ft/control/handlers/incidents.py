@@ -13,6 +13,7 @@ from chameleon_ft.control.handlers.incident_records import count_death, record_i
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoints import describe_unreadable
 from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
+from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire import messages
@@ -23,6 +24,7 @@ __all__ = [
     "checkpoint_unreadable",
     "detect",
     "end",
+    "fence",
     "lose",
     "peer_failed",
     "quiesced",
@@ -74,23 +76,8 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     worker = draft.state.members[number]
     if worker.lost or draft.state.phase is Phase.OVER:
         return
-    draft.set(
-        members=draft.state.members.fence(number),
-        scale_up=draft.state.scale_up.without(number),
-        health=draft.state.health.without(number),
-        snapshots=draft.state.snapshots.without(number),
-    )
-    detect(draft, signals.Fenced(number))
-    # The recovery does not wait for the evidence.
-    kill = messages.Kill(worker=number, is_hung=noticed_by in GIVEN_UP)
-    if worker.agent is not None:
-        draft.do(commands.Send(worker.agent, kill))
-    if worker.connection is not None:
-        if worker.agent is None and kill.is_hung:
-            draft.change_worker(worker, told_to_end=worker.connection)
-            draft.do(commands.Send(worker.connection, kill))  # the connection ends with it
-        else:
-            draft.do(commands.Drop(worker.connection))
+    fence(draft, number)
+    _kill(draft, worker, is_hung=noticed_by in GIVEN_UP)
     state = draft.state
     count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
     if state.phase is Phase.GATHERING:
@@ -104,7 +91,7 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     upcoming = state.switches.next
     if worker.draining and not (number in state.needed or (upcoming and number in upcoming.plan.participants)):
-        record_drained(draft, number)  # it was about to be told to exit
+        record_drained(draft, number)  # `Exit` was about to be sent to it
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
         return
@@ -112,25 +99,55 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         message = f"worker {number} has left after it had finished: {cause}"
         draft.record("left", worker=number, step=state.committed, cause=cause, message=message)
         return
-    fault = state.fault_of(worker)
+    _record_loss(draft, worker, noticed_by, cause)
+    _continue_without(draft, number)
+
+
+def _kill(draft: Draft, worker: Worker, *, is_hung: bool) -> None:
+    """Have the process of a worker ended, which is fenced; the recovery does not wait for evidence of a hang."""
+    kill = messages.Kill(worker=worker.id, is_hung=is_hung)
+    if worker.agent is not None:
+        draft.do(commands.Send(worker.agent, kill))
+    if worker.connection is None:
+        return
+    if worker.agent is None and is_hung:
+        draft.change_worker(worker, kill_connection=worker.connection)
+        draft.do(commands.Send(worker.connection, kill))  # the connection ends with it
+    else:
+        draft.do(commands.Drop(worker.connection))
+
+
+def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str) -> None:
+    """Add the loss of a worker, which is fenced, to the incident and to the history of failures."""
+    state, hosts = draft.state, draft.state.hosts()
+    fault, host = state.fault_of(worker), hosts.get(worker.id, "")
     loss = Loss(
-        worker=number,
+        worker=worker.id,
         step=state.committed,
         noticed_by=noticed_by,
         cause=cause,
         noticed_at=draft.at.unix_s,
         failed_at=None if fault is None else fault.time,
         incarnation=worker.incarnation,
-        host=state.hosts().get(number, ""),
+        host=host,
     )
-    hosts = state.hosts()
-    left = [hosts.get(each, "") for each in state.members.live()]
+    live_hosts = [hosts.get(each, "") for each in state.members.live()]
     draft.set(
         incident=replace(state.incident, losses=(*state.incident.losses, loss)),
-        history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
+        history=state.history.failed(host, live_hosts, draft.at.monotonic_s),
     )
-    draft.record("lost", worker=number, host=loss.host, step=loss.step, noticed_by=noticed_by, cause=cause)
-    _continue_without(draft, number)
+    draft.record("lost", worker=worker.id, host=host, step=loss.step, noticed_by=noticed_by, cause=cause)
+
+
+def fence(draft: Draft, number: int) -> None:
+    """Count a worker as lost from now on, ignore its connection, and forget what it holds."""
+    draft.set(
+        members=draft.state.members.fence(number),
+        scale_up=draft.state.scale_up.without(number),
+        health=draft.state.health.without(number),
+        snapshots=draft.state.snapshots.without(number),
+    )
+    detect(draft, signals.Fenced(number))
 
 
 def record_drained(draft: Draft, number: int) -> None:
@@ -224,7 +241,7 @@ def _await_reports(draft: Draft) -> None:
     """Ask for a decision if all survivors have quiesced; otherwise begin with what does not depend on their reports."""
     _decide_if_quiesced(draft)
     if draft.state.phase is Phase.STOPPING:
-        draft.do(commands.Task.FORESEE_DECISION)
+        draft.do(commands.Task.SPECULATE)
 
 
 def _decide_if_quiesced(draft: Draft) -> None:

@@ -22,8 +22,8 @@ def decided(draft: Draft, event: events.Decided) -> None:
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
     # If a plan is only tried again, a better one is still to be looked for.
-    is_hasty = plan.is_hasty or (plan.policy == "again" and state.scale_up.hurried_at_s is not None)
-    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_hasty=is_hasty))
+    is_provisional = plan.is_provisional or (plan.policy == "again" and state.scale_up.provisional_since_s is not None)
+    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional))
     if plan.decision is not None:
         draft.set(incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
     _launch(draft, plan)
@@ -127,10 +127,10 @@ def started(draft: Draft) -> None:
         return
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
-    hurried, scale_up = incident.is_hasty, state.scale_up
+    hurried, scale_up = incident.is_provisional, state.scale_up
     is_final = not hurried and not state.switches.following
     if hurried:
-        scale_up = scale_up.hurried(draft.at.monotonic_s)
+        scale_up = scale_up.with_provisional_plan(draft.at.monotonic_s)
     elif is_final:
         scale_up = scale_up.settled()
     outcomes = state.outcomes

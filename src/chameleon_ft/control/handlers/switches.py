@@ -217,13 +217,13 @@ def abandon(draft: Draft) -> None:
     discard(draft)
     if active.migration is not None:
         _change(draft, following=(_without_migration(active),))
-    draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
+    draft.set(scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
 
 
 def _cancel(draft: Draft) -> None:
     """Give up the plans that follow; between two waves, another plan is searched for."""
     if draft.state.switches.migrated.waves:
-        draft.set(scale_up=draft.state.scale_up.hurried(draft.at.monotonic_s))
+        draft.set(scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
     _change(draft, following=(), migrated=Migrated())
 
 
@@ -262,7 +262,7 @@ def _without_migration(active: ActivePlan) -> ActivePlan:
 
 def _switch_if_prepared(draft: Draft) -> None:
     state, upcoming = draft.state, draft.state.switches.next
-    # A run that is told to end does so in the generation that trains.
+    # A run that is ending does so in the generation that trains.
     if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.ending is not None:
         return
     assert state.active is not None
@@ -301,7 +301,7 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
             stopped_at=now,
             decided_at=now,
             is_switch=True,
-            is_hasty=is_cancelled or is_cut_short,
+            is_provisional=is_cancelled or is_cut_short,
             migrated=migrated,
         ),
     )

@@ -100,7 +100,7 @@ def reclaimed(draft: Draft, term: int) -> None:
 def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
     """Note that a coordinator stands by at an address, perhaps again, and tell all peers.
 
-    It is told last: as soon as it knows, this one may be lost, and the others have to find it.
+    The standby itself comes last: from then on it may lead, and all others have to know its address.
     """
     state = draft.state
     before = {each for each, address in state.standbys.items() if address == hello.address}

@@ -75,15 +75,15 @@ class Incident:
     """The losses between two stretches of training, and when each phase of the stall ended. Times are Unix seconds."""
 
     losses: tuple[Loss, ...] = ()
-    ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
-    is_switch: bool = False  # whether all switch to another generation, and no worker was told to quiesce
+    ended_at: float = 0.0  # when `Stop` was first sent to the workers; 0 if it was not
+    is_switch: bool = False  # whether all switch to another generation, and no worker has to quiesce
     migrated: Migrated = field(default_factory=Migrated)  # what moved during training before that switch
     stopped_at: float = 0.0  # when the last survivor had quiesced
     chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared
     decided_at: float = 0.0  # when all workers had their orders
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
-    is_hasty: bool = False  # whether the plan was chosen without a search
+    is_provisional: bool = False  # whether the plan was chosen without a search
     switched: Switched | None = None  # the report of the first worker that saw the transition complete
 
     def without(self, worker: int | None) -> Self:
@@ -139,7 +139,7 @@ class Incident:
                 lost_layers=() if active is None else active.lost_layers,
                 repeated_s=self.repeated_s,
                 is_salvaged=active is not None and active.rest is not None and not stop,
-                **self._of_every_record(active, generation=generation, resumed_at=resumed_at),
+                **self._common_fields(active, generation=generation, resumed_at=resumed_at),
             )
             for loss in self.losses
         ]
@@ -165,10 +165,10 @@ class Incident:
             policy=active.policy,
             action=active.action,
             resume_step=active.first_step,
-            **self._of_every_record(active, generation=generation, resumed_at=resumed_at),
+            **self._common_fields(active, generation=generation, resumed_at=resumed_at),
         )
 
-    def _of_every_record(self, active: ActivePlan | None, *, generation: int, resumed_at: float) -> dict[str, Any]:
+    def _common_fields(self, active: ActivePlan | None, *, generation: int, resumed_at: float) -> dict[str, Any]:
         transfer_s = 0.0 if self.switched is None else self.switched.transfer_s
         return {
             "decide_s": max(0.0, self.decided_at - self.stopped_at),

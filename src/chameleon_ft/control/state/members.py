@@ -33,7 +33,7 @@ class Worker:
     process: RankProcess | None = None  # None before its first message
     memory_bytes: int | None = None  # available on its host when it started; None if it is not known
     takes_part: bool = False  # whether generations include it, training or as a spare
-    told_to_end: int | None = None  # the connection on which it was told to end itself, because it had no agent
+    kill_connection: int | None = None  # where `Kill` was sent to it, because it had no agent
     draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
     first_step: int | None = None  # committed steps when it became able to take part; None until then
     has_stepped: bool = False  # whether it has finished a step with the layers that it runs now
@@ -65,7 +65,7 @@ class Members:
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
     agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
     fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
-    drained_agents: frozenset[int] = frozenset()  # of these, connections of agents that were told to exit
+    drained_agents: frozenset[int] = frozenset()  # of these, connections of agents to which `Exit` was sent
     drain_requests: Mapping[int, str] = FrozenMap({})  # connection of an agent or a worker to be drained -> its signal
 
     def __post_init__(self) -> None:
@@ -147,9 +147,9 @@ class Members:
             return present
         return next((each for each in self.former if (each.id, each.incarnation) == (worker, incarnation)), None)
 
-    def told_to_end_on(self, connection: int) -> Worker | None:
-        """Return the worker that was told on this connection to end itself."""
-        return next((w for w in (*self.workers.values(), *self.former) if w.told_to_end == connection), None)
+    def killed_on(self, connection: int) -> Worker | None:
+        """Return the worker to which `Kill` was sent on this connection."""
+        return next((w for w in (*self.workers.values(), *self.former) if w.kill_connection == connection), None)
 
     def started_by(self, agent: int, worker: int, incarnation: int) -> Worker:
         """Return an incarnation that this agent has started, or another of its host that is gone.
@@ -246,7 +246,7 @@ class Members:
         self.require_number(number)
         members = self
         if not hello.incarnation and self._is_free(number):
-            members = self._born([number], agent=None, now=now)
+            members = self._with_new_incarnations([number], agent=None, now=now)
         worker = members.workers.get(number)
         if worker is None:
             raise ControlError(f"worker {number} was started by no agent")
@@ -342,11 +342,11 @@ class Members:
         )
 
     def _spawned(self, agent: int, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
-        members = self._born(numbers, agent=agent, now=now)
+        members = self._with_new_incarnations(numbers, agent=agent, now=now)
         incarnations = tuple(members[number].incarnation for number in numbers)
         return members, Spawn(workers=tuple(numbers), incarnations=incarnations)
 
-    def _born(self, numbers: Sequence[int], *, agent: int | None, now: float) -> Self:
+    def _with_new_incarnations(self, numbers: Sequence[int], *, agent: int | None, now: float) -> Self:
         """Return the members with a new incarnation of each of these workers."""
         before = {number: self.workers[number] for number in numbers if number in self.workers}
         agent_host = "" if agent is None else self.agents[agent]

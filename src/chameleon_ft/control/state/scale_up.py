@@ -1,5 +1,5 @@
 """Plans that are considered while training continues: for workers that join or leave, become slow or recover, or after
-a hasty decision.
+a plan that was chosen without a search.
 
 A worker that joins is a spare until a decision considers it, and then part of the plan if that is worth it.
 """
@@ -27,7 +27,7 @@ class ScaleUp:
 
     loaded: tuple[int, ...] = ()  # ready workers that do not take part yet, in order of arrival
     newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
-    hurried_at_s: float | None = None  # when training continued under a plan that was chosen without a search
+    provisional_since_s: float | None = None  # when training continued under a plan that was chosen without a search
     first_at_s: float = 0.0  # when the first newcomer became a spare
     last_at_s: float = 0.0  # when the last newcomer did
     considering: int | None = None  # generation of the decision that is being made; None if there is none
@@ -68,7 +68,7 @@ class ScaleUp:
         if speeds != self.speeds:
             return True
         if not self.newcomers:
-            return self.hurried_at_s is not None
+            return self.provisional_since_s is not None
         if now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
@@ -82,12 +82,12 @@ class ScaleUp:
         retry_at_s = now + min(_RETRY_MAX_S, _RETRY_S * 2 ** min(self.retries, 10))
         return replace(self, retries=self.retries + 1, retry_at_s=retry_at_s)
 
-    def hurried(self, now: float) -> Self:
+    def with_provisional_plan(self, now: float) -> Self:
         """Note that a plan was chosen without a search: newcomers, and better plans, are still to be considered."""
-        return replace(self, hurried_at_s=now)
+        return replace(self, provisional_since_s=now)
 
     def settled(self) -> Self:
         """Note that the last decision is carried out: all newcomers are in the plan, or stay spares."""
         return replace(
-            self, newcomers=frozenset(), hurried_at_s=None, speeds=self.asked_speeds, retries=0, retry_at_s=0.0
+            self, newcomers=frozenset(), provisional_since_s=None, speeds=self.asked_speeds, retries=0, retry_at_s=0.0
         )

@@ -20,7 +20,7 @@ class NextGeneration:
     unprepared: frozenset[int]  # participants that have not answered yet
     deadline_s: float  # end of the wait for the answers, in monotonic seconds
     prepared_at: float = 0.0  # when the last one did, in Unix seconds; 0 before
-    is_switching: bool = False  # whether the workers were told to switch to it
+    is_switching: bool = False  # whether `Switch` was sent to the workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ async def watch_heartbeat(
             pong, waited_s, silent_s = asyncio.create_task(_ping(connection)), 0.0, timeout_s
             try:
                 while not pong.done():
-                    # In small parts, so that one in which this process was busy is told from one spent waiting.
+                    # In small parts, to distinguish time in which this process was busy from time spent waiting.
                     pause_s, before_s = min(part_s, silent_s - waited_s), loop.time()
                     # Unlike `wait_for`, this takes a pong that came while this process did not run to see it.
                     await asyncio.wait({pong}, timeout=pause_s)

@@ -220,8 +220,8 @@ class Vote(MessagePart):
     loss_sum: float
     terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
     samples: int
-    finish: bool  # whether some rank was told to end the run after this step
-    switch: bool = False  # whether some rank was told to switch to the next generation after this step
+    finish: bool  # whether some rank has received `Finish`: the run ends after this step
+    switch: bool = False  # whether some rank has received `Switch`: the next generation follows
     checkpoint: bool = False  # whether all ranks write a checkpoint after this step
     skipped: bool = False  # whether the step is bad, and no rank changes anything; then the sums are 0
     snapshot: bool = False  # whether all ranks take a snapshot after this step

@@ -44,7 +44,7 @@ class Hello(Message):
     incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
     resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
     known: int = 0  # if it resumes: the newest generation of which it has an order
-    switch_to: int = 0  # if it resumes: the newest generation that it was told to switch to
+    switch_to: int = 0  # if it resumes: the generation of the newest `Switch` that it has received
     process: RankProcess | None = None  # by which another agent of its host finds it, should its own end
     memory_bytes: int | None = None  # available on its host when it started; None if it is not known
     term: int = 0  # the highest term of a coordinator that it has obeyed

@@ -117,11 +117,11 @@ class _Server:
         peer = Peer(connection, next(self.numbers))
         heartbeat = asyncio.create_task(self._watch(connection, peer))
         try:
-            with self._mistakes_reported():
+            with self._reporting_errors():
                 await self._listen(connection, peer)
         finally:
             heartbeat.cancel()
-        with self._mistakes_reported():
+        with self._reporting_errors():
             self.handler.departed(peer)
 
     async def _watch(self, connection: ServerConnection, peer: Peer) -> None:
@@ -129,7 +129,7 @@ class _Server:
         # the peer's agent may have turned out to be silent too.
         assert isinstance(connection, HeardConnection)
         connection.heard = None if peer.is_local else self.handler.answered
-        with self._mistakes_reported():
+        with self._reporting_errors():
             await watch_heartbeat(
                 connection,
                 every_s=heartbeat_interval_s(self.heartbeat_timeout_s, self.expected),
@@ -138,7 +138,7 @@ class _Server:
             )
 
     @contextmanager
-    def _mistakes_reported(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001

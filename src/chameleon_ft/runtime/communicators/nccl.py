@@ -1,6 +1,6 @@
 """Communicators over NCCL, between NVIDIA GPUs.
 
-Written to NCCL's documented behaviour in failures, and not yet run on hardware; docs/cluster.md says so too.
+Relies on NCCL's documented behaviour after failures; see docs/cluster.md for what was run on hardware.
 
 - NCCL has no tags: every (sender, receiver, activation or gradient) has a communicator of its own, and programs are
   checked for equal order at both ends.

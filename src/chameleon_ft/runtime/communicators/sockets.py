@@ -24,9 +24,9 @@ _ADDRESS_BYTES = 256  # at the beginning of a value that gloo publishes, which h
 class SocketTracker:
     """The TCP connections between the members of a group that this process opens between `start` and `settle`.
 
-    They are told by inode, since a file descriptor number may be reused at once. Listening sockets are left alone: gloo
-    ends the process when its listening socket fails. So are connections that the job makes, for example to where it
-    reads its data, and one to another coordinator, once `narrow` was called.
+    They are identified by inode, since a file descriptor number may be reused at once. Listening sockets are left
+    alone: gloo ends the process when its listening socket fails. So are connections that the job makes, for example to
+    where it reads its data, and one to another coordinator, once `narrow` was called.
     """
 
     def __init__(self) -> None:

@@ -134,7 +134,7 @@ class _Kept:
     def cut(self, start: int, stop: int) -> dict[str, Any]:
         """Return what is kept for some of the elements; tensors are views.
 
-        Raises ConfigError if that cannot be told.
+        Raises ConfigError if that cannot be determined.
         """
         if (start, stop) == (self.start, self.stop):
             return dict(self.state)

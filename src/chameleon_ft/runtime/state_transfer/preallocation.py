@@ -110,7 +110,7 @@ class LayerAllocator:
             pending = self._pending.pop(layer, None) or self._thread.submit(self._allocate, layer, 0)
         return pending.result()
 
-    def hurry(self) -> None:
+    def stop_touching(self) -> None:
         """Touch no more memory until the next `preallocate`. Called from any thread."""
         self._stop.set()
 

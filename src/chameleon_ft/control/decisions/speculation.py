@@ -1,4 +1,4 @@
-"""The part of a decision in place that does not depend on the reports of the survivors."""
+"""Speculative decisions: a plan is chosen before the survivors have reported, and used if their reports fit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final, Self
 from chameleon_ft.recovery import Decision, DecisionContext, FailureModel, decide, rescore
 from chameleon_ft.schedule import check_program
 
-__all__ = ["IN_PLACE", "Foreseen", "without_search"]
+__all__ = ["IN_PLACE", "SpeculativeDecision", "without_search"]
 
 IN_PLACE: Final = "reroute"
 """Name of the policy that chooses a plan under which no layer moves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class SpeculativeDecision:
     """The plan of the steps after a loss, chosen while the survivors stop, with a program that is checked.
 
-    The survivors need some tens of milliseconds for their reports. These tell what remains of the interrupted step, and
-    what each survivor holds, which hardly ever differs from its part of the plan.
+    The survivors need some tens of milliseconds for their reports, which contain what remains of the interrupted step
+    and what each of them holds. That rarely differs from its part of the plan.
 
     Attributes:
         context: what was known; the layers that survivors hold were taken for those of the plan.

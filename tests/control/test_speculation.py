@@ -13,8 +13,8 @@ from hypothesis import given
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.commands import Send, Task
-from chameleon_ft.control.decisions import foreseen, generation_orders
-from chameleon_ft.control.decisions.foreseen import IN_PLACE, Foreseen, without_search
+from chameleon_ft.control.decisions import generation_orders, speculation
+from chameleon_ft.control.decisions.speculation import IN_PLACE, SpeculativeDecision, without_search
 from chameleon_ft.control.wire.messages import Stop
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.estimate import StallModel
@@ -54,7 +54,7 @@ def test_it_is_the_decision_that_would_be_made_later(
     lost: frozenset[int], is_reviewed: bool, repeat_s: float, slow: float
 ) -> None:
     before = context(lost=lost, slow=slow)
-    found = Foreseen.of(before, RATE, is_reviewed=is_reviewed)
+    found = SpeculativeDecision.of(before, RATE, is_reviewed=is_reviewed)
     if before.placement.unheld_layers:
         assert found is None
         return
@@ -86,25 +86,25 @@ def test_it_is_the_decision_that_would_be_made_later(
 )
 def test_it_is_not_used_if_something_has_changed(changes: dict[str, Any]) -> None:
     before = context(lost=frozenset({1}))
-    found = Foreseen.of(before, RATE, is_reviewed=True)
+    found = SpeculativeDecision.of(before, RATE, is_reviewed=True)
     assert found is not None
     assert found.rescored(before, RATE, is_reviewed=True, decide_s=None) is not None
     assert found.rescored(replace(before, **changes), RATE, is_reviewed=True, decide_s=None) is None
     assert found.rescored(before, RATE, is_reviewed=False, decide_s=None) is None
 
 
-def test_there_is_nothing_to_foresee_without_a_loss() -> None:
-    assert Foreseen.of(context(), RATE, is_reviewed=True) is None
+def test_there_is_no_speculation_without_a_loss() -> None:
+    assert SpeculativeDecision.of(context(), RATE, is_reviewed=True) is None
 
 
-def test_it_is_asked_for_after_the_workers_were_told_to_stop_and_again_after_another_loss() -> None:
+def test_it_is_asked_for_after_the_order_to_stop_and_again_after_another_loss() -> None:
     history = History()
     history.train()
     commands = history.reap(1)
     last_stop = max(i for i, each in enumerate(commands) if isinstance(each, Send) and isinstance(each.message, Stop))
-    assert commands.index(Task.FORESEE_DECISION) > last_stop
+    assert commands.index(Task.SPECULATE) > last_stop
     history.quiesce(0)
-    assert Task.FORESEE_DECISION in history.reap(2)
+    assert Task.SPECULATE in history.reap(2)
     history.quiesce(3)
     assert len(history.launches) == 2
     history.start()
@@ -118,7 +118,7 @@ def test_it_is_not_asked_for_if_the_last_missing_report_is_that_of_a_lost_worker
     history.train()
     history.reap(1)
     history.quiesce(0, 3)
-    assert Task.FORESEE_DECISION not in history.reap(2)
+    assert Task.SPECULATE not in history.reap(2)
     assert len(history.launches) == 2
 
 
@@ -133,7 +133,7 @@ async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage)
     await asyncio.sleep(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "decide", no_decision)
-        patch.setattr(foreseen, "decide", no_decision)
+        patch.setattr(speculation, "decide", no_decision)
         patch.setattr(generation_orders, "check_program", no_decision)
         report(stage, 2, 3, HELD)
     assert stage.order().members == (0, 2, 3)
@@ -142,16 +142,16 @@ async def test_after_the_reports_no_plan_is_looked_for_nor_checked(stage: Stage)
 
 
 @scene(**THREE_PIPELINES)
-async def test_nothing_is_foreseen_between_losses_at_once_nor_after_the_reports(stage: Stage) -> None:
+async def test_there_is_no_speculation_between_simultaneous_losses_nor_after_the_reports(stage: Stage) -> None:
     asked: list[tuple[int, ...]] = []
-    foresee = Foreseen.of
+    choose = SpeculativeDecision.of
 
-    def noting(context: DecisionContext, rate: FailureModel, *, is_reviewed: bool) -> Foreseen | None:
+    def noting(context: DecisionContext, rate: FailureModel, *, is_reviewed: bool) -> SpeculativeDecision | None:
         asked.append(tuple(context.lost))
-        return foresee(context, rate, is_reviewed=is_reviewed)
+        return choose(context, rate, is_reviewed=is_reviewed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Foreseen, "of", noting)
+        patch.setattr(SpeculativeDecision, "of", noting)
         stage.train(workers=6, steps=3)
         for worker in (1, 2):
             stage.depart(stage.ranks[worker])
@@ -166,13 +166,13 @@ async def test_nothing_is_foreseen_between_losses_at_once_nor_after_the_reports(
 
 
 @scene()
-async def test_a_mistake_while_a_decision_is_foreseen_ends_the_run(stage: Stage) -> None:
+async def test_an_error_of_the_speculation_itself_ends_the_run(stage: Stage) -> None:
     def mistaken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a mistake")
 
     stage.train(steps=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Foreseen, "of", mistaken)
+        patch.setattr(SpeculativeDecision, "of", mistaken)
         stage.depart(stage.ranks[1])
         for _ in range(3):
             await asyncio.sleep(0)
@@ -184,7 +184,7 @@ async def test_a_mistake_while_a_decision_is_foreseen_ends_the_run(stage: Stage)
 async def test_an_error_while_the_survivors_stop_is_that_of_the_decision(stage: Stage) -> None:
     stage.train(steps=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(foreseen, "check_program", refused)
+        patch.setattr(speculation, "check_program", refused)
         stage.depart(stage.ranks[1])
         await asyncio.sleep(0)
     report(stage, 2, 3, HELD)
