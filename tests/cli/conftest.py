@@ -51,7 +51,7 @@ class CommandLine:
     knocks: list[Callable[[], None]] = field(default_factory=list)
     """Raise the errors of the next attempts to reach a coordinator; all others succeed."""
 
-    def knock(self, address: str, token: str, *, tls: Path | None) -> None:
+    def require_coordinator(self, address: str, token: str, *, tls: Path | None) -> None:
         if self.knocks:
             self.knocks.pop(0)()
 
@@ -149,7 +149,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     for name, function in starts.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
-    monkeypatch.setattr("chameleon_ft.control.requests.knock", command_line.knock)
+    monkeypatch.setattr("chameleon_ft.control.requests.require_coordinator", command_line.require_coordinator)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     return command_line

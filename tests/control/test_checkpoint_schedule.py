@@ -253,7 +253,7 @@ def test_a_user_waits_for_no_checkpoint_that_has_failed_before() -> None:
 
 def test_after_a_return_to_a_checkpoint_no_later_one_has_failed() -> None:
     events = Checkpoints().not_written(7, "disk full")
-    assert events.forgotten(3).failed == {7: "disk full"}
+    assert events.without_parts_before(3).failed == {7: "disk full"}
     assert events.loaded(3).failed == {}
 
 

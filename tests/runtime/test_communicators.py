@@ -1,4 +1,4 @@
-"""Waiting that can be called off, and telling a library's connections from others."""
+"""Waiting that can be cancelled, and telling a library's connections from others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from chameleon_ft.runtime.communicators.gloo import CalledOffError, Waiter
+from chameleon_ft.runtime.communicators.gloo import WaitCancelledError, Waiter
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from tests.runtime.ranks import open_descriptors
 
@@ -46,14 +46,14 @@ def ended(error: Exception | None = None) -> Work:
     return work
 
 
-def call_off_in(work: Work, waiting: Waiter) -> None:
+def cancel_in(work: Work, waiting: Waiter) -> None:
     """Call the waits off once this operation is waited for."""
 
-    def call_off() -> None:
+    def cancel() -> None:
         work.begun.wait()
-        waiting.call_off()
+        waiting.cancel()
 
-    threading.Thread(target=call_off).start()
+    threading.Thread(target=cancel).start()
 
 
 def test_a_wait_lasts_until_the_operation_is_done() -> None:
@@ -79,10 +79,10 @@ def test_the_error_of_an_operation_is_raised_and_the_next_one_is_waited_for() ->
 def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
     with waiter() as waiting:
         work = Work()
-        call_off_in(work, waiting)
-        with pytest.raises(CalledOffError):
+        cancel_in(work, waiting)
+        with pytest.raises(WaitCancelledError):
             waiting.wait(work)
-        with pytest.raises(CalledOffError):
+        with pytest.raises(WaitCancelledError):
             waiting.wait(ended())
         waiting.stop()
         assert not waiting.join(0), "it sleeps"
@@ -92,12 +92,12 @@ def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
 def test_an_operation_that_ends_after_it_was_called_off_disturbs_no_worker() -> None:
     with waiter() as waiting:
         work = Work(ValueError("too late"))
-        call_off_in(work, waiting)
-        with pytest.raises(CalledOffError):
+        cancel_in(work, waiting)
+        with pytest.raises(WaitCancelledError):
             waiting.wait(work)
         work.end.set()
         for _ in range(3):
-            with pytest.raises(CalledOffError):
+            with pytest.raises(WaitCancelledError):
                 waiting.wait(ended())
 
 
@@ -111,15 +111,15 @@ def test_calling_off_races_with_the_end_and_with_the_beginning() -> None:
                 try:
                     waiting.wait(work)
                     outcomes.append("done")
-                except CalledOffError:
-                    outcomes.append("called off")
+                except WaitCancelledError:
+                    outcomes.append("cancelled")
 
-            threads = [threading.Thread(target=target) for target in (wait, work.end.set, waiting.call_off)]
+            threads = [threading.Thread(target=target) for target in (wait, work.end.set, waiting.cancel)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert outcomes in (["done"], ["called off"])
+            assert outcomes in (["done"], ["cancelled"])
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------

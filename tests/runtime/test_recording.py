@@ -39,7 +39,7 @@ def test_those_that_are_due_and_the_first_after_a_change(
     every: int, first_step: int, steps: list[int], tmp_path: Path
 ) -> None:
     own = recorder(tmp_path, every=every)
-    assert [step for step in range(first_step, 21) if own.wants(step, first_step=first_step)] == steps
+    assert [step for step in range(first_step, 21) if own.is_due(step, first_step=first_step)] == steps
 
 
 def test_a_step_is_written_in_seconds_since_it_began(tmp_path: Path) -> None:

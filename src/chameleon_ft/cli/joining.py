@@ -63,13 +63,13 @@ class JoinArguments:
                 token is missing; or there is no such run, or it is not live, after the wait.
             ControlError: the coordinator rejects the token, or does not answer within the wait.
         """
-        from chameleon_ft.control.requests import knock
+        from chameleon_ft.control.requests import require_coordinator
 
         began_s, pause_s, has_said = time.monotonic(), _RETRY_S, False
         while True:
             try:
                 found = self._coordinator()
-                knock(found.address, found.token, tls=found.tls)
+                require_coordinator(found.address, found.token, tls=found.tls)
                 return found
             except (ConfigError, ControlError, OSError) as error:
                 # The files of a run are written by another machine, and may be those of a coordinator that is gone.

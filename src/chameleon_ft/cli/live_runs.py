@@ -40,10 +40,10 @@ def refuse_live_run(directory: RunDirectory) -> None:
     control = directory.read_control()
     lives = control.has_process_here()
     if lives is None:
-        from chameleon_ft.control.requests import knock
+        from chameleon_ft.control.requests import require_coordinator
 
         with contextlib.suppress(ChameleonError, OSError):
-            knock(control.address, control.token, tls=control.tls)
+            require_coordinator(control.address, control.token, tls=control.tls)
             lives = True
     if lives:
         where = f" on {control.host}" if control.host else ""

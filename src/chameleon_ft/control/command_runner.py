@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.background_tasks import BackgroundTasks
+from chameleon_ft.control.decision_tasks import DecisionTasks
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.orders import Orders
 from chameleon_ft.control.peers import Peers
-from chameleon_ft.control.questions import Questions
 from chameleon_ft.control.rendezvous import RendezvousStore
 from chameleon_ft.control.run_checkpoints import RunCheckpoints
 from chameleon_ft.control.run_files import RunFiles
@@ -99,7 +99,7 @@ class CommandRunner:
             copy_records=record_copies(config, run),
             takes_over=setup.takes_over,
         )
-        self.questions = Questions(
+        self.decision_tasks = DecisionTasks(
             config,
             planner=self.planner,
             decisions=self.decisions,
@@ -170,11 +170,11 @@ class CommandRunner:
                 self.checkpoints.mark_damaged(checkpoint)
             case commands.Task.DECIDE:
                 self._cancel_speculation()
-                return self.questions.decide(state)
+                return self.decision_tasks.decide(state)
             case commands.Launch(plan=plan, is_first=is_first):
                 return self.orders.launch(state, plan, is_first=is_first)
             case commands.Task.CONSIDER_SCALE_UP:
-                self._tasks.start(self.questions.consider(state))
+                self._tasks.start(self.decision_tasks.consider(state))
             case commands.Task.PREPARE_DECISIONS:
                 self.decisions.prepare(state)
             case commands.Task.SPECULATE:

@@ -20,7 +20,16 @@ from chameleon_ft.control.wire.messages import CheckpointState, Drain, Finish, M
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["checkpoint", "drain", "knock", "request", "stop", "wait_until_out", "wait_until_over", "wait_until_saved"]
+__all__ = [
+    "checkpoint",
+    "drain",
+    "request",
+    "require_coordinator",
+    "stop",
+    "wait_until_out",
+    "wait_until_over",
+    "wait_until_saved",
+]
 
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
@@ -187,7 +196,7 @@ def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> s
     return remaining
 
 
-def knock(address: str, token: str, *, tls: Path | None) -> None:
+def require_coordinator(address: str, token: str, *, tls: Path | None) -> None:
     """Return if a coordinator answers at host:port.
 
     Raises:

@@ -232,7 +232,7 @@ async def inspect(config: RunConfig, *, workers: int) -> JobInfo:
     try:
         found = await _answer_of(_INSPECTION, config=config, workers=workers)
     except EOFError:
-        raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
+        raise ControlError(f"job {config.job}: the process that loads it ended without reporting an error") from None
     if isinstance(found, ChameleonError):
         raise found
     assert isinstance(found, JobInfo)
@@ -248,7 +248,7 @@ async def examine(order: Examine) -> HostReport:
     except TimeoutError:
         return HostReport(problem=problem, clock_s=time.time())
     except (EOFError, ControlError) as error:
-        reason = str(error) or "the process that examines its devices ended without a word; look at their driver"
+        reason = str(error) or "the process that examines its devices ended without reporting an error; look at their driver"
         return HostReport(problem=reason, clock_s=time.time())
     assert isinstance(found, HostReport)
     return found

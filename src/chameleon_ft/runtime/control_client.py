@@ -135,16 +135,16 @@ class ControlClient:
         asyncio.run_coroutine_threadsafe(self._connection.flush(), self._loop).result(_SEND_S)
 
     def drain(self, number: signal.Signals) -> None:
-        """Ask the coordinator to take this rank out of the run because of a signal; it trains on until told to exit."""
+        """Ask the coordinator to take this rank out of the run because of a signal; it trains until `Exit`."""
         self.send(Drain.model_validate({"signal": number.name}))
 
     def disconnect(self) -> None:
-        """Cut the connection without a word, as a lost network would."""
+        """Abort the connection without a closing handshake, as a network failure would."""
         self._loop.call_soon_threadsafe(self._connection.abort)
 
-    def arm(self, faults: FaultInjector) -> None:
-        """Make this rank fail when told to; failures that were ordered before happen now."""
-        self._loop.call_soon_threadsafe(self._arm, faults)
+    def enable_faults(self, faults: FaultInjector) -> None:
+        """Let this rank fail by `Inject` from now on; failures that were ordered before happen now."""
+        self._loop.call_soon_threadsafe(self._enable_faults, faults)
 
     def is_over(self, generation: int) -> bool:
         """Return whether a generation is over, or was discarded before it began."""
@@ -254,7 +254,7 @@ class ControlClient:
         else:
             self._faults.fail(message.kind, phase=None, step=None)
 
-    def _arm(self, faults: FaultInjector) -> None:
+    def _enable_faults(self, faults: FaultInjector) -> None:
         self._faults = faults
         early, self._early = self._early, []
         for message in early:

@@ -154,7 +154,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
     device = claim_device(config, local_index)
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
-    client.arm(faults)
+    client.enable_faults(faults)
     emulated = EmulatedDevice(config, worker) if config.is_emulated else None
     on_device = partial(communicators_for, config, address=host, device=device)
 

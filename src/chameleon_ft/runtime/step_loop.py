@@ -152,7 +152,7 @@ class StepLoop:
             vote = self._commit(computed, start_s=start_s)
         self.committer.step_s = stats.end_s - start_s
         first_step = order.first_step if order.rest is None else order.first_step + 1
-        if self.recorder.wants(step, first_step=first_step):
+        if self.recorder.is_due(step, first_step=first_step):
             self.recorder.record(step, stats, generation=order.generation, start_s=start_s, start_unix_s=start_unix_s)
         return vote
 
@@ -268,11 +268,11 @@ class StepLoop:
     def _commit(self, computed: ComputedStep, *, start_s: float) -> Vote:
         """Commit and report the step that was just computed, and begin a checkpoint if one is due."""
         request, finish = self.client.checkpoint_request, self.client.finishing
-        checkpoint = self._wants_checkpoint(request)
+        checkpoint = self._checkpoint_is_due(request)
 
         def wishes() -> Wishes:
             switch = self.client.switch_to > self.generation.number
-            return Wishes(finish=finish, switch=switch, checkpoint=checkpoint, snapshot=self._wants_snapshot())
+            return Wishes(finish=finish, switch=switch, checkpoint=checkpoint, snapshot=self._snapshot_is_due())
 
         stats = computed.stats
         applied = self.committer.commit(computed, self._commit_context(), wishes)
@@ -315,12 +315,12 @@ class StepLoop:
         if self.snapshots is not None and applied.vote.takes_snapshot:
             self.snapshots.begin(self.committer.committed, request=self.client.snapshot_request)
 
-    def _wants_snapshot(self) -> bool:
+    def _snapshot_is_due(self) -> bool:
         """Return whether a snapshot is due after the present step; none is after the last one."""
         step = self.committer.committed + 1
         if self.snapshots is None or step >= self.config.steps:
             return False
-        return self.snapshots.wants(step, request=self.client.snapshot_request)
+        return self.snapshots.is_due(step, request=self.client.snapshot_request)
 
     def _begin_check(self, *, always: bool = False) -> None:
         """Begin to compare the state before the present step, if it is due; after the last one it always is."""
@@ -329,7 +329,7 @@ class StepLoop:
             self.committer.await_parameters()
             self.check.begin()
 
-    def _wants_checkpoint(self, request: int) -> bool:
+    def _checkpoint_is_due(self, request: int) -> bool:
         """Return whether a checkpoint is due after the present step. The last one is written when training ends."""
         every, step = self.config.checkpoint.every, self.committer.committed + 1
         if step >= self.config.steps:

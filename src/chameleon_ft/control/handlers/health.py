@@ -48,7 +48,7 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
         incidents.stop(draft)
     if draft.state.phase is not Phase.OVER:
         # Parts of checkpoints that workers are still writing do not count.
-        checkpoints = draft.state.checkpoints.forgotten(draft.state.generation)
+        checkpoints = draft.state.checkpoints.without_parts_before(draft.state.generation)
         draft.set(checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
 
 

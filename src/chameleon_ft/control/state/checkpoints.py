@@ -79,13 +79,15 @@ class Checkpoints:
         """Note that training has reached a step again, whose checkpoint may be written after all."""
         return replace(self, failed=without(self.failed, step))
 
-    def forgotten(self, generation: int) -> Self:
+    def without_parts_before(self, generation: int) -> Self:
         """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""
         return replace(self, parts={}, first_generation=generation, is_reread=False)
 
     def loaded(self, generation: int) -> Self:
         """Note that `generation` begins by loading a state, and repeats all steps after it."""
-        return replace(self.forgotten(generation), failed={}, loads=generation, schedule=self.schedule.returned())
+        return replace(
+            self.without_parts_before(generation), failed={}, loads=generation, schedule=self.schedule.returned()
+        )
 
     def interrupted(self) -> Self:
         """Note a loss after which workers keep their state."""

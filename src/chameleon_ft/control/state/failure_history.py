@@ -16,11 +16,11 @@ from chameleon_ft.recovery import FailureModel
 
 __all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
 
-_UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.02)
+_DEFAULT = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.02)
 """Phases assumed until a stall has been measured; typical of a machine with two processors."""
-_UNSEEN_REGROUP_S: Final = 0.003  # that each worker adds to the time in which communicators are formed
-_UNSEEN_REGROUP_MAX_S: Final = 0.2
-_UNSEEN_HAND_OUT_S: Final = 0.01
+_DEFAULT_REGROUP_S: Final = 0.003  # that each worker adds to the time in which communicators are formed
+_DEFAULT_REGROUP_MAX_S: Final = 0.2
+_DEFAULT_HAND_OUT_S: Final = 0.01
 
 # Losses at most this far apart belong to one incident. They may not be detected at the same moment, but they are
 # detected within about one heartbeat interval.
@@ -136,7 +136,7 @@ class FailureHistory:
     def hand_out_s(self, *, looked_up: bool) -> float:
         """Median seconds from a decision until its orders are sent; over all decisions if none is of this kind."""
         own = [each.hand_out_s for each in self.decisions if each.looked_up == looked_up]
-        return _median(own or (each.hand_out_s for each in self.decisions), default=_UNSEEN_HAND_OUT_S)
+        return _median(own or (each.hand_out_s for each in self.decisions), default=_DEFAULT_HAND_OUT_S)
 
     def phases(self, *, looked_up: bool) -> StallModel:
         """Return the expected phases of the next stall: medians of the past ones.
@@ -148,16 +148,16 @@ class FailureHistory:
         decided = (each.decide_s for each in self.decisions if each.looked_up == looked_up)
         detected = (stall.detect_s for stall in stalls if stall.detect_s is not None)
         return StallModel(
-            detect_s=_median(detected, default=_UNSEEN.detect_s),
-            stop_s=_median((stall.stop_s for stall in stalls), default=_UNSEEN.stop_s),
-            decide_s=_median(decided, default=_UNSEEN.decide_s),
-            regroup_s=_median((stall.regroup_s for stall in stalls), default=self._unseen_regroup_s),
+            detect_s=_median(detected, default=_DEFAULT.detect_s),
+            stop_s=_median((stall.stop_s for stall in stalls), default=_DEFAULT.stop_s),
+            decide_s=_median(decided, default=_DEFAULT.decide_s),
+            regroup_s=_median((stall.regroup_s for stall in stalls), default=self._default_regroup_s),
         )
 
     @property
-    def _unseen_regroup_s(self) -> float:
+    def _default_regroup_s(self) -> float:
         """The time to regroup that is assumed until one has been measured."""
-        return min(_UNSEEN_REGROUP_MAX_S, _UNSEEN.regroup_s + _UNSEEN_REGROUP_S * self.workers)
+        return min(_DEFAULT_REGROUP_MAX_S, _DEFAULT.regroup_s + _DEFAULT_REGROUP_S * self.workers)
 
 
 def _median(values: Iterable[float], *, default: float) -> float:

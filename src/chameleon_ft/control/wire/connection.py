@@ -205,7 +205,7 @@ class ControlConnection:
             await self._connection.close()
 
     def abort(self) -> None:
-        """Cut the connection without a word, as a lost network would."""
+        """Abort the connection without a closing handshake, as a network failure would."""
         if self._connection is not None:
             self._connection.transport.abort()
 

@@ -23,7 +23,7 @@ from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.communicators.vote import TreeVote
 
-__all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
+__all__ = ["GlooCommunicators", "WaitCancelledError", "Waiter", "gloo_group"]
 
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
@@ -113,7 +113,7 @@ class GlooCommunicators:
         if now - self._interrupted_at > _CALL_OFF_AFTER_S:
             with self._lock:
                 for waiter in self._waiters.values():
-                    waiter.call_off()
+                    waiter.cancel()
 
     def close(self) -> None:
         while self._forming is not None and self._forming.is_alive():
@@ -173,7 +173,7 @@ class GlooCommunicators:
             self._sockets.settle()
 
     def _wait(self, work: _Waitable) -> None:
-        """Wait in the calling thread, in a way that `interrupt` can call off."""
+        """Wait in the calling thread, in a way that `interrupt` can cancel."""
         with self._lock:
             waiter = self._waiters.get(threading.get_ident())
             if waiter is None:
@@ -295,12 +295,12 @@ class _Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class CalledOffError(RuntimeError):
-    """The wait was called off; the operation may still be asleep."""
+class WaitCancelledError(RuntimeError):
+    """The wait was cancelled; the operation may still be asleep."""
 
 
 class _Ticket:
-    """One wait. The first to release `settled`, the waiting thread or `call_off`, decides how it ended."""
+    """One wait. The first to release `settled`, the waiting thread or `cancel`, decides how it ended."""
 
     def __init__(self, work: _Waitable) -> None:
         self.work: _Waitable | None = work
@@ -310,7 +310,7 @@ class _Ticket:
 
 
 class Waiter:
-    """Waits for one operation at a time on behalf of another thread, in a way that can be called off.
+    """Waits for one operation at a time on behalf of another thread, in a way that can be cancelled.
 
     When a connection ends in the middle of a message, gloo (as of torch 2.13) tells the operations that are queued, but
     not the one whose bytes are in flight, which sleeps until its timeout. So a separate thread sleeps there.
@@ -319,27 +319,27 @@ class Waiter:
     def __init__(self) -> None:
         self._tickets: SimpleQueue[_Ticket | None] = SimpleQueue()
         self._current: _Ticket | None = None
-        self._called_off = False
+        self._cancelled = False
         self._thread = threading.Thread(target=self._work, name="gloo-waiter", daemon=True)
         self._thread.start()
 
     def wait(self, work: _Waitable) -> None:
-        """Block until `work` is done. Raises its error, or CalledOffError."""
+        """Block until `work` is done. Raises its error, or WaitCancelledError."""
         ticket = _Ticket(work)
         self._current = ticket
-        if self._called_off:  # read after `_current` is set; `call_off` sets and reads in the opposite order
-            raise CalledOffError("the wait was called off")
+        if self._cancelled:  # read after `_current` is set; `cancel` sets and reads in the opposite order
+            raise WaitCancelledError("the wait was cancelled")
         self._tickets.put(ticket)
         ticket.settled.acquire()
         self._current = None
         if ticket.error is not None:
             raise ticket.error
         if not ticket.finished:
-            raise CalledOffError("the wait was called off")
+            raise WaitCancelledError("the wait was cancelled")
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """End the current wait, and every later one, at once. Called from any thread."""
-        self._called_off = True
+        self._cancelled = True
         if (ticket := self._current) is not None:
             ticket.settled.release()
 
@@ -348,7 +348,7 @@ class Waiter:
         self._tickets.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `stop`; False if it still sleeps in an operation that was called off."""
+        """Wait for the thread to end after `stop`; False if it still sleeps in an operation that was cancelled."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -103,7 +103,7 @@ class StepRecorder:
     worker: int
     every: int
 
-    def wants(self, step: int, *, first_step: int) -> bool:
+    def is_due(self, step: int, *, first_step: int) -> bool:
         """Return whether this step of a generation that began with `first_step` is to be written."""
         return self.every > 0 and (step % self.every == 0 or step < first_step + _AFTER_A_CHANGE)
 

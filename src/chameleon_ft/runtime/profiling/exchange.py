@@ -140,7 +140,7 @@ async def _received(pipe: Connection) -> MeasuredLinks | None:
     try:
         found = await receive(pipe)
     except EOFError:
-        raise ControlError("a process that measures links has ended without a word") from None
+        raise ControlError("a process that measures links has ended without reporting an error") from None
     if isinstance(found, ChameleonError):
         raise found
     assert found is None or isinstance(found, MeasuredLinks)

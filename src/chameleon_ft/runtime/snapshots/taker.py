@@ -86,7 +86,7 @@ class SnapshotTaker:
         self._held_up_s = 0.0
         self._lasted = 1  # steps that the last one took
 
-    def wants(self, step: int, *, request: int) -> bool:
+    def is_due(self, step: int, *, request: int) -> bool:
         """Return whether a snapshot of the state after `step` updates is to be taken.
 
         Args:

@@ -1,4 +1,4 @@
-"""The answers to questions of the state machine: how to start, and how to continue after a loss."""
+"""The decisions that the state machine asks for: how to start, and how to continue after a loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import Recorder
 
-__all__ = ["Questions"]
+__all__ = ["DecisionTasks"]
 
 _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
 
 
-class Questions:
-    """Answers `Task.DECIDE` and `Task.CONSIDER_SCALE_UP`, now or later.
+class DecisionTasks:
+    """Carries out `Task.DECIDE` and `Task.CONSIDER_SCALE_UP`, at once or in the background.
 
     Args:
         resume: whether to begin with a checkpoint.
