@@ -23,8 +23,8 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 from benchmarks._common import ROOT, Bar, Report, base_config, new_folder, report_arguments
-from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
 from benchmarks._neighbours import progress
+from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig

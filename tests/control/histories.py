@@ -24,7 +24,8 @@ from chameleon_ft.control.events import (
     Ticked,
     TookOver,
 )
-from chameleon_ft.control.state.state import Settings, State
+from chameleon_ft.control.state.settings import Settings
+from chameleon_ft.control.state.state import State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire.messages import (
     Committed,

@@ -10,7 +10,8 @@ import pytest
 
 from chameleon_ft.config import Preflight
 from chameleon_ft.control.preflight import reason_against
-from chameleon_ft.control.state.state import Devices, State
+from chameleon_ft.control.state.settings import Devices
+from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Examine, HostExamined, HostHello, Refused, Spawn
 from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ControlError

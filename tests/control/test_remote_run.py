@@ -11,8 +11,8 @@ import pytest
 from websockets.exceptions import ConnectionClosedError
 
 from chameleon_ft.control import remote_run
-from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.remote_run import remote_watcher
+from chameleon_ft.control.served_files import read_part
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import ReadRunFile
 from chameleon_ft.errors import ControlError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
+from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, LlamaConfig, RunConfig
 from chameleon_ft.estimate import program_memory

@@ -15,14 +15,15 @@ import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
-from chameleon_ft.control.file_parts import read_part
 from chameleon_ft.control.handlers import endings, injection
 from chameleon_ft.control.handlers.endings import SIGNAL_WINDOW_S
 from chameleon_ft.control.journal import Journal, LastEntry
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease.base import in_thread
 from chameleon_ft.control.peers import Peers
-from chameleon_ft.control.state.state import Phase, Settings, State
+from chameleon_ft.control.served_files import read_part
+from chameleon_ft.control.state.settings import Settings
+from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.server import Peer

@@ -11,9 +11,6 @@ from typing import Self
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from chameleon_ft.config import BackendName, Checkpoint, DeviceName, Preflight, Recovery, RunConfig, Timeouts
-from chameleon_ft.config import Health as HealthConfig
-from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.control.detectors import Detectors
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoints import Checkpoints
@@ -25,14 +22,15 @@ from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.outcomes import Outcomes
 from chameleon_ft.control.state.reconnection import Reconnection
 from chameleon_ft.control.state.scale_up import ScaleUp
+from chameleon_ft.control.state.settings import Settings
 from chameleon_ft.control.state.snapshots import Snapshots
 from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire.messages import Quiesced
 from chameleon_ft.control.wire.parts import Vote
-from chameleon_ft.observe import RunDirectory, RunStatus
+from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["Ending", "Phase", "Settings", "State"]
+__all__ = ["Ending", "Phase", "State"]
 
 
 class Phase(Enum):
@@ -64,71 +62,13 @@ class Ending:
     since_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """The devices that the workers of a run need."""
-
-    device: DeviceName
-    backend: BackendName
-    share_devices: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The constants of a run."""
-
-    workers: int
-    steps: int
-    num_layers: int
-    checkpoint: Checkpoint
-    recovery: Recovery
-    timeouts: Timeouts
-    health: HealthConfig = field(default_factory=HealthConfig)
-    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
-    preflight: Preflight = field(default_factory=Preflight)
-    devices: Devices | None = None  # that hosts need; None if they are emulated
-    versions: Mapping[str, str] = FrozenMap({})  # package -> version, on the host of the coordinator
-    workers_per_host: int | None  # on emulated hosts; None if hosts are real
-    logs: str  # folder of the logs, for messages
-    checkpoints: str  # place of the checkpoints, likewise
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", FrozenMap(self.versions))
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, run: RunDirectory, *, num_layers: int, versions: Mapping[str, str] = FrozenMap({})
-    ) -> Self:
-        """Return the settings of a run; `versions` are those of packages on this host."""
-        return cls(
-            workers=config.workers,
-            steps=config.steps,
-            num_layers=num_layers,
-            checkpoint=config.checkpoint,
-            recovery=config.recovery,
-            timeouts=config.timeouts,
-            health=config.health,
-            snapshots=config.snapshots,
-            preflight=config.preflight,
-            devices=None if config.is_emulated else Devices(config.device, config.backend, config.share_devices),
-            versions=versions,
-            workers_per_host=config.emulation.workers_per_host if config.is_emulated else None,
-            logs=str(run.logs),
-            checkpoints=config.store.checkpoints if config.store.url else str(run.checkpoints),
-        )
-
-    def judges_link(self, *, is_between_hosts: bool) -> bool:
-        """Return whether a link of this kind may be found slow."""
-        return is_between_hosts or self.health.slow_links == "all" or self.workers_per_host is not None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """State of a run between two events."""
 
     settings: Settings
     phase: Phase = Phase.GATHERING
-    ending: Ending | None = None  # None: the run goes on
+    ending: Ending | None = None  # None: the run continues
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     generation: int  # the current one; while it is being stopped, the next

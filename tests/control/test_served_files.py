@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.control import file_parts
-from chameleon_ft.control.file_parts import read_part
+from chameleon_ft.control import served_files
+from chameleon_ft.control.served_files import read_part
 from chameleon_ft.control.wire.messages import ReadRunFile, Refused, RunFilePart
 from chameleon_ft.observe import RunDirectory
 from tests.observe.live.lines import add, new_run, stepped
@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_a_long_file_is_read_in_parts_of_whole_lines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_parts, "_PART_BYTES", 300)
+    monkeypatch.setattr(served_files, "_PART_BYTES", 300)
     add(run, *(stepped(step, float(step)) for step in range(10)))
     content, size, parts = "", 1, 0
     while len(content.encode()) < size:
