@@ -31,7 +31,7 @@ FailureKind = Literal["kill", "hang", "disconnect", "slow", "slow-link", "corrup
 SLOWNESS: Final = ("slow", "slow-link")
 """Kinds of failures that have a factor."""
 LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
-"""Kinds of failures with which the process of a worker goes on."""
+"""Kinds of failures that a worker survives."""
 
 
 class Failure(Section):

@@ -138,7 +138,7 @@ class DecisionTasks:
         question = state.scale_up.question
         try:
             found = await self._decisions.consider(state)
-        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
+        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training continues without
             reason = f"{type(error).__name__}: {error}"
             answer = events.Considered(at=self._now(), question=question, error=reason)
         else:

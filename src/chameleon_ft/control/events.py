@@ -74,7 +74,7 @@ class Silent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked(Event):
-    """Time went on; comes about every `TICK_S` seconds."""
+    """The clock advanced; comes about every `TICK_S` seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -248,7 +248,7 @@ async def examine(order: Examine) -> HostReport:
     except TimeoutError:
         return HostReport(problem=problem, clock_s=time.time())
     except (EOFError, ControlError) as error:
-        reason = str(error) or "the process that examines its devices ended without reporting an error; look at their driver"
+        reason = str(error) or "the process that examines its devices ended without an error; look at their driver"
         return HostReport(problem=reason, clock_s=time.time())
     assert isinstance(found, HostReport)
     return found

@@ -151,7 +151,7 @@ def _choose(
 
 
 def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:
-    """Return what lies ahead of a context."""
+    """Return the prospect of the live workers of a context."""
     held = context.held
     return Prospect.of(
         failures,

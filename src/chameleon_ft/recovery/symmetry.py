@@ -208,7 +208,7 @@ class _Structure:
         }
 
     def order(self, colours: _Colours, *, first: int) -> list[int]:
-        """Return all workers in an order that equal structures usually share, by telling `first` from its like first.
+        """Return all workers in an order that equal structures usually share, individualizing `first`.
 
         Each round gives one worker of a colour with several a colour of its own, and refines.
         """

@@ -199,7 +199,7 @@ class ControlClient:
             case Welcome() if self._was_welcomed:
                 pass  # this coordinator could not know
             case Stop() | Exit():
-                # An Exit ends this generation, and any that is on its way.
+                # An Exit ends this generation, and any whose order has not arrived.
                 self._ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
                 self.orders.put(message)
                 self._interrupt_over()

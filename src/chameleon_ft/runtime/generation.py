@@ -216,7 +216,7 @@ class Preparations:
             self._begin_migration()
 
     def trained(self) -> None:
-        """Note that no generation trains any more, and let go of what the last one held."""
+        """Note that no generation trains any more, and release what the last one held."""
         with self._beginning:
             self._training = None
 

@@ -157,7 +157,7 @@ class StepLoop:
         return vote
 
     def _repeat(self, reductions: Reductions, bad: BadStepError) -> Vote:
-        """Compute a bad step again, from the same samples and random numbers, and go on as configured.
+        """Compute a bad step again, from the same samples and random numbers, and continue as configured.
 
         Raises:
             BadStepError: it is bad again, and all workers are to return to a checkpoint.
@@ -250,7 +250,7 @@ class StepLoop:
 
         def after(count: int) -> None:
             reductions.after(count)
-            # Operations without a message would go on, while all other workers wait for this one.
+            # Operations without a message would run on, while all other workers wait for this one.
             if self.client.is_over(self.generation.number):
                 raise CommunicationError(None, "the generation is over")
 

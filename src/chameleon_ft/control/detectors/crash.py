@@ -33,7 +33,7 @@ class CrashDetector:
         # A worker that has joined in this step proves nothing: it may lack what the others have.
         if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
             return self, (lost,)
-        # The first sentence: an error of a full device goes on with all processes that use it, in any order.
+        # The first sentence: an error of a full device lists all processes that use it, in any order.
         kind = _NUMBER.sub("#", signal.error).partition(". ")[0]
         other, error = self.errors.get(signal.step, (signal.worker, kind))
         after = replace(self, errors={**self.errors, signal.step: (signal.worker, kind)})

@@ -65,7 +65,7 @@ def save(draft: Draft, connection: int, message: messages.SaveCheckpoint) -> Non
 
 
 def _request_wanted(draft: Draft) -> None:
-    """Request the checkpoint that a user has asked for, if the ranks train and have not been told."""
+    """Request the checkpoint that a user has asked for, if the ranks train and have no request."""
     schedule = draft.state.checkpoints.schedule
     if schedule.is_wanted and not schedule.is_requested and draft.state.phase is Phase.TRAINING:
         _reschedule(draft, schedule.requested())
@@ -79,7 +79,7 @@ def switched(draft: Draft) -> None:
 
 
 def _request(draft: Draft) -> None:
-    """Tell the workers that train about the request that they have not answered, if there is one."""
+    """Send the request to the workers that train, if they have not answered it."""
     state, schedule = draft.state, draft.state.checkpoints.schedule
     if schedule.is_requested and state.active is not None:
         for worker in state.active.plan.workers:
@@ -158,7 +158,7 @@ def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:
 
 
 def _warn_once(draft: Draft, message: messages.Committed) -> None:
-    """Say that a failure of the coordinator's machine loses all work, if there is more to do than a restart costs."""
+    """Warn that a failure of the coordinator's machine loses all work, if there is more to do than a restart costs."""
     state = draft.state
     assert state.active is not None
     # The first step of a generation also allocates memory, so its duration is no measure.

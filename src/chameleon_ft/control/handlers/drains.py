@@ -1,4 +1,4 @@
-"""Draining: workers that are to leave are taken out of the plan while training continues, and then told to exit.
+"""Draining: workers that are to leave are taken out of the plan while training continues, and then end.
 
 Until then they train, and send layers to others; the run searches for a plan without them and switches to it, like to
 one for newcomers.
@@ -64,7 +64,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
             _dismiss_worker(draft, worker)
     state = draft.state
     draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
-    # A migration goes on: where its layers are is known only when they have arrived.
+    # A migration is not interrupted: where its layers are is known only when they have arrived.
     is_migrating = state.active is not None and state.active.migration is not None
     if is_new and state.phase is Phase.TRAINING and state.switches.underway is None and not is_migrating:
         switches.discard(draft)

@@ -61,7 +61,7 @@ def _end(draft: Draft) -> None:
     state = draft.state
     is_saved = state.committed not in state.checkpoints.failed
     if state.committed >= state.settings.steps:
-        # Its last state is lost: a script that goes on after exit code 0 would take an older one for it.
+        # Its last state is lost: a script that continues after exit code 0 would take an older one for it.
         reason = "all steps are trained" + ("" if is_saved else f", but {UNSAVED}")
         incidents.end(draft, "finished" if is_saved else "failed", reason)
     elif reason := state.health.ending:

@@ -75,7 +75,7 @@ def switched(draft: Draft) -> None:
 
 
 def repeat_orders(draft: Draft, worker: int) -> None:
-    """Tell a worker that has been without a coordinator what it may have missed."""
+    """Repeat the messages that a worker may lack which was without a coordinator."""
     snapshots = draft.state.snapshots
     if snapshots.complete is not None:
         draft.send(worker, messages.SnapshotResolved(step=snapshots.complete.step, is_complete=True))

@@ -134,7 +134,7 @@ def _prepare(draft: Draft) -> None:
 
 
 def _patience_s(state: State) -> float:
-    """Return how long to wait for the answers of those that prepare the plan that follows.
+    """Return how long to wait for the workers that prepare the plan that follows.
 
     If layers move before it, they answer once all have arrived. That may take far longer than predicted, and costs
     nothing, because training continues; a worker that is lost meanwhile, or hangs, is noticed as in any step. So the
@@ -154,7 +154,7 @@ def _awaits_layers(state: State) -> ActivePlan | None:
 
 
 def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
-    """Note that a worker has prepared the next generation; once all have, tell the others to switch to it."""
+    """Note that a worker has prepared the next generation; once all have, have the workers that train switch to it."""
     upcoming = draft.state.switches.next
     if upcoming is None or message.generation != upcoming.number or upcoming.is_switching:
         return
@@ -166,7 +166,7 @@ def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
 
 
 def advance(draft: Draft) -> None:
-    """Tell the workers to switch if they can, or give the next generation up if it takes too long."""
+    """Switch if all workers are prepared, or give the next generation up if that takes too long."""
     upcoming = draft.state.switches.next
     assert upcoming is not None
     if upcoming.is_switching:
@@ -193,7 +193,7 @@ def participant_lost(draft: Draft, worker: int) -> None:
 
 
 def discard(draft: Draft) -> None:
-    """Give up the next generation, which no worker has been told to switch to, and those to follow it.
+    """Give up the next generation, for which no `Switch` was sent, and those to follow it.
 
     While layers move, the run needs them: they are prepared again.
     """

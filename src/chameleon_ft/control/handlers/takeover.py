@@ -89,7 +89,7 @@ def took_over(draft: Draft, term: int, address: str) -> None:
 def reclaimed(draft: Draft, term: int) -> None:
     """Continue in the next term, after a time in which another coordinator might have led.
 
-    Peers may have left this one, or have been let go, to look for that one; so they have a while to come back.
+    Peers may have left this one, or were disconnected, to look for that one; so they have a while to reconnect.
     """
     reconnection = replace(draft.state.reconnection, stalled_at_s=draft.at.monotonic_s)
     draft.set(term=term, reconnection=reconnection)

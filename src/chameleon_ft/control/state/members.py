@@ -216,7 +216,7 @@ class Members:
             ControlError: all workers of a run that has not begun are taken.
         """
         members, adopt = self._adopted(agent, hello)
-        # Where others of the host go on, those that were drained stay away.
+        # On a host whose other workers continue, numbers that were drained stay free.
         drained = {each.id for each in self.departing if each.lost and each.agent_host == hello.host}
         left = drained if adopt.ranks else set()
         slots = hello.slots - len(adopt.ranks) - len(left)

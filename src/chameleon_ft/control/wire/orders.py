@@ -279,7 +279,7 @@ class Exit(Message):
 
     type: Literal["exit"] = "exit"
     reason: str
-    status: RunStatus | None = None  # how the run has ended; None if it goes on without this process
+    status: RunStatus | None = None  # how the run has ended; None if it continues without this process
     is_drained: bool = False  # whether it may still write its part of a checkpoint
 
     @property

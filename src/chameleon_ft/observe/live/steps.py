@@ -124,7 +124,3 @@ def _thinned(indices: Sequence[int]) -> Sequence[int]:
 def _mean(values: Sequence[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return statistics.fmean(finite) if finite else None
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

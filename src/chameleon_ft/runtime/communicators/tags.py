@@ -21,7 +21,7 @@ class Tag(IntEnum):
     SLICE = VOTE + 6
     """Slices of optimizer state, while no step runs."""
     PULL_REQUEST = VOTE + 8
-    """A worker asks for a layer while training goes on, and gets these:"""
+    """A worker requests a layer during training, and receives these:"""
     PULLED_LAYER = VOTE + 10
     PULLED_SUM = VOTE + 12
     PULLED_PARAMETERS = VOTE + 14

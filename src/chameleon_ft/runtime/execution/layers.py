@@ -190,7 +190,7 @@ class HeldLayers:
         return {key: value.clone() if key in buffers else value for key, value in state.items()}
 
     def replicated_state_of(self, layer: int) -> LayerState:
-        """As `state_of`, without the buffers, which each holder changes in its own way. So it is equal on all holders.
+        """As `state_of`, without the buffers, which differ between holders. So it is equal on all holders.
 
         The copies of tied parameters are part of it. Parameters whose masters are divided are not.
         """
@@ -205,7 +205,7 @@ class HeldLayers:
         return {**self.replicated_state_of(layer), **derived}
 
     def snapshot(self, layer: int) -> LayerState:
-        """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
+        """Copy the state of a layer to host memory, even if it is there: training keeps changing it."""
         return _copied(self.state_of(layer))
 
     def snapshot_of_slice(self, layer: int, start: int, stop: int) -> LayerState:

@@ -33,7 +33,7 @@ _GENERATION: Final = 1
 
 @dataclass(slots=True)
 class PeerConnection:
-    """An authenticated connection. It can be handed to another process, which goes on where this one has stopped.
+    """An authenticated connection. It can be handed to another process, which continues where this one has stopped.
 
     Attributes:
         key: a secret of this connection, for others that the two ends make.

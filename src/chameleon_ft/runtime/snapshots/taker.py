@@ -133,7 +133,7 @@ class SnapshotTaker:
                 self._threads.clear()
 
     def abandon(self) -> None:
-        """Give up a snapshot that is under way; its messages may go on until `close`."""
+        """Give up a snapshot that is under way; its messages may continue until `close`."""
         with self._condition:
             self._error = self._error or CommunicationError(None, "the generation is over")
             self._condition.notify_all()
