@@ -20,8 +20,8 @@ from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease import Claim, Lease, lease_of
 from chameleon_ft.errors import DeposedError, LiveRunError
 from chameleon_ft.launch import standby
-from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.coordinator import _claim
+from chameleon_ft.launch.forked_process import FORK
 from chameleon_ft.launch.standby import continue_run
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory

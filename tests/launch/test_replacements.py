@@ -45,7 +45,7 @@ def launched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> tuple[local.
         started.append(target.keywords["gives_way"])
         return MagicMock(process=MagicMock(exitcode=-signal.SIGKILL))
 
-    monkeypatch.setattr(local, "Child", start_child)
+    monkeypatch.setattr(local, "ForkedProcess", start_child)
     config = SimpleNamespace(steps=9, control=SimpleNamespace(lease_s=3.0))
     control = ControlAddress(address=OWN, token="t", pid=1)
     start = SimpleNamespace(run=run, config=config)

@@ -15,9 +15,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from chameleon_ft.launch import children, local
-from chameleon_ft.launch.child import FORK
-from chameleon_ft.launch.children import STANDS_BY
+from chameleon_ft.launch import local, local_processes
+from chameleon_ft.launch.forked_process import FORK
+from chameleon_ft.launch.local_processes import STANDS_BY
 from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
@@ -55,7 +55,7 @@ def test_ctrl_c_while_a_coordinator_is_replaced_ends_the_new_one(
         started.append(MagicMock())
         return started[-1]
 
-    monkeypatch.setattr(local, "Child", start_child)
+    monkeypatch.setattr(local, "ForkedProcess", start_child)
     launcher = launcher_of(tmp_path, MagicMock())
     with unattended(), signals_passed_to(launcher._pass_on):
         launcher._start_coordinator()
@@ -71,7 +71,7 @@ def test_sigterm_drains_the_workers_of_a_launcher_whose_coordinator_stands_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, ends: str
 ) -> None:
     agent, coordinator = MagicMock(), MagicMock()
-    monkeypatch.setattr(local, "Child", lambda _: coordinator)
+    monkeypatch.setattr(local, "ForkedProcess", lambda _: coordinator)
     launcher = launcher_of(tmp_path, agent)
     with unattended(), signals_passed_to(launcher._pass_on):
         launcher._start_coordinator(stands_by=True)
@@ -133,9 +133,9 @@ def test_an_agent_leaves_at_the_signal_of_its_launcher(
 ) -> None:
     ours, theirs = FORK.Pipe()
     agent = ToldAgent(ours, number, is_connected=is_connected)
-    monkeypatch.setattr(children, "create_agent", lambda *_, **__: agent)
+    monkeypatch.setattr(local_processes, "create_agent", lambda *_, **__: agent)
     with ours, theirs, socket.socket() as listener:
-        children.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
+        local_processes.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
     assert agent.did == [f"drain at {number.name}", *did]
 
 

@@ -27,7 +27,7 @@ from chameleon_ft.control.lease import Claim, lease_of
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE, address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
-from chameleon_ft.launch.child import FORK
+from chameleon_ft.launch.forked_process import FORK
 from chameleon_ft.launch.processes import (
     background,
     inspect,

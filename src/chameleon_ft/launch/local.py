@@ -22,9 +22,9 @@ from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.wire.address import address_of_host, join_address
 from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import ChameleonError, ConfigError, DeposedError
-from chameleon_ft.launch.child import Child, describe_end, received
-from chameleon_ft.launch.children import ALIVE, ALONE, STANDS_BY, run_agent, run_coordinator, run_next_agent
 from chameleon_ft.launch.coordinator import EXIT_CODES
+from chameleon_ft.launch.forked_process import ForkedProcess, describe_end, received
+from chameleon_ft.launch.local_processes import ALIVE, ALONE, STANDS_BY, run_agent, run_coordinator, run_next_agent
 from chameleon_ft.launch.processes import (
     load_solvers,
     signals_deferred,
@@ -60,7 +60,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
         token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
         control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
         with closing(Lifeline()) as lifeline:
-            agent = Child(partial(run_agent, config, control, listener, lifeline))
+            agent = ForkedProcess(partial(run_agent, config, control, listener, lifeline))
             try:
                 # Before any process is forked that needs them, and while the agent loads the job.
                 with signals_not_lost():
@@ -84,14 +84,14 @@ class _Launcher:
         control: ControlAddress,
         listener: socket.socket,
         lifeline: Lifeline,
-        agent: Child,
+        agent: ForkedProcess,
     ) -> None:
         self._start = start
         self._control = control
         self._listener = listener
         self._lifeline = lifeline
         self._agent = agent
-        self._coordinator: Child | None = None
+        self._coordinator: ForkedProcess | None = None
         self._signals: list[signal.Signals] = []
         self._signalled_s: list[float] = []  # when they came
         self._stands_by = False  # whether another coordinator leads the run
@@ -171,7 +171,7 @@ class _Launcher:
                 with contextlib.suppress(OSError):
                     coordinator.pipe.send(f"the agent of this machine failed: {error}")
 
-    def _ask(self, coordinator: Child, waited_s: float) -> None:
+    def _ask(self, coordinator: ForkedProcess, waited_s: float) -> None:
         """Ask a coordinator whether its event loop runs, and end it if it has not answered for the lease.
 
         Its disk may hang meanwhile, which is no reason. Before it has said that it is alive, it starts or stands by.
@@ -192,7 +192,7 @@ class _Launcher:
     def _start_coordinator(self, *, stands_by: bool = False, gives_way: bool = False) -> None:
         with signals_deferred():  # a signal is for the new one, or it has been told of it
             self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
-            self._coordinator = Child(
+            self._coordinator = ForkedProcess(
                 partial(
                     run_coordinator,
                     self._start,
@@ -204,7 +204,7 @@ class _Launcher:
                 )
             )
 
-    def _replace(self, coordinator: Child) -> RunStatus | None:
+    def _replace(self, coordinator: ForkedProcess) -> RunStatus | None:
         """Start another coordinator in place of one that has died.
 
         If too many have, leave the run to one that stands by elsewhere, or end it.
@@ -242,7 +242,7 @@ class _Launcher:
         if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MOST_DEATHS:
             return False
         why, config = describe_end(self._agent.process), self._start.config
-        self._agent = Child(partial(run_next_agent, config, self._control, self._listener, self._lifeline))
+        self._agent = ForkedProcess(partial(run_next_agent, config, self._control, self._listener, self._lifeline))
         self._is_draining = False
         print(f"the agent of this machine was ended by {why}; another one adopts its workers", flush=True)
         return True

@@ -30,8 +30,8 @@ from chameleon_ft.control.wire.messages import Acknowledged, Exit, StandbyHello
 from chameleon_ft.control.wire.server import DOES_NOT_LEAD, listening_socket
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError, LeaseError, LiveRunError
-from chameleon_ft.launch.child import FORK
 from chameleon_ft.launch.coordinator import Beside, invite, run_coordinator, serve_run, started_job
+from chameleon_ft.launch.forked_process import FORK
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView

@@ -1,4 +1,4 @@
-"""The coordinator and the agent of a run on one machine, as children of its launcher."""
+"""The coordinator and the agent of a run on one machine, in processes that are forked from its launcher."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.child import FORK, received
 from chameleon_ft.launch.coordinator import InterruptCount, serve_run
+from chameleon_ft.launch.forked_process import FORK, received
 from chameleon_ft.launch.processes import inspect, start_fork_server
 from chameleon_ft.launch.standby import is_succeeded, until_lost
 from chameleon_ft.launch.start import RunStart

@@ -1,4 +1,4 @@
-"""The children of a launcher: processes that are forked from it, each with a pipe to it."""
+"""Processes that are forked from a launcher, each with a pipe to it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.processes import SIGNALS, signals_deferred
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately
 
-__all__ = ["FORK", "Child", "describe_end", "received"]
+__all__ = ["FORK", "ForkedProcess", "describe_end", "received"]
 
 FORK: Final = get_context("fork")
 
 
-class Child:
+class ForkedProcess:
     """A process that is forked from this one, with a pipe to it."""
 
     def __init__(self, target: Callable[[Connection], None]) -> None:
         self.pipe, theirs = FORK.Pipe()
-        self.process: BaseProcess = FORK.Process(target=_run_child, args=(target, self.pipe, theirs))
+        self.process: BaseProcess = FORK.Process(target=_run, args=(target, self.pipe, theirs))
         with signals_deferred():  # it has the handlers of this process at first
             self.process.start()
         theirs.close()
@@ -39,7 +39,7 @@ class Child:
         return found
 
     def begin(self) -> None:
-        """Let the process go on, after its answer; if it has ended, `pipe` tells."""
+        """Let the process continue after its answer. If it has ended, `pipe` is at its end."""
         with contextlib.suppress(OSError):
             self.pipe.send(None)
 
@@ -58,13 +58,13 @@ def received(pipe: Connection) -> Any:
 
 
 def describe_end(process: BaseProcess) -> str:
-    """Wait for the end of a process, and return its signal or its exit code in words."""
+    """Wait for the end of a process, and return a description of its signal or its exit code."""
     process.join()
     code = process.exitcode or 0
     return signal.Signals(-code).name if code < 0 else f"an error (exit code {code})"
 
 
-def _run_child(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
+def _run(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
     end_with_parent()
     launchers.close()
     for number in SIGNALS:
