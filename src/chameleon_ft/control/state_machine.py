@@ -99,7 +99,7 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
         case events.PrepareFailed():
             switches.prepare_failed(draft, event)
         case events.FaultsInjected(faults=faults):
-            draft.set(faults=faults)
+            draft.state = replace(draft.state, faults=faults)
         case events.Interrupted(signal=signal):
             endings.request(draft, "terminated" if signal else "interrupted", signal)
         case events.EndRequested(status=status, reason=reason):
@@ -117,11 +117,15 @@ def _has_stalled(state: State, event: events.Event) -> bool:
 def _ticked(draft: Draft) -> None:
     state, now = draft.state, draft.at.monotonic_s
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
-    draft.set(ticked_at_s=now)
+    draft.state = replace(draft.state, ticked_at_s=now)
     if held_up_s:
-        draft.set(reconnection=state.reconnection.extended(held_up_s), switches=state.switches.extended(held_up_s))
+        draft.state = replace(
+            draft.state,
+            reconnection=state.reconnection.extended(held_up_s),
+            switches=state.switches.extended(held_up_s),
+        )
     if held_up_s > _STALL_S:
-        draft.set(reconnection=replace(draft.state.reconnection, stalled_at_s=now))
+        draft.state = replace(draft.state, reconnection=replace(draft.state.reconnection, stalled_at_s=now))
         draft.record("stalled", stall_s=held_up_s, message=f"the coordinator did not run for {duration(held_up_s)}")
     state = draft.state
     for connection in takeover.missing(draft):
@@ -162,7 +166,7 @@ def _disconnected(draft: Draft, connection: int) -> None:
         takeover.standby_left(draft, connection)
     if connection in state.members.agents:
         hosts.lost(draft, connection)
-    draft.set(admission=draft.state.admission.without(connection))
+    draft.state = replace(draft.state, admission=draft.state.admission.without(connection))
     if (worker := draft.state.members.worker_of(connection)) is not None:
         draft.change_worker(worker, connection=None)
         incidents.detect(draft, signals.ConnectionEnded(worker.id))
@@ -174,7 +178,7 @@ def _silent(draft: Draft, connection: int, since_s: float) -> None:
     if (worker := members.worker_of(connection)) is None:
         draft.do(commands.Drop(connection))
         incident_records.report_unresponsive(draft, connection)
-        draft.set(members=members.fence_connection(connection))
+        draft.state = replace(draft.state, members=members.fence_connection(connection))
         _disconnected(draft, connection)
         return
     signal = signals.Silent(
@@ -286,15 +290,17 @@ def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
         state.members.require_number(hello.worker)
         if state.respawns.is_blocked(hello.worker):
             raise ControlError(f"worker {hello.worker} was lost too often and is not taken again; take another number")
-    draft.set(members=state.members.joined(connection, hello, now=draft.at.unix_s))
+    draft.state = replace(draft.state, members=state.members.joined(connection, hello, now=draft.at.unix_s))
     worker = draft.state.members[hello.worker]
     draft.do(commands.Welcome(connection, worker.incarnation))
     if not is_gathering:
         return
     draft.change_worker(worker, takes_part=True, first_step=0)
     if len(draft.state.members.live()) == state.settings.workers:
-        draft.set(
-            generation=draft.new_generation(),
+        generation = draft.new_generation()
+        draft.state = replace(
+            draft.state,
+            generation=generation,
             question=state.question + 1,
             outcomes=replace(state.outcomes, since=draft.at.unix_s),
         )
@@ -307,7 +313,7 @@ def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> Non
         return
     incidents.detect(draft, signals.ProcessExited(worker.id, message.exit_code))
     if draft.state.phase is not Phase.OVER and not worker.draining:
-        draft.set(respawns=draft.state.respawns.reaped(worker.id, draft.at.monotonic_s))
+        draft.state = replace(draft.state, respawns=draft.state.respawns.reaped(worker.id, draft.at.monotonic_s))
 
 
 def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.ProcessState) -> None:

@@ -30,7 +30,7 @@ def record(draft: Draft) -> None:
     health = draft.state.health
     if not health.reports:
         return
-    draft.set(health=replace(health, reports={}))
+    draft.state = replace(draft.state, health=replace(health, reports={}))
     report = next(iter(health.reports.values()))
     action = draft.state.settings.health.on_bad_step if report.is_bad_again else "applied"
     draft.record(
@@ -75,7 +75,7 @@ def skipped(draft: Draft, step: int) -> None:
     """Count a step that was skipped; end the run with a checkpoint if there are too many in a row."""
     health = draft.state.health
     known = health.skipped | {step}
-    draft.set(health=replace(health, skipped=known))
+    draft.state = replace(draft.state, health=replace(health, skipped=known))
     in_a_row = set(range(step - MOST_IN_A_ROW + 1, step + 1))
     if not in_a_row <= known or draft.state.ending is not None:
         return
@@ -83,5 +83,5 @@ def skipped(draft: Draft, step: int) -> None:
         f"{counted(MOST_IN_A_ROW, 'step')} in a row were bad, at last step {step}: leaving samples out does not help; "
         "lower the learning rate, or clip the gradient"
     )
-    draft.set(ending=Ending("failed"), health=replace(draft.state.health, ending=reason))
+    draft.state = replace(draft.state, ending=Ending("failed"), health=replace(draft.state.health, ending=reason))
     draft.tell_live(messages.Finish())

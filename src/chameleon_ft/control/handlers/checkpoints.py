@@ -21,7 +21,7 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""
     state, config = draft.state, draft.state.settings.checkpoint
     if message.step + 1 in state.checkpoints.failed:
-        draft.set(checkpoints=state.checkpoints.repeated(message.step + 1))
+        draft.state = replace(draft.state, checkpoints=state.checkpoints.repeated(message.step + 1))
         state = draft.state
     if config.every == 0:
         _warn_once(draft, message)
@@ -87,7 +87,7 @@ def _request(draft: Draft) -> None:
 
 
 def _reschedule(draft: Draft, schedule: CheckpointSchedule) -> None:
-    draft.set(checkpoints=replace(draft.state.checkpoints, schedule=schedule))
+    draft.state = replace(draft.state, checkpoints=replace(draft.state.checkpoints, schedule=schedule))
 
 
 def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
@@ -103,13 +103,15 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         message += "written of it is removed, and the one before stays the newest"
         news = {} if part.step in events.failed else {"message": message}
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
-        draft.set(checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule))
+        draft.state = replace(
+            draft.state, checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule)
+        )
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
     if part.step in draft.state.checkpoints.failed:
         return
     has_slices = state.active is not None and state.active.sharding is not None
     events, complete = events.saved(part, num_layers=state.settings.num_layers, has_slices=has_slices)
-    draft.set(checkpoints=events)
+    draft.state = replace(draft.state, checkpoints=events)
     if complete is not None:
         draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed, slices=complete.slices))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
@@ -118,7 +120,7 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
 def not_marked(draft: Draft, step: int, error: str) -> None:
     """Record that a checkpoint is not complete after all, because it could not be marked."""
     events = draft.state.checkpoints
-    draft.set(checkpoints=events.not_written(step, error))
+    draft.state = replace(draft.state, checkpoints=events.not_written(step, error))
     draft.record(
         "checkpoint_failed",
         step=step,
@@ -132,7 +134,7 @@ def slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
     events = draft.state.checkpoints
     if message in events.slow:
         return
-    draft.set(checkpoints=replace(events, slow=events.slow | {message}))
+    draft.state = replace(draft.state, checkpoints=replace(events, slow=events.slow | {message}))
     draft.record(
         "waiting",
         worker=worker,

@@ -9,7 +9,7 @@ from chameleon_ft.control.commands import Acknowledge, Command, Record, Send
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.members import Worker
-from chameleon_ft.control.state.state import State
+from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import OtherRecord, OutcomeRecord
 from chameleon_ft.plan import Plan
@@ -34,16 +34,12 @@ class Draft:
         self.at = at
         self.commands: list[Command] = []
 
-    def set(self, **changes: Any) -> None:
-        """Replace fields of the state."""
-        self.state = replace(self.state, **changes)
-
     def change_worker(self, worker: Worker, **changes: Any) -> None:
         """Replace fields of one incarnation of a worker."""
-        self.set(members=self.state.members.changed(worker, **changes))
+        self.state = replace(self.state, members=self.state.members.changed(worker, **changes))
 
-    def begin_plan(self, plan: ActivePlan, *, loads: bool = False, **changes: Any) -> None:
-        """Put a plan in force, and replace other fields of the state.
+    def begin_plan(self, plan: ActivePlan, generation: int, *, loads: bool = False) -> None:
+        """Put a plan in force in a generation, which begins.
 
         Args:
             loads: whether all workers load their layers, instead of keeping those that they have.
@@ -55,7 +51,16 @@ class Draft:
         if plan.no_snapshots and (self.state.active is None or not self.state.active.no_snapshots):
             message = f"none are taken, because {plan.no_snapshots}"
             self.record("snapshots_off", reason=plan.no_snapshots, message=message)
-        self.set(active=plan, members=self.state.members.with_new_layers(new), health=health, **changes)
+        self.state = replace(
+            self.state,
+            phase=Phase.REGROUPING,
+            generation=generation,
+            active=plan,
+            active_generation=generation,
+            finished=frozenset(),
+            members=self.state.members.with_new_layers(new),
+            health=health,
+        )
 
     def do(self, *commands: Command) -> None:
         """Add commands."""
@@ -94,7 +99,7 @@ class Draft:
 
     def new_generation(self) -> int:
         """Return the number of another generation."""
-        self.set(newest=self.state.newest + 1)
+        self.state = replace(self.state, newest=self.state.newest + 1)
         return self.state.newest
 
 

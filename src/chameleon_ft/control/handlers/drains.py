@@ -28,7 +28,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     """
     admission = draft.state.admission
     if connection in admission.waiting:
-        draft.set(admission=admission.without(connection))
+        draft.state = replace(draft.state, admission=admission.without(connection))
         draft.do(Send(connection, Exit(reason="drained", is_drained=True)))
         return
     own = _own_workers(draft.state, connection)
@@ -49,11 +49,11 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         draft.do(Send(connection, Refused(reason=reason)))
         return
     if own is not None:
-        draft.set(members=draft.state.members.with_drain_request(connection, message.signal))
+        draft.state = replace(draft.state, members=draft.state.members.with_drain_request(connection, message.signal))
     is_new = any(not worker.draining for worker in workers)
     for worker in workers:
         draft.change_worker(worker, draining=True)
-        draft.set(scale_up=draft.state.scale_up.without(worker.id))
+        draft.state = replace(draft.state, scale_up=draft.state.scale_up.without(worker.id))
     concerned = tuple(worker.id for worker in workers if not worker.lost)
     draft.do(Send(connection, message.model_copy(update={"workers": concerned})))
     if concerned:
@@ -63,7 +63,7 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         if not worker.lost and not worker.takes_part:
             _dismiss_worker(draft, worker)
     state = draft.state
-    draft.set(scale_up=replace(state.scale_up, retry_at_s=0.0))
+    draft.state = replace(draft.state, scale_up=replace(state.scale_up, retry_at_s=0.0))
     # A migration is not interrupted: where its layers are is known only when they have arrived.
     is_migrating = state.active is not None and state.active.migration is not None
     if is_new and state.phase is Phase.TRAINING and state.switches.underway is None and not is_migrating:
@@ -168,7 +168,7 @@ def _dismiss_agents(draft: Draft) -> None:
         own = [worker for worker in members if worker.agent == agent]
         if own and all(worker.draining and worker.lost for worker in own):
             draft.do(Send(agent, Exit(reason="drained", is_drained=True)))
-            draft.set(members=draft.state.members.dismissed(agent))
+            draft.state = replace(draft.state, members=draft.state.members.dismissed(agent))
             draft.record("host_drained", host=host, message=f"all workers of {host} have left, and its agent ends")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.control.commands import Send
@@ -33,7 +34,7 @@ def request(draft: Draft, status: RunStatus, signal: str = "") -> None:
     if state.nothing_trained or ending is not None:
         incidents.end(draft, status, _by(status, signal))
         return
-    draft.set(ending=Ending(status, signal, now))
+    draft.state = replace(draft.state, ending=Ending(status, signal, now))
     name = "interrupt" if status == "interrupted" else "termination"
     draft.record(name, message="ending after this step with a checkpoint; again to end at once")
     draft.tell_live(Finish())
@@ -51,7 +52,7 @@ def finish(draft: Draft, connection: int, message: Finish) -> None:
 def finished(draft: Draft, worker: int) -> None:
     """Note that a worker has finished training; end the run when all have."""
     state, finished = draft.state, draft.state.finished | {worker}
-    draft.set(finished=finished)
+    draft.state = replace(draft.state, finished=finished)
     if state.active is not None and finished.issuperset(state.active.plan.workers):
         _end(draft)
 

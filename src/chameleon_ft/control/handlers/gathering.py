@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chameleon_ft.control.detectors.base import StartStage
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase, State
@@ -31,7 +33,7 @@ def lost(draft: Draft, number: int, cause: str) -> str | None:
         Why the run ends, if the worker was lost too often or none can be expected to take its place.
     """
     # A decision on the first plan, if one is being made, includes the worker.
-    draft.set(question=draft.state.question + 1)
+    draft.state = replace(draft.state, question=draft.state.question + 1)
     state, worker = draft.state, draft.state.members[number]
     recovery = state.settings.recovery
     reason = f"worker {number} ended before the run began: {cause}; see {state.settings.logs}"

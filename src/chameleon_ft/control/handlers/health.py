@@ -27,8 +27,8 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     found = state.health.differs(message.step, {layer: dict(each) for layer, each in message.checksums})
     # A checkpoint may have the wrong state from the moment at which the holders last agreed.
     draft.do(commands.DistrustCheckpoints(after=state.health.agreed))
-    draft.set(snapshots=state.snapshots.distrusted(state.health.agreed))
-    draft.set(health=replace(state.health, disagreement=found))
+    draft.state = replace(draft.state, snapshots=state.snapshots.distrusted(state.health.agreed))
+    draft.state = replace(draft.state, health=replace(state.health, disagreement=found))
     news = {"message": f"{found}; all return to a checkpoint from before"} if found.undecided else {}
     draft.record(
         "state_differs",
@@ -49,7 +49,7 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     if draft.state.phase is not Phase.OVER:
         # Parts of checkpoints that workers are still writing do not count.
         checkpoints = draft.state.checkpoints.without_parts_before(draft.state.generation)
-        draft.set(checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
+        draft.state = replace(draft.state, checkpoints=replace(checkpoints, is_reread=bool(found.undecided)))
 
 
 def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
@@ -63,7 +63,7 @@ def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
     health = draft.state.health
     reporting = health.reporting if health.reports else frozenset(state.active.plan.workers)
     reports = {**health.reports, worker: message}
-    draft.set(health=replace(health, reports=reports, reporting=reporting))
+    draft.state = replace(draft.state, health=replace(health, reports=reports, reporting=reporting))
     if not reports.keys() >= reporting.intersection(state.members.live()):
         return
     action = state.settings.health.on_bad_step if message.is_bad_again else "applied"
@@ -71,10 +71,10 @@ def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
     if action == "stop":
         ending = bad_steps.describe(reports, action=action)
         remedy = "to leave its samples out, resume with --health.on-bad-step skip"
-        draft.set(health=replace(draft.state.health, ending=f"{ending}; {remedy}"))
+        draft.state = replace(draft.state, health=replace(draft.state.health, ending=f"{ending}; {remedy}"))
     elif action == "rollback":
         bad_steps.skipped(draft, message.step)
-        draft.set(checkpoints=replace(draft.state.checkpoints, is_reread=True))
+        draft.state = replace(draft.state, checkpoints=replace(draft.state.checkpoints, is_reread=True))
         incidents.stop(draft)
 
 
@@ -89,7 +89,7 @@ def _may_return(draft: Draft, found: Disagreement) -> bool:
         reason = f"{found}, again after a return to a checkpoint: {_REMEDY.format(min(again))}"
         incidents.end(draft, "failed", reason)
         return False
-    draft.set(health=replace(health, doubted=found.doubted))
+    draft.state = replace(draft.state, health=replace(health, doubted=found.doubted))
     return True
 
 

@@ -29,7 +29,7 @@ def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
         joined(draft, agent, hello)
         return
     trains = any(each.agent_host == hello.host and not each.lost for each in draft.state.members)
-    draft.set(admission=draft.state.admission.examined_by(agent, hello))
+    draft.state = replace(draft.state, admission=draft.state.admission.examined_by(agent, hello))
     needed = asdict(settings.devices)
     draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, request=agent, **needed)))
 
@@ -44,7 +44,7 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
     if (hello := state.admission.examining.get(agent)) is None:
         raise ControlError("this host was not to be examined")
     admission = state.admission.without(agent)
-    draft.set(admission=admission)
+    draft.state = replace(draft.state, admission=admission)
     peers = [*without(admission.reports, hello.host).values()]
     reason = reason_against(
         report, peers, settings=state.settings.preflight, versions=state.settings.versions, now=draft.at.unix_s
@@ -54,7 +54,7 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
         draft.record("host_refused", host=hello.host, reason=reason, report=report.model_dump(), message=message)
         draft.do(Send(agent, Refused(reason=message)))
         return
-    draft.set(admission=admission.with_report(hello.host, report))
+    draft.state = replace(draft.state, admission=admission.with_report(hello.host, report))
     joined(draft, agent, hello)
 
 
@@ -68,14 +68,14 @@ def joined(draft: Draft, agent: int, hello: HostHello) -> None:
     """
     state = draft.state
     if any(state.members.agents.get(connection) == hello.host for connection in state.reconnection.awaited):
-        draft.set(admission=state.admission.awaited_by(agent, hello))
+        draft.state = replace(draft.state, admission=state.admission.awaited_by(agent, hello))
         return
     is_late = state.phase is not Phase.GATHERING
     blocklist = [worker for worker in state.members.workers if state.respawns.is_blocked(worker)] if is_late else []
     members, adopt, spawn = state.members.with_host(
         agent, hello, is_late=is_late, blocklist=blocklist, now=draft.at.unix_s
     )
-    draft.set(members=members)
+    draft.state = replace(draft.state, members=members)
     if adopt.ranks or adopt.given_up:
         draft.do(Send(agent, adopt))
     if spawn.workers:
@@ -107,10 +107,10 @@ def returned_late(draft: Draft, agent: int, hello: HostHello, before: int | None
     if before in members.drained_agents or is_replaced or (is_leaving and not live):
         reason = f"another agent of {hello.host} has adopted its workers" if is_replaced else "drained"
         draft.do(Send(agent, Exit(reason=reason, is_drained=True)))
-        draft.set(members=members.fence_connection(agent))
+        draft.state = replace(draft.state, members=members.fence_connection(agent))
     elif is_leaving:
         if before is not None and (signal := members.drain_requests.get(before)) is not None:
-            draft.set(members=members.with_drain_request(agent, signal))
+            draft.state = replace(draft.state, members=members.with_drain_request(agent, signal))
         joined(draft, agent, hello.model_copy(update={"slots": len(live)}))
     else:
         joined(draft, agent, hello)
@@ -122,7 +122,7 @@ def admit_waiting(draft: Draft) -> None:
     waiting = admission.waiting
     if not waiting or draft.state.reconnection.awaited:
         return
-    draft.set(admission=replace(admission, waiting={}))
+    draft.state = replace(draft.state, admission=replace(admission, waiting={}))
     for agent, hello in waiting.items():
         try:
             joined(draft, agent, hello)
@@ -135,7 +135,7 @@ def lost(draft: Draft, agent: int) -> None:
     members = draft.state.members
     host, own = members.agents[agent], [worker for worker in members if worker.agent == agent and not worker.lost]
     left = tuple(worker.id for worker in own if worker.connection is not None)
-    draft.set(members=members.without_agent(agent))
+    draft.state = replace(draft.state, members=members.without_agent(agent))
     messages = []
     if draft.state.phase is Phase.GATHERING and len(left) < len(own):
         wait = duration(draft.state.settings.timeouts.rendezvous_s)

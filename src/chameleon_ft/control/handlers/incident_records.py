@@ -36,14 +36,14 @@ def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") 
                 decide_s=incident.decided_at - incident.stopped_at,
                 hand_out_s=incident.decided_at - incident.chosen_at,
             )
-    draft.set(incident=Incident(), history=history)
+    draft.state = replace(draft.state, incident=Incident(), history=history)
 
 
 def count_death(draft: Draft, worker: int, *, steps: int) -> None:
     """Count the death of a worker after so many steps, and say so if it is not taken again."""
     before = draft.state.respawns
     after = before.died(worker, steps=steps)
-    draft.set(respawns=after)
+    draft.state = replace(draft.state, respawns=after)
     if after.is_blocked(worker) and not before.is_blocked(worker):
         deaths = after.deaths[worker]
         times = "once" if deaths == 1 else counted(deaths, "time")

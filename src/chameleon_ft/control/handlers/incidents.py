@@ -41,13 +41,13 @@ _ALL_TRAINED: Final = "; all steps are trained, and --resume repeats those after
 def detect(draft: Draft, signal: signals.Signal) -> None:
     """Give a signal to all detectors, and act on their findings."""
     detectors, findings = draft.state.detectors.observe(signal)
-    draft.set(detectors=detectors)
+    draft.state = replace(draft.state, detectors=detectors)
     for finding in findings:
         match finding:
             case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
                 lose(draft, worker, noticed_by, cause)
             case signals.Fatal(reason=reason, explained=worker):
-                draft.set(incident=draft.state.incident.without(worker))
+                draft.state = replace(draft.state, incident=draft.state.incident.without(worker))
                 end(draft, "failed", reason)
             case signals.Slow():
                 slowness.slow(draft, finding)
@@ -132,7 +132,8 @@ def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str
         host=host,
     )
     live_hosts = [hosts.get(each, "") for each in state.members.live()]
-    draft.set(
+    draft.state = replace(
+        draft.state,
         incident=replace(state.incident, losses=(*state.incident.losses, loss)),
         history=state.history.failed(host, live_hosts, draft.at.monotonic_s),
     )
@@ -141,7 +142,8 @@ def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str
 
 def fence(draft: Draft, number: int) -> None:
     """Count a worker as lost from now on, ignore its connection, and forget what it holds."""
-    draft.set(
+    draft.state = replace(
+        draft.state,
         members=draft.state.members.fence(number),
         scale_up=draft.state.scale_up.without(number),
         health=draft.state.health.without(number),
@@ -153,7 +155,7 @@ def fence(draft: Draft, number: int) -> None:
 def record_drained(draft: Draft, number: int) -> None:
     """Record that a worker that was to leave has left. It is fenced."""
     live = len(draft.state.members.live())
-    draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
+    draft.state = replace(draft.state, history=draft.state.history.live(live, draft.at.monotonic_s))
     message = f"worker {number} has left, and its process ends"
     draft.record("drained", worker=number, step=draft.state.committed, message=message)
 
@@ -163,7 +165,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
     state = draft.state
     if state.phase in (Phase.STOPPING, Phase.DECIDING):
         # A decision in progress is void: it includes a lost worker.
-        draft.set(phase=Phase.STOPPING, quiesced=without(state.quiesced, worker))
+        draft.state = replace(draft.state, phase=Phase.STOPPING, quiesced=without(state.quiesced, worker))
         _await_reports(draft)
     elif worker in state.needed:
         stop(draft)
@@ -196,12 +198,14 @@ def checkpoint_unreadable(draft: Draft, worker: int, message: messages.Checkpoin
     step, why = message.step, f"worker {worker}: {message.error}"
     if message.is_snapshot:
         snapshots = replace(draft.state.snapshots, complete=None)
-        draft.set(snapshots=snapshots, checkpoints=replace(draft.state.checkpoints, is_reread=True))
+        draft.state = replace(
+            draft.state, snapshots=snapshots, checkpoints=replace(draft.state.checkpoints, is_reread=True)
+        )
         news = f"that of step {step} is damaged and is not used: {why}"
         draft.record("snapshot_unreadable", step=step, error=why, message=news)
         stop(draft)
         return
-    draft.set(checkpoints=draft.state.checkpoints.rejected(step, why))
+    draft.state = replace(draft.state, checkpoints=draft.state.checkpoints.rejected(step, why))
     if message.is_damaged:
         draft.do(commands.MarkDamaged(step))
     draft.record("checkpoint_unreadable", step=step, error=why, message=describe_unreadable(step, why))
@@ -213,8 +217,10 @@ def stop(draft: Draft) -> None:
     incident = draft.state.incident
     if incident.is_switch:
         incident = Incident(losses=incident.losses)
-    draft.set(
-        generation=draft.new_generation(),
+    generation = draft.new_generation()
+    draft.state = replace(
+        draft.state,
+        generation=generation,
         phase=Phase.STOPPING,
         incident=replace(incident, ended_at=incident.ended_at or draft.at.unix_s),
         quiesced={},
@@ -222,7 +228,7 @@ def stop(draft: Draft) -> None:
         switches=draft.state.switches.stopped(),
         snapshots=draft.state.snapshots.given_up(),
     )
-    draft.tell_live(messages.Stop(generation=draft.state.generation))
+    draft.tell_live(messages.Stop(generation=generation))
     detect(draft, signals.StopRequested(draft.at.monotonic_s))
     _await_reports(draft)
 
@@ -230,7 +236,7 @@ def stop(draft: Draft) -> None:
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
     """Record the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
-        draft.set(quiesced=updated(draft.state.quiesced, {worker: message}))
+        draft.state = replace(draft.state, quiesced=updated(draft.state.quiesced, {worker: message}))
         _decide_if_quiesced(draft)
 
 
@@ -252,7 +258,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
         return
     assert state.active is not None
     if state.checkpoints.loads == state.active_generation and _have_not_loaded(state):
-        draft.set(checkpoints=replace(state.checkpoints, is_reread=True))
+        draft.state = replace(draft.state, checkpoints=replace(state.checkpoints, is_reread=True))
         state = draft.state
     is_explained = state.checkpoints.is_reread or not state.participants.issubset(live)
     detect(draft, signals.AllQuiesced(state.active_generation, is_explained))
@@ -265,7 +271,8 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if not _find_placement(draft, max(report.placed for report in state.quiesced.values())):
         end(draft, "failed", "the plan that workers follow is not in the journal of the run; resume it")
         return
-    draft.set(
+    draft.state = replace(
+        draft.state,
         phase=Phase.DECIDING,
         incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
         switches=Switches(),
@@ -292,11 +299,13 @@ def _find_placement(draft: Draft, placed: int) -> bool:
     """
     state, upcoming = draft.state, draft.state.switches.next
     if placed == state.active_generation:
-        draft.set(in_force=state.placed)
+        draft.state = replace(draft.state, in_force=state.placed)
     elif upcoming is not None and placed == upcoming.number:
         # They have switched, and no report of the step before has come.
-        draft.set(in_force=state.placed, active=upcoming.plan, active_generation=upcoming.number)
-        draft.set(in_force=draft.state.placed)
+        draft.state = replace(
+            draft.state, in_force=state.placed, active=upcoming.plan, active_generation=upcoming.number
+        )
+        draft.state = replace(draft.state, in_force=draft.state.placed)
     return placed <= draft.state.active_generation
 
 
@@ -310,7 +319,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
         return
     bad_steps.record(draft)
     outcomes, outcome = state.outcomes.ended()
-    draft.set(phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
+    draft.state = replace(draft.state, phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
     draft.record_outcome(outcome)
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:

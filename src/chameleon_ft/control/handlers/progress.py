@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.detectors import base as signals
@@ -34,7 +35,7 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     step_s = state.outcomes.completed_step_s(message.step_s, draft.at.unix_s) if is_rest else message.step_s
     # A step of the generation shows that all its workers have switched to it.
     switched_from = None if message.generation == state.generation else state.switched_from
-    draft.set(committed=message.step + 1, last_vote=vote, switched_from=switched_from)
+    draft.state = replace(draft.state, committed=message.step + 1, last_vote=vote, switched_from=switched_from)
     if is_rest:
         incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     else:
@@ -52,12 +53,12 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
     if cost is not None:
         draft.do(commands.Record(cost))
-    draft.set(outcomes=outcomes)
+    draft.state = replace(draft.state, outcomes=outcomes)
     draft.record_outcome(outcome)
     if vote.switch and not vote.finish and message.step + 1 < state.settings.steps:
         switches.adopt(draft, message)
     if vote.checked and (placed := draft.state.placed) is not None:
-        draft.set(health=draft.state.health.found_equal(message.step, placed.witnesses))
+        draft.state = replace(draft.state, health=draft.state.health.found_equal(message.step, placed.witnesses))
     checkpoints.committed(draft, message)
     snapshots.committed(draft, message)
 

@@ -23,9 +23,13 @@ def decided(draft: Draft, event: events.Decided) -> None:
         return  # a loss has overtaken it
     # If a plan is only tried again, a better one is still to be looked for.
     is_provisional = plan.is_provisional or (plan.policy == "again" and state.scale_up.provisional_since_s is not None)
-    draft.set(incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional))
+    draft.state = replace(
+        draft.state, incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional)
+    )
     if plan.decision is not None:
-        draft.set(incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
+        draft.state = replace(
+            draft.state, incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared)
+        )
     _launch(draft, plan)
     if plan.decision is None:
         return
@@ -47,7 +51,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
         is_salvaged=plan.rest is not None,
         now=draft.at.unix_s,
     )
-    draft.set(outcomes=outcomes)
+    draft.state = replace(draft.state, outcomes=outcomes)
     draft.record_outcome(outcome)
 
 
@@ -61,17 +65,16 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
     bad_steps.record(draft)  # of the generation before, also if not all of its workers have reported
     if draft.state.ending is None:
-        draft.set(health=replace(draft.state.health, ending=""))  # the bad step is trained again
+        draft.state = replace(
+            draft.state, health=replace(draft.state.health, ending="")
+        )  # the bad step is trained again
     state, active = draft.state, plan.active()
-    draft.begin_plan(
-        active,
-        loads=plan.load not in ("keep", "snapshot"),
-        phase=Phase.REGROUPING,
-        active_generation=state.generation,
+    draft.begin_plan(active, state.generation, loads=plan.load not in ("keep", "snapshot"))
+    draft.state = replace(
+        draft.state,
         switched_from=None,
         in_force=active if active.transition is None else state.in_force,
         committed=plan.first_step,
-        finished=frozenset(),
         checkpoints=state.checkpoints.interrupted()
         if plan.load == "keep"
         else state.checkpoints.loaded(state.generation),
@@ -80,7 +83,9 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
     )
     if plan.load == "snapshot":  # each holder has its own copy, which is not compared with others
-        draft.set(health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step)))
+        draft.state = replace(
+            draft.state, health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step))
+        )
     incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     draft.do(commands.Launch(plan, is_first=state.active is None))
 
@@ -90,7 +95,8 @@ def launched(draft: Draft, event: events.Launched) -> None:
     state = draft.state
     if event.generation != state.generation:
         return
-    draft.set(
+    draft.state = replace(
+        draft.state,
         incident=replace(state.incident, decided_at=draft.at.unix_s),
         history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
     )
@@ -104,7 +110,7 @@ def switched(draft: Draft, message: messages.Switched) -> None:
         return
     assert active is not None
     assert active.transfer is not None
-    draft.set(incident=replace(state.incident, switched=message))
+    draft.state = replace(draft.state, incident=replace(state.incident, switched=message))
     draft.do(commands.MeasureTransfer(message.transfer_s))
     draft.record(
         "transition",
@@ -138,7 +144,7 @@ def started(draft: Draft) -> None:
         # If the step that was running could be applied, the next one is late.
         step = max(incident.losses[0].step, state.active.first_step)
         outcomes = outcomes.hit(step, generation=state.generation)
-    draft.set(phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
+    draft.state = replace(draft.state, phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
     record_incident(draft, state.active)
     if is_final and (newcomers or incident.is_switch):
         record = incident.join_record(

@@ -22,13 +22,13 @@ __all__ = ["advance", "considered", "ready", "respawn_due"]
 def respawn_due(draft: Draft) -> None:
     """Have the lost workers restarted whose delay is over."""
     respawns, due = draft.state.respawns.at(draft.at.monotonic_s)
-    draft.set(respawns=respawns)
+    draft.state = replace(draft.state, respawns=respawns)
     for number in due:
         worker = draft.state.members[number]
         if not worker.lost or worker.draining or worker.agent is None:
             continue  # another process has taken the number, or the worker was to leave, or its host is gone
         members, spawn = draft.state.members.respawned(worker, now=draft.at.unix_s)
-        draft.set(members=members)
+        draft.state = replace(draft.state, members=members)
         draft.do(Send(worker.agent, spawn))
         incarnation = members[number].incarnation
         message = f"worker {number} is restarted as incarnation {incarnation}"
@@ -41,7 +41,7 @@ def ready(draft: Draft, worker: Worker) -> None:
     if worker.takes_part or worker.id in scale_up.loaded:
         return
     draft.change_worker(worker, first_step=draft.state.committed)
-    draft.set(scale_up=replace(scale_up, loaded=(*scale_up.loaded, worker.id)))
+    draft.state = replace(draft.state, scale_up=replace(scale_up, loaded=(*scale_up.loaded, worker.id)))
     message = f"worker {worker.id} has joined as a spare"
     draft.record("joined", worker=worker.id, incarnation=worker.incarnation, host=worker.host, message=message)
 
@@ -56,14 +56,14 @@ def advance(draft: Draft) -> None:
     elif state.scale_up.considering is None and now >= state.scale_up.retry_at_s and not switches.resume(draft):
         for number in state.scale_up.loaded:
             draft.change_worker(draft.state.members[number], takes_part=True)
-            draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
+            draft.state = replace(draft.state, history=draft.state.history.live(len(draft.state.members.live()), now))
         scale_up = draft.state.scale_up.admitted(now)
         speeds = state.detectors.speeds
         is_complete = scale_up.is_complete(now, is_loading=draft.state.members.is_loading(), speeds=speeds)
         if is_complete or drains.is_waited_for(draft.state):
             scale_up = scale_up.asked(state.generation, speeds)
             draft.do(Task.CONSIDER_SCALE_UP)
-        draft.set(scale_up=scale_up)
+        draft.state = replace(draft.state, scale_up=scale_up)
 
 
 def considered(draft: Draft, event: Considered) -> None:
@@ -72,7 +72,7 @@ def considered(draft: Draft, event: Considered) -> None:
     if event.question != scale_up.question:
         return
     generation, scale_up = scale_up.considering, replace(scale_up, considering=None)
-    draft.set(scale_up=scale_up)
+    draft.state = replace(draft.state, scale_up=scale_up)
     if generation != state.generation or state.phase is not Phase.TRAINING or state.reconnection.awaited:
         return  # it is considered again; orders would not reach workers that are to come back
     if event.error is not None:
@@ -90,14 +90,14 @@ def considered(draft: Draft, event: Considered) -> None:
         if scale_up.asked_speeds != scale_up.speeds:
             message = "the plan stays as it is; `chameleon explain` shows why"
             draft.record("stay", **_slow(scale_up), message=message)
-        draft.set(scale_up=scale_up.settled())
+        draft.state = replace(draft.state, scale_up=scale_up.settled())
 
 
 def _stay_after_error(draft: Draft, error: str) -> None:
     """Record that the decision on newcomers or slow workers failed; training does not depend on it."""
     scale_up = draft.state.scale_up
     workers = sorted(scale_up.newcomers)
-    draft.set(scale_up=scale_up.settled())
+    draft.state = replace(draft.state, scale_up=scale_up.settled())
     if workers:
         names, one = ", ".join(map(str, workers)), len(workers) == 1
         subject = f"worker {names} stays a spare" if one else f"workers {names} stay spares"

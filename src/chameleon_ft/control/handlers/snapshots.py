@@ -22,13 +22,13 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     if (layout := state.active.snapshots) is None:
         if state.snapshots.is_fresh and state.settings.snapshots.every:
             # Otherwise a late loss would return to the beginning.
-            draft.set(snapshots=replace(state.snapshots, is_fresh=False))
+            draft.state = replace(draft.state, snapshots=replace(state.snapshots, is_fresh=False))
         return
     begins = message.vote.takes_snapshot and message.generation == state.generation and state.phase is Phase.TRAINING
     if begins:
         workers = state.active.plan.workers
         begun = state.snapshots.begun(message.step + 1, layout, workers, now_s=draft.at.monotonic_s)
-        draft.set(snapshots=begun)
+        draft.state = replace(draft.state, snapshots=begun)
     if state.settings.snapshots.every != "auto" or message.vote.finish:
         return
     snapshots = draft.state.snapshots
@@ -37,9 +37,9 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     )
     if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
         schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
-    draft.set(snapshots=replace(snapshots, schedule=schedule))
+    draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule))
     if schedule.is_due and schedule.writing is None and state.phase is Phase.TRAINING:
-        draft.set(snapshots=replace(snapshots, schedule=schedule.requested()))
+        draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule.requested()))
         _request(draft)
 
 
@@ -50,12 +50,12 @@ def taken(draft: Draft, worker: int, message: messages.SnapshotTaken) -> None:
         return
     snapshots = before.confirmed(worker, message.held_up_s)
     if snapshots.taking is not None:
-        draft.set(snapshots=snapshots)
+        draft.state = replace(draft.state, snapshots=snapshots)
         return
     seconds = draft.at.monotonic_s - snapshots.begun_at_s
     cost_s = max(snapshots.held_up_s, LEAST_SNAPSHOT_COST * seconds)
     schedule = snapshots.schedule.ended(message.step, copy_s=cost_s, is_complete=True)
-    draft.set(snapshots=replace(snapshots, schedule=schedule))
+    draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule))
     draft.tell_live(messages.SnapshotResolved(step=message.step, is_complete=True))
     draft.record(
         "snapshot",
@@ -69,7 +69,9 @@ def switched(draft: Draft) -> None:
     """Give up the snapshot that was being taken when the run has switched to another plan."""
     snapshots = draft.state.snapshots
     given_up = snapshots.given_up()
-    draft.set(snapshots=replace(given_up, schedule=replace(given_up.schedule, interval_s=None)))
+    draft.state = replace(
+        draft.state, snapshots=replace(given_up, schedule=replace(given_up.schedule, interval_s=None))
+    )
     if snapshots.taking is not None:
         draft.tell_live(messages.SnapshotResolved(step=snapshots.taking.step, is_complete=False))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.handlers import checkpoints, snapshots
@@ -42,7 +42,7 @@ _MIGRATION_RENDEZVOUS: Final = 5.0  # and this many times timeouts.rendezvous_s 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
     """Have the first of these plans prepared, or its layers move; the others follow one after the other."""
-    _change(draft, following=tuple(plans))
+    _update(draft, replace(draft.state.switches, following=tuple(plans)))
     _proceed(draft)
 
 
@@ -62,10 +62,10 @@ def _proceed(draft: Draft) -> None:
         predicted_step_s=plan.predicted_step_s,
         next_sharding=plan.next_sharding,
     )
-    draft.set(in_force=state.placed, active=active)
-    _change(draft, following=tuple(following))
+    draft.state = replace(draft.state, in_force=state.placed, active=active)
+    _update(draft, replace(draft.state.switches, following=tuple(following)))
     draft.do(commands.Migrate(state.generation, active, active.plan.workers))
-    draft.set(outcomes=state.outcomes.migrating(plan, draft.at.unix_s))
+    draft.state = replace(draft.state, outcomes=state.outcomes.migrating(plan, draft.at.unix_s))
     _end_outcome(draft)
     _migrating(draft)
     resume(draft)
@@ -85,7 +85,7 @@ def _migrating(draft: Draft) -> None:
     active = draft.state.active
     assert active is not None
     assert active.migration is not None
-    _change(draft, migrating_at=draft.at.unix_s)
+    _update(draft, replace(draft.state.switches, migrating_at=draft.at.unix_s))
     arriving: dict[str, list[int]] = {}
     for message in active.migration.messages:
         arriving.setdefault(str(message.destination), []).extend(message.layers)
@@ -124,7 +124,7 @@ def _prepare(draft: Draft) -> None:
         unprepared=frozenset(plan.participants),
         deadline_s=draft.at.monotonic_s + _patience_s(draft.state),
     )
-    _change(draft, next=generation)
+    _update(draft, replace(draft.state.switches, next=generation))
     if plan.migration is not None and draft.state.active is not None:
         # Those that train have no memory for more layers before they train that generation.
         training = draft.state.active.plan.placement.ranges
@@ -161,7 +161,13 @@ def prepared(draft: Draft, worker: int, message: messages.Prepared) -> None:
     if message.error is not None:
         _give_up(draft, f"worker {worker}: {message.error}", cancels=message.cannot_migrate)
         return
-    _change(draft, next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s))
+    _update(
+        draft,
+        replace(
+            draft.state.switches,
+            next=replace(upcoming, unprepared=upcoming.unprepared - {worker}, prepared_at=draft.at.unix_s),
+        ),
+    )
     _switch_if_prepared(draft)
 
 
@@ -201,7 +207,7 @@ def discard(draft: Draft) -> None:
     assert active is not None
     if upcoming is not None:
         assert not upcoming.is_switching
-        _change(draft, next=None)
+        _update(draft, replace(draft.state.switches, next=None))
         for worker in upcoming.plan.participants:
             draft.send(worker, messages.Discard(generation=upcoming.number))
     if active.migration is None:
@@ -216,15 +222,15 @@ def abandon(draft: Draft) -> None:
         return
     discard(draft)
     if active.migration is not None:
-        _change(draft, following=(_without_migration(active),))
-    draft.set(scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
+        _update(draft, replace(draft.state.switches, following=(_without_migration(active),)))
+    draft.state = replace(draft.state, scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
 
 
 def _cancel(draft: Draft) -> None:
     """Give up the plans that follow; between two waves, another plan is searched for."""
     if draft.state.switches.migrated.waves:
-        draft.set(scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
-    _change(draft, following=(), migrated=Migrated())
+        draft.state = replace(draft.state, scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
+    _update(draft, replace(draft.state.switches, following=(), migrated=Migrated()))
 
 
 def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
@@ -238,9 +244,9 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     assert active is not None
     discard(draft)
     if cancels and active.migration is not None:
-        _change(draft, following=(_without_migration(active),))
+        _update(draft, replace(draft.state.switches, following=(_without_migration(active),)))
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
-    draft.set(scale_up=scale_up)
+    draft.state = replace(draft.state, scale_up=scale_up)
     message = f"generation {upcoming.number} could not be prepared, and training goes on without it: {error}"
     draft.record("discarded", generation=upcoming.number, error=error, message=message)
 
@@ -266,7 +272,7 @@ def _switch_if_prepared(draft: Draft) -> None:
     if upcoming is None or upcoming.unprepared or state.phase is not Phase.TRAINING or state.ending is not None:
         return
     assert state.active is not None
-    _change(draft, next=replace(upcoming, is_switching=True))
+    _update(draft, replace(draft.state.switches, next=replace(upcoming, is_switching=True)))
     for worker in state.active.plan.workers:
         draft.send(worker, messages.Switch(generation=upcoming.number))
 
@@ -286,16 +292,13 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     is_cut_short = bool(following and state.reconnection.awaited)  # orders would not reach all
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
-    draft.begin_plan(
-        active,
-        generation=upcoming.number,
-        phase=Phase.REGROUPING,
-        active_generation=upcoming.number,
+    draft.begin_plan(active, upcoming.number)
+    draft.state = replace(
+        draft.state,
         # Reports say later whether a worker holds the new placement.
         in_force=state.placed,
         switched_from=state.generation,
         switches=Switches(following=following, migrated=migrated if following else Migrated()),
-        finished=frozenset(),
         incident=Incident(
             ended_at=now,
             stopped_at=now,
@@ -337,16 +340,16 @@ def _follow_outcome(draft: Draft, active: ActivePlan) -> None:
         now=draft.at.unix_s,
     )
     draft.do(commands.Task.RECORD_SCALE_UP, commands.Task.FORGET_DECISIONS)
-    draft.set(outcomes=outcomes)
+    draft.state = replace(draft.state, outcomes=outcomes)
     draft.record_outcome(outcome)
 
 
 def _end_outcome(draft: Draft) -> None:
     """End the outcome of the decision in force: until the next plan, steps are no measure of it."""
     outcomes, outcome = draft.state.outcomes.ended()
-    draft.set(outcomes=outcomes)
+    draft.state = replace(draft.state, outcomes=outcomes)
     draft.record_outcome(outcome)
 
 
-def _change(draft: Draft, **changes: Any) -> None:
-    draft.set(switches=replace(draft.state.switches, **changes))
+def _update(draft: Draft, switches: Switches) -> None:
+    draft.state = replace(draft.state, switches=switches)

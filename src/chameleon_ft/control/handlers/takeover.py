@@ -53,12 +53,15 @@ def took_over(draft: Draft, term: int, address: str) -> None:
         address: where this coordinator stood by; it does no longer.
     """
     now = draft.at.monotonic_s
-    draft.set(standbys={each: other for each, other in draft.state.standbys.items() if other != address})
+    draft.state = replace(
+        draft.state, standbys={each: other for each, other in draft.state.standbys.items() if other != address}
+    )
     state = draft.state
     doubtful = state.reconnection.doubtful
     if state.switches.underway is None:
         doubtful = state.switches.next or doubtful
-    draft.set(
+    draft.state = replace(
+        draft.state,
         term=term,
         reconnection=replace(
             state.reconnection,
@@ -72,14 +75,14 @@ def took_over(draft: Draft, term: int, address: str) -> None:
     schedule = state.checkpoints.schedule
     if not schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
         schedule = replace(schedule, request=schedule.request + 1)
-        draft.set(checkpoints=replace(state.checkpoints, schedule=schedule))
+        draft.state = replace(draft.state, checkpoints=replace(state.checkpoints, schedule=schedule))
     if state.health.disagreement is not None:  # they may not have been marked yet
         draft.do(DistrustCheckpoints(after=state.health.agreed))
     draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
     incidents.detect(draft, signals.Progressed(now))
     match state.phase:
         case Phase.GATHERING if len(state.members.live()) == state.settings.workers:
-            draft.set(question=state.question + 1)
+            draft.state = replace(draft.state, question=state.question + 1)
             draft.do(Task.DECIDE)
         case Phase.STOPPING:
             incidents.detect(draft, signals.StopRequested(now))
@@ -92,7 +95,7 @@ def reclaimed(draft: Draft, term: int) -> None:
     Peers may have left this one, or were disconnected, to look for that one; so they have a while to reconnect.
     """
     reconnection = replace(draft.state.reconnection, stalled_at_s=draft.at.monotonic_s)
-    draft.set(term=term, reconnection=reconnection)
+    draft.state = replace(draft.state, term=term, reconnection=reconnection)
     draft.record("reclaimed", term=term, message=f"the coordinator had not led for a while; it does in term {term}")
     draft.announce()
 
@@ -105,13 +108,15 @@ def standby_joined(draft: Draft, connection: int, hello: StandbyHello) -> None:
     state = draft.state
     before = {each for each, address in state.standbys.items() if address == hello.address}
     standbys = {each: address for each, address in state.standbys.items() if each not in before}
-    draft.set(standbys={**standbys, connection: hello.address}, reconnection=state.reconnection.without(before))
+    draft.state = replace(
+        draft.state, standbys={**standbys, connection: hello.address}, reconnection=state.reconnection.without(before)
+    )
     draft.announce()
 
 
 def standby_left(draft: Draft, connection: int) -> None:
     """Forget a coordinator that stood by, and tell all peers."""
-    draft.set(standbys=without(draft.state.standbys, connection))
+    draft.state = replace(draft.state, standbys=without(draft.state.standbys, connection))
     draft.announce()
 
 
@@ -126,7 +131,7 @@ def is_expected_back(draft: Draft, connection: int, *, will_return: bool) -> boo
     has_stalled = state.reconnection.has_stalled(now, within_s=patience_s)
     if not is_member or not (has_stalled or will_return):
         return False
-    draft.set(reconnection=state.reconnection.awaiting([connection], until_s=now + patience_s))
+    draft.state = replace(draft.state, reconnection=state.reconnection.awaiting([connection], until_s=now + patience_s))
     _orders_lost(draft)
     return True
 
@@ -167,7 +172,7 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
     if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
         draft.do(Welcome(connection, worker.incarnation))
     if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
-        draft.set(newest=hello.known)
+        draft.state = replace(draft.state, newest=hello.known)
         if draft.state.active is None:  # what ranks hold by now is not known
             incidents.end(draft, "failed", "the first plan is not in the journal, and workers have it; resume the run")
             return
@@ -176,7 +181,8 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
     doubtful = draft.state.reconnection.doubtful
     if doubtful is not None and hello.switch_to == doubtful.number:
         # Some may have switched by now; their reports tell whether one has given up its old layers.
-        draft.set(
+        draft.state = replace(
+            draft.state,
             switches=replace(draft.state.switches, next=replace(doubtful, is_switching=True)),
             reconnection=replace(draft.state.reconnection, doubtful=None),
         )
@@ -216,7 +222,7 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
     """Take an agent back on another connection; have it end ranks that are lost, and start those that it has not."""
     admission = draft.state.admission
     if before in admission.connections:
-        draft.set(admission=admission.without(before))
+        draft.state = replace(draft.state, admission=admission.without(before))
         _reconnected(draft, before, connection)
         admit = hosts.joined if before in admission.waiting else hosts.arrived
         admit(draft, connection, hello)
@@ -248,28 +254,27 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
 def missing(draft: Draft) -> list[int]:
     """Return the connections whose peers have not come back in time, which are lost."""
     reconnection = draft.state.reconnection
-    if not reconnection.awaited:
-        draft.set(reconnection=replace(reconnection, doubtful=None))
+    if not reconnection.awaited and reconnection.doubtful is not None:
+        draft.state = replace(draft.state, reconnection=replace(reconnection, doubtful=None))
+    if not reconnection.awaited or draft.at.monotonic_s < reconnection.until_s:
         return []
-    if draft.at.monotonic_s < reconnection.until_s:
-        return []
-    draft.set(reconnection=replace(reconnection, awaited=frozenset()))
+    draft.state = replace(draft.state, reconnection=replace(reconnection, awaited=frozenset()))
     return sorted(reconnection.awaited)
 
 
 def _refuse(draft: Draft, connection: int, reason: str) -> None:
     """Refuse a peer that is lost, and ignore what it has kept and sends before it knows."""
-    draft.set(members=draft.state.members.fence_connection(connection))
+    draft.state = replace(draft.state, members=draft.state.members.fence_connection(connection))
     draft.do(Send(connection, Refused(reason=reason)))
 
 
 def _reconnected(draft: Draft, before: int, connection: int) -> None:
     members, reconnection = draft.state.members.reconnected(before, connection), draft.state.reconnection
     if before in reconnection.awaited:
-        draft.set(members=members, reconnection=reconnection.without([before]))
+        draft.state = replace(draft.state, members=members, reconnection=reconnection.without([before]))
         return
     # The peer has noticed the end of its connection first; what is left of that has been sent again.
-    draft.set(members=members.fence_connection(before))
+    draft.state = replace(draft.state, members=members.fence_connection(before))
     draft.do(Drop(before))
     _orders_lost(draft)
 
