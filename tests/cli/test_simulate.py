@@ -121,7 +121,7 @@ def test_every_policy_is_set_beside_the_bound(capsys: pytest.CaptureFixture[str]
 def test_the_same_arguments_give_the_same_results_to_the_bit(
     capsys: pytest.CaptureFixture[str], known: dict[object, Results]
 ) -> None:
-    drawn = (*COMMON, "--workers", "8", "--generate", "spot", "--days", "0.2", "--policies", "chameleon,restart")
+    drawn = (*COMMON, "--workers", "8", "--generate", "spot", "--days", "0.2", "--policies", "drop-replica,restart")
     first = simulate(capsys, *drawn, "--seed", "3", "--json")
     known.clear()
     world_of.cache_clear()

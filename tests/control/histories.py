@@ -42,7 +42,7 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.control.wire.parts import OperationTimes, RankProcess, Vote
 from chameleon_ft.observe import FailureRecord, OtherRecord
-from tests.control.invariants import check
+from tests.control.invariants import check, is_routine
 from tests.control.journaled import JournaledState
 from tests.control.plans import LAYERS, a_plan, in_waves
 
@@ -118,7 +118,7 @@ class History:
         before = self.state
         after, commands = step(before, event)
         check(before, event, after, commands)
-        if commands or not isinstance(event, Ticked):  # ticks are many
+        if not is_routine(event, commands):
             self.journaled.become(after)
         self.state = after
         self.commands += commands

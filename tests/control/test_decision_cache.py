@@ -63,15 +63,15 @@ def test_every_single_loss_has_the_decision_that_it_would_get() -> None:
 
 
 def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_get() -> None:
-    # Workers 0 to 3, two pipelines, are on the first host; the last has a pipeline and two spares.
-    now = context(dp=5, pp=2, share=2, hosts=3, spares=2, layers=(layer(10),) * 4)
+    # Workers 0 to 3, two pipelines, are on the first host; the other has a pipeline and two spares.
+    now = context(dp=3, pp=2, share=2, hosts=2, spares=2, layers=(layer(10),) * 4)
     hosts: dict[str, list[int]] = {}
     for worker, host in now.costs.cluster.hosts.items():
         hosts.setdefault(host, []).append(worker)
 
     async def scene(prepared: Prepared) -> None:
         cache = await prepared.on(now, RATE)
-        assert prepared.said[0][::2] == (10, None), "those of hosts come after"
+        assert prepared.said[0][::2] == (6, None), "those of hosts come after"
         assert cache._work is not None
         await cache._work
         for lost in hosts.values():

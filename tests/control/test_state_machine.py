@@ -29,6 +29,7 @@ from chameleon_ft.control.wire.messages import (
 from tests.control.drawn_members import OFTEN, RARELY, WORKERS, MemberRuns
 from tests.control.histories import AGENT
 from tests.control.plans import LAYERS
+from tests.examples import examples
 
 
 class Runs(MemberRuns):
@@ -273,4 +274,4 @@ class Runs(MemberRuns):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(stateful_step_count=40, deadline=None)
+TestRuns.settings = settings(stateful_step_count=40, deadline=None, max_examples=examples(60))

@@ -151,7 +151,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.3, 1.0, None])
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 1.0, None])
 def test_a_starter_killed_at_any_moment_leaves_no_process(after_s: float | None, *, stopped: bool) -> None:
     """Kill it so long after its server has begun, or after it has forked; with the server stopped or running."""
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])

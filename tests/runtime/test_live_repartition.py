@@ -96,8 +96,9 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert ended.lost == {1, 6}
 
 
-@pytest.mark.parametrize("phase", ["recovery", "transfer", "confirm", "switch"])
-@pytest.mark.parametrize("worker", [2, 7])
+@pytest.mark.parametrize(
+    ("phase", "worker"), [("recovery", 7), ("transfer", 2), ("transfer", 7), ("confirm", 2), ("switch", 7)]
+)
 def test_a_kill_in_every_phase_of_a_transition(tmp_path: Path, phase: FailurePhase, worker: int) -> None:
     failures = (fails(0, step=4, phase="vote"), fails(worker, step=4, phase=phase))
     ended = train_here(eight_workers(tmp_path, failures=failures), tmp_path / "run")

@@ -66,7 +66,7 @@ def terminate(part: str, commands: Sequence[Command]) -> None:
                 os.killpg(command.pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", 4))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRAWS", 3))))
 def test_nothing_is_lost_and_the_same_command_lines_resume_the_run(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     kind = random.choice(sorted(_PARTS))

@@ -14,7 +14,7 @@ from tests.runtime import failing_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-_TIMEOUTS = Timeouts(heartbeat_timeout_s=6.0, watchdog_min_s=8.0, collective_timeout_s=12.0, rendezvous_s=15.0)
+_TIMEOUTS = Timeouts(heartbeat_timeout_s=5.0, watchdog_min_s=7.0, collective_timeout_s=9.0, rendezvous_s=10.0)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
@@ -27,7 +27,7 @@ def test_a_process_that_fails_before_it_connects_is_replaced(tmp_path: Path, how
     assert ended.lost == set()
     (lost,) = ended.events("join_failed")
     assert (lost["worker"], lost["incarnation"]) == (failing_ranks.WORKER, 1)
-    cause = "SIGKILL" if how == "dies" else "hung: its process has not connected within 15 s"
+    cause = "SIGKILL" if how == "dies" else "hung: its process has not connected within 10 s"
     assert lost["cause"] == cause
     assert [event["incarnation"] for event in ended.events("respawn")] == [2]
 

@@ -27,7 +27,7 @@ from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import Exhaustive, cuts
 
-PRESET = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=128)
+PRESET = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=64)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -164,20 +164,20 @@ def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> Non
     assert found.bound_s <= estimate.step_s
 
 
-@pytest.mark.parametrize("least_holders", [2, 5, 8])
+@pytest.mark.parametrize("least_holders", [2, 4])
 def test_every_layer_has_as_many_holders_as_are_asked_for(least_holders: int) -> None:
-    costs = CostModel(PRESET, device("h100-80g").cluster(32).without([7, 30]))
+    costs = CostModel(PRESET, device("h100-80g").cluster(16).without([7, 14]))
     found = find_plan(costs, least_holders=least_holders)
     fewest = [each.plan.placement.fewest_holders for each in (found.best, *found.alternatives)]
     assert min(fewest) >= least_holders
-    unconstrained = fastest_without(7, 30)
+    unconstrained = fastest_without(7, 14)
     assert found.best.step_s >= unconstrained.step_s
     assert found.bound_s <= unconstrained.step_s
 
 
 @cache
 def fastest_without(*lost: int) -> FoundPlan:
-    return find_plan(CostModel(PRESET, device("h100-80g").cluster(32).without(lost))).best
+    return find_plan(CostModel(PRESET, device("h100-80g").cluster(16).without(lost))).best
 
 
 @pytest.mark.parametrize("effort", [None, 300])
@@ -198,15 +198,15 @@ def test_a_plan_with_so_many_holders_is_found_if_there_is_one(seed: int, kinds: 
         find_plan(costs, least_holders=5, effort=effort)
 
 
-@pytest.mark.parametrize("lost", [(), (7,), (0, 9, 31)])
+@pytest.mark.parametrize("lost", [(), (7,), (0, 9, 15)])
 def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) -> None:
-    cluster = device("h100-80g").cluster(32).without(lost)
+    cluster = device("h100-80g").cluster(16).without(lost)
     costs = CostModel(PRESET, cluster)
     before = data_pipeline_plan(
         layer_costs=PRESET.layer_times_s,
-        dp=8,
+        dp=4,
         pp=4,
-        micro_batches=128,
+        micro_batches=64,
         split_backward=True,
     )
     others = {"reroute": reroute(before, lost, costs)} if lost else {"before": before}
@@ -409,7 +409,7 @@ def test_no_worker_is_left_to_plan_for() -> None:
 
 
 def test_the_search_is_deterministic() -> None:
-    costs = CostModel(PRESET, device("h100-80g").cluster(32).without((3,)))
+    costs = CostModel(PRESET, device("h100-80g").cluster(16).without((3,)))
     placement = Placement(len(PRESET.layers), {})
     assert find_plan(costs, current=placement) == find_plan(costs, current=placement)
 
@@ -468,8 +468,9 @@ def test_a_worker_alone_on_its_host_reduces_nothing_where_links_to_it_are_slow(
 ) -> None:
     rates = device("h100-80g").cluster(9, workers_per_host=8)
     cluster = Cluster(rates.workers, rates.intra_host, Link(1e-5, far_bytes_per_s))
-    result = find_plan(CostModel(PRESET, cluster))
-    alone = find_plan(CostModel(PRESET, cluster.without([8])))
+    workload = dataclasses.replace(PRESET, micro_batches=128)
+    result = find_plan(CostModel(workload, cluster))
+    alone = find_plan(CostModel(workload, cluster.without([8])))
     placement = result.best.plan.placement
     in_rings = any(placement.holders(layer) != (8,) for held in placement.ranges.get(8, ()) for layer in held)
     assert in_rings is not left_out

@@ -143,5 +143,6 @@ def test_costs_that_cannot_be_compared_are_refused() -> None:
             find_plan_of_sizes(costs)
     with pytest.raises(PlanError, match="no worker is left"):
         find_plan_of_sizes([CostModel(preset(size).workload, Cluster((), Link(0, 1), Link(0, 1))) for size in (1, 2)])
+    one_worker = preset(1).cluster.without(range(1, 8))
     with pytest.raises(InfeasibleError, match="the model does not fit"):
-        find_plan_of_sizes([preset(1, model="llama2-70b"), preset(2, model="llama2-70b")])
+        find_plan_of_sizes([CostModel(preset(size).workload, one_worker) for size in (1, 2)])

@@ -43,13 +43,13 @@ def of_preset(model: str, workers: int) -> CostModel:
 
 
 def test_a_model_that_has_to_recompute_is_simulated() -> None:
-    results = simulated("qwen2.5-32b", 64, [Fault(tuple(range(8)), HOUR_S, 3 * HOUR_S)], "recycle", "oracle")
+    results = simulated("qwen2.5-32b", 32, [Fault(tuple(range(8)), HOUR_S, 3 * HOUR_S)], "recycle", "oracle")
     assert results.policies["recycle"].down_s == 0
     assert "recomputing" in results.start
 
 
 def test_a_large_model_continues_on_fewer_hosts() -> None:
-    results = simulated("llama2-70b", 64, [Fault(tuple(range(16)), HOUR_S)], "chameleon", "restart")
+    results = simulated("llama2-70b", 32, [Fault(tuple(range(8)), HOUR_S)], "chameleon", "restart")
     for result in results.policies.values():
         assert result.down_s == 0
         assert "wait" not in result.decisions_by_kind
@@ -57,8 +57,8 @@ def test_a_large_model_continues_on_fewer_hosts() -> None:
 
 def test_oobleck_has_room_to_be_reconfigured() -> None:
     # Two H100s hold the 7B model, but with no room for layers that arrive: then hardly a template could be reached.
-    losses = [Fault((worker,), (1 + worker) * HOUR_S / 2) for worker in range(12)]
-    result = simulated("llama2-7b", 24, losses, "oobleck").policies["oobleck"]
+    losses = [Fault((worker,), (1 + worker) * HOUR_S / 2) for worker in range(8)]
+    result = simulated("llama2-7b", 16, losses, "oobleck").policies["oobleck"]
     assert "checkpoint" not in result.decisions_by_kind
 
 
