@@ -7,22 +7,20 @@ import os
 import select
 import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
-from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig, Timeouts, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Acknowledged, Drain, Exit, Hello, HostHello, Message, Refused, Spawn
+from chameleon_ft.control.wire.messages import Exit, Hello, Message, Refused
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
@@ -286,164 +284,6 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
     ]
     assert (ended.code, ended.failures) == (0, [])
     assert_as_the_plain_loop(ended, steps=60)
-
-
-# --- workers that a launcher starts ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
-    config = small_config(
-        tmp_path,
-        steps=100_000,
-        workers=3,
-        parallel=Parallel(dp=3, pp=1),
-        batch=Batch(micro_batches=6),
-        timeouts=Timeouts(reconnect_s=2.0),
-    )
-    with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as command:
-        yield command
-
-
-def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> None:
-    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon agent --coordinator (\S+)")
-    environ = {"WORLD_SIZE": "3", "CHAMELEON_TOKEN": run.read_control().token}
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                Command(
-                    "worker", "--coordinator", found[2], environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                )
-            )
-            for rank in range(3)
-        ]
-        coordinator.read_until(STEP.format(3))
-        os.kill(workers[1].pid, signal.SIGKILL)
-        lost_in = int(coordinator.read_until(r"worker 1 lost in step (\d+)")[1])
-        coordinator.read_until(STEP.format(lost_in + 2))
-        again = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
-        with Command("worker", "--run", run.path, environ=again, own_interpreter=True) as late:
-            coordinator.read_until("worker 1 has joined as a spare")
-            with Command("worker", "--run", run.path, environ=again) as second:
-                assert second.wait() == 1
-                assert "worker 1 is refused: worker 1 has joined already" in second.printed
-            with Command("agent", "--run", run.path, "--workers", "1") as host:
-                coordinator.read_until("worker 3 has joined as a spare")
-                coordinator.signal(signal.SIGINT)
-                assert coordinator.wait() == 130
-                assert host.wait() == 0, host.printed
-            assert late.wait() == 0, late.printed
-        assert [worker.wait() for worker in workers] == [0, -signal.SIGKILL, 0]
-    ended = Ended(130, run)
-    assert ended.lost == {1}
-    assert ended.failures[0].noticed_by in ("connection", "peer")
-    assert_as_the_plain_loop(ended, steps=60)
-
-
-def test_sigterm_drains_workers_started_directly(coordinator: Command, run: RunDirectory) -> None:
-    coordinator.read_until("waiting for 3 workers")
-    with ExitStack() as stack:
-        first, *others = [
-            stack.enter_context(
-                Command("worker", "--run", run.path, environ={"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank})
-            )
-            for rank in "012"
-        ]
-        coordinator.read_until(STEP.format(3))
-        for worker in others:
-            worker.signal(signal.SIGTERM)
-            assert worker.wait() == 0, worker.printed
-        first.signal(signal.SIGTERM)
-        assert first.wait() == coordinator.wait() == os.EX_TEMPFAIL
-    ended = Ended(os.EX_TEMPFAIL, run)
-    assert {event["worker"] for event in ended.events("drained")} == {1, 2}
-    assert ended.lost == set()
-    assert complete_checkpoints(run.checkpoints) == [len(run.steps())]
-    assert_as_the_plain_loop(ended, steps=60)
-
-
-def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command, run: RunDirectory) -> None:
-    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon agent --coordinator (\S+)")
-    environ = {"CHAMELEON_TOKEN": run.read_control().token}
-    with Command("agent", "--coordinator", found[2], "--workers", "3", environ=environ) as host:
-        coordinator.read_until(STEP.format(1))
-        with every_process_ends([*coordinator.session(), *host.session()]):
-            coordinator.signal(signal.SIGKILL)
-            assert coordinator.wait() == -signal.SIGKILL
-            assert host.wait() == 1
-        assert "the connection to the coordinator is lost" in host.printed
-
-
-# --- drained hosts ---------------------------------------------------------------------------------------------------
-
-
-def acknowledged(connection: int) -> Acknowledged:
-    return Acknowledged(connection=connection, received=0, term=1, lease_s=30.0, reconnect_s=0.0)
-
-
-@contextmanager
-def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
-    """Run a coordinator that has an agent start worker 0, and drains it or never does.
-
-    Yields its address, and an event that is set once the worker has joined.
-    """
-    ranks: list[ServerConnection] = []
-    has_joined = threading.Event()
-
-    def handler(connection: ServerConnection) -> None:
-        for text in connection:
-            match decode(text):
-                case HostHello():
-                    connection.send(
-                        encode(Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
-                    )
-                    connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
-                case Hello():
-                    connection.send(
-                        encode(Acknowledged(connection=2, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
-                    )
-                    ranks.append(connection)
-                    has_joined.set()
-                case Drain() if drains:
-                    connection.send(encode(Drain(workers=(0,))))
-                    for member in {*ranks, connection}:
-                        with suppress(ConnectionClosed):  # a rank that has been told before
-                            member.send(encode(Exit(reason="drained", is_drained=True)))
-
-    with serve(handler, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.socket.getsockname()[1]}", has_joined
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def test_sigterm_drains_the_workers_of_an_agent() -> None:
-    with (
-        coordinator_that(drains=True) as (address, has_joined),
-        Command("agent", "--coordinator", address, "--workers", "1", "--token", "t") as host,
-    ):
-        assert has_joined.wait(60)
-        with every_process_ends(host.session()):
-            os.killpg(host.pid, signal.SIGTERM)  # a batch system sends it to the workers as well
-            assert host.wait() == 0, host.printed
-        assert "draining the workers of this agent" in host.printed
-
-
-def test_a_second_sigterm_ends_an_agent_whose_workers_do_not_leave() -> None:
-    with (
-        coordinator_that(drains=False) as (address, has_joined),
-        Command("agent", "--coordinator", address, "--workers", "1", "--token", "t") as host,
-    ):
-        assert has_joined.wait(60)
-        with every_process_ends(host.session()):
-            host.signal(signal.SIGTERM)
-            host.read_until("draining the workers of this agent")
-            time.sleep(1.1)  # signals that come earlier are the same one
-            host.signal(signal.SIGTERM)
-            assert host.wait() == os.EX_TEMPFAIL
 
 
 # --- what cannot be started ------------------------------------------------------------------------------------------

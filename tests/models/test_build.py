@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import (
@@ -20,35 +19,10 @@ from chameleon_ft.models.build import (
     param_bytes,
     seed_forward,
     state_bytes,
-    tie,
-    tied_bytes,
 )
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.optim import adamw
-
-CONFIG = LlamaConfig(
-    vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, seq_len=8, dropout=0.5
-)
-
-
-class Zeros:
-    """Samples of one shape and type, as input and target."""
-
-    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-        self._sample = torch.zeros(shape, dtype=dtype)
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._sample, self._sample
-
-
-def make_job(layers: Sequence[Callable[[], nn.Module]], dataset: Zeros, **fields: Any) -> Job:
-    return Job(layers=layers, loss=next_token_loss, dataset=dataset, optimizer=torch.optim.SGD, **fields)
-
-
-LLAMA = make_job(llama_layers(CONFIG), Zeros(8, dtype=torch.int64))
+from tests.models.jobs import CONFIG, LLAMA, Zeros, make_job
 
 
 def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
@@ -376,67 +350,3 @@ class _Unable(torch.optim.SGD):
 def test_an_optimizer_that_makes_no_step_here_is_taken_to_keep_nothing() -> None:
     job = Job(layers=[Buffered], loss=next_token_loss, dataset=Zeros(8), optimizer=_Unable)
     assert state_bytes(job) == (4 * (3 * 5 + 7 + 11),)
-
-
-# --- tied parameters -------------------------------------------------------------------------------------------------
-
-
-def tied_job(*names: str) -> Job:
-    layers: list[Callable[[], nn.Module]] = [
-        lambda: nn.Embedding(6, 4),
-        lambda: nn.Linear(4, 4),
-        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6)),
-    ]
-    return make_job(layers, Zeros(3, dtype=torch.int64), tied=[((0, names[0]), (2, names[1]))])
-
-
-def test_copies_of_a_parameter_begin_alike_and_all_the_rest_as_ever() -> None:
-    job = tied_job("weight", "1.weight")
-    plain = make_job(job.layers, Zeros(3, dtype=torch.int64))
-
-    built = [build_layer(job, layer, 7) for layer in range(3)]
-
-    assert torch.equal(built[2].get_parameter("1.weight"), built[0].get_parameter("weight"))
-    for layer, module in enumerate(built):
-        for name, parameter in build_layer(plain, layer, 7).named_parameters():
-            if (layer, name) != (2, "1.weight"):
-                assert torch.equal(module.get_parameter(name), parameter)
-
-
-def test_a_whole_model_shares_one_tied_parameter() -> None:
-    job = tied_job("weight", "1.weight")
-    layers = [build_layer(job, layer, 7) for layer in range(3)]
-
-    tie(job, layers)
-
-    assert layers[2].get_parameter("1.weight") is layers[0].get_parameter("weight")
-    assert tied_bytes(job) == {(0, 2): 6 * 4 * 4}
-    assert tied_bytes(LLAMA) == {}
-
-
-def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.second.weight = self.first.weight
-
-    job = make_job([Twice, Twice], Zeros(4), tied=[((0, "first.weight"), (1, "first.weight"))])
-    layers = [build_layer(job, layer, 7) for layer in range(2)]
-
-    tie(job, layers)
-
-    assert layers[1].get_parameter("second.weight") is layers[0].get_parameter("first.weight")
-    assert len({id(parameter) for layer in layers for parameter in layer.parameters() if parameter.ndim == 2}) == 1
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("weight", "2.weight"), "`tied` names the parameter '2.weight' of layer 2"),
-        (("weight", "1.bias"), "these differ in shape, type or in whether they are trained"),
-    ],
-)
-def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tied_bytes(tied_job(*names))

@@ -336,42 +336,6 @@ def test_a_bit_that_flips_in_any_tensor_of_a_layer_is_noticed(of: str) -> None:
             assert list(error.value.checksums) == [1]
 
 
-class Recording(nn.Linear):
-    """A linear layer that notes the types of what comes in and goes out of it."""
-
-    types: list[torch.dtype]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.types = [x.dtype, self.weight.dtype]
-        return super().forward(x)
-
-
-class Router(Recording):
-    pass
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.top, self.expert = Router(3, 3), Recording(3, 3), Recording(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.expert(self.top(self.gate(x)))
-        return out
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-@pytest.mark.parametrize("patterns", [("*Router", "top"), ("*Router", "t*p"), ("gate", "top")], ids=str)
-def test_modules_are_left_in_float32_by_class_or_name(patterns: tuple[str, ...], is_first: bool) -> None:
-    layer = Experts()
-    masters = cast_layer(layer, Precision("bf16", patterns), is_first=is_first)
-    output = layer(torch.ones(2, 3, dtype=torch.float32 if is_first else torch.bfloat16))
-    assert output.dtype == torch.bfloat16
-    assert layer.gate.types == layer.top.types == [torch.float32] * 2
-    assert layer.expert.types == [torch.bfloat16] * 2
-    assert set(masters) == {"expert.weight", "expert.bias"}
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 def test_all_gradients_of_a_micro_batch_have_the_bits_of_bfloat16_and_sums_of_them_have_no_order(split: bool) -> None:
     torch.manual_seed(1)
@@ -393,13 +357,6 @@ def test_all_gradients_of_a_micro_batch_have_the_bits_of_bfloat16_and_sums_of_th
         layer.zero_grad()
     for alike in zip(*found, strict=True):
         assert torch.equal(sum(alike, torch.zeros(())), sum(reversed(alike), torch.zeros(())))
-
-
-def test_fp32_changes_nothing() -> None:
-    layer = Experts()
-    assert cast_layer(layer, Precision("fp32", ("*",)), is_first=True) == {}
-    layer(torch.ones(2, 3))
-    assert layer.gate.types == layer.expert.types == [torch.float32] * 2
 
 
 @pytest.mark.multiprocess

@@ -17,8 +17,8 @@ from chameleon_ft.runtime.execution.step_stats import StepRecorder
 from chameleon_ft.runtime.step_loop import StepLoop
 from chameleon_ft.schedule import best_program
 from chameleon_ft.sync import gradient_segments
+from tests.runtime.interrupted import LAYERS, MICRO_BATCHES, Worker
 from tests.runtime.switchboard import Line, Switchboard
-from tests.runtime.test_interrupted_step import LAYERS, MICRO_BATCHES, Worker
 from tests.runtime.toy import toy_job
 from tests.strategies import equal_costs
 

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from itertools import combinations, pairwise, permutations
 
 import pytest
@@ -21,7 +20,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipe
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import BoundFamily, FoundPlan, InfeasibleError, find_plan, recut_plan
+from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan, recut_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
 from tests.search.instances import instance, with_gradients
@@ -164,40 +163,6 @@ def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> Non
     assert found.bound_s <= estimate.step_s
 
 
-@pytest.mark.parametrize("least_holders", [2, 4])
-def test_every_layer_has_as_many_holders_as_are_asked_for(least_holders: int) -> None:
-    costs = CostModel(PRESET, device("h100-80g").cluster(16).without([7, 14]))
-    found = find_plan(costs, least_holders=least_holders)
-    fewest = [each.plan.placement.fewest_holders for each in (found.best, *found.alternatives)]
-    assert min(fewest) >= least_holders
-    unconstrained = fastest_without(7, 14)
-    assert found.best.step_s >= unconstrained.step_s
-    assert found.bound_s <= unconstrained.step_s
-
-
-@cache
-def fastest_without(*lost: int) -> FoundPlan:
-    return find_plan(CostModel(PRESET, device("h100-80g").cluster(16).without(lost))).best
-
-
-@pytest.mark.parametrize("effort", [None, 300])
-@pytest.mark.parametrize("kinds", [1, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_plan_with_so_many_holders_is_found_if_there_is_one(seed: int, kinds: int, effort: int | None) -> None:
-    rng = random.Random(seed)
-    costs = instance(rng, workers=4, layers=3, micro_batches=4, kinds=kinds, memory=False)
-    costs = with_gradients(costs, rng) if seed % 2 else costs
-    steps_s = []
-    for least in (1, 2, 3, 4):
-        found = find_plan(costs, least_holders=least, effort=effort)
-        assert found.best.plan.placement.fewest_holders >= least
-        steps_s.append(found.best.step_s)
-    if effort is None:
-        assert steps_s == sorted(steps_s)
-    with pytest.raises(InfeasibleError, match="no plan was found in which every layer has 5 holders"):
-        find_plan(costs, least_holders=5, effort=effort)
-
-
 @pytest.mark.parametrize("lost", [(), (7,), (0, 9, 15)])
 def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) -> None:
     cluster = device("h100-80g").cluster(16).without(lost)
@@ -227,42 +192,6 @@ def test_one_pipeline_takes_what_its_plan_takes() -> None:
     assert len({route.hops for route in found.best.plan.routes}) == 1
     program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program
     assert estimate_step(found.best.plan, program, costs).step_s == pytest.approx(found.best.step_s)
-
-
-def test_a_worker_that_would_slow_the_rest_stays_idle() -> None:
-    link = Link(0.0, math.inf)
-    layer = LayerCost("layer", 1.0, 1.0, 1.0)
-    workers = (Worker(0, "host"), Worker(1, "host"), Worker(2, "host", speed=0.01))
-    costs = CostModel(Workload((layer,) * 2, 4, 1), Cluster(workers, link, link))
-    found = find_plan(costs, effort=None)
-    assert found.best.plan.workers == (0, 1)
-    assert found.best.step_s == pytest.approx(2 * 2 * 3)
-
-
-def reducing(layer: LayerCost, *, layers: int, micro_batches: int, cluster: Cluster) -> CostModel:
-    return CostModel(Workload((dataclasses.replace(layer, gradient_bytes=100),) * layers, micro_batches, 1), cluster)
-
-
-def test_workers_stay_idle_where_reducing_takes_longer_than_they_save() -> None:
-    layer = LayerCost("layer", 0.1, 0.1, 0.1)
-    link = Link(1.0, 10.0)
-    costs = reducing(
-        layer, layers=4, micro_batches=9, cluster=Cluster(tuple(Worker(n, f"{n}") for n in range(9)), link, link)
-    )
-    found = find_plan(costs)
-    assert len({route.hops for route in found.best.plan.routes}) == 1
-    assert found.best.step_s <= 9 * 4 * 0.3, "what one worker alone takes"
-
-
-def test_a_worker_that_slows_the_others_is_left_out_where_gradients_are_reduced() -> None:
-    cluster = device("h100-80g").cluster(8)
-    slow = Cluster(
-        tuple(dataclasses.replace(worker, speed=0.1 if worker.id == 3 else 1.0) for worker in cluster.workers),
-        cluster.intra_host,
-        cluster.inter_host,
-    )
-    without = find_plan(CostModel(PRESET, cluster.without([3])))
-    assert find_plan(CostModel(PRESET, slow)).best.step_s <= without.best.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("layer_s", [0.0, 1e-9])
@@ -412,79 +341,6 @@ def test_the_search_is_deterministic() -> None:
     costs = CostModel(PRESET, device("h100-80g").cluster(16).without((3,)))
     placement = Placement(len(PRESET.layers), {})
     assert find_plan(costs, current=placement) == find_plan(costs, current=placement)
-
-
-def on_hosts(hosts: int, each: int, *, slower: float) -> CostModel:
-    """Four layers of much gradient for so many workers, with links that are as much slower between hosts."""
-    layers = (LayerCost("layer", 1.0, 1.0, 1.0, gradient_bytes=400, param_bytes=400, output_bytes=1),) * 4
-    workers = tuple(Worker(number, f"host {number // each}") for number in range(hosts * each))
-    cluster = Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1000.0 / slower))
-    return CostModel(Workload(layers, 4 * hosts * each, 1), cluster)
-
-
-@pytest.mark.parametrize("effort", [2_000, None])
-def test_an_alternative_survives_the_loss_of_any_host(effort: int | None) -> None:
-    result = find_plan(on_hosts(2, 2, slower=30.0), effort=effort)
-    assert result.best.host_single_points_of_failure == 2
-    survivors = [each for each in result.alternatives if not each.host_single_points_of_failure]
-    assert survivors
-    for each in (result.best, *survivors):
-        hosts = {worker: worker // 2 for worker in each.plan.workers}
-        lost = {
-            host
-            for host in set(hosts.values())
-            if each.plan.placement.without([worker for worker in hosts if hosts[worker] == host]).unheld_layers
-        }
-        assert len(lost) == each.host_single_points_of_failure
-
-
-def test_no_alternative_is_added_where_the_fastest_survives_any_host() -> None:
-    result = find_plan(on_hosts(4, 2, slower=1.0))
-    assert result.best.host_single_points_of_failure == 0
-    assert result.alternatives == ()
-
-
-def test_of_equal_plans_the_one_with_fewer_host_single_points_of_failure_is_best() -> None:
-    # No worker has room for two layers, and two workers share the first: no pipelines are as fast.
-    layers = (LayerCost("long", 2.0, 2.0, 2.0, param_bytes=10), LayerCost("short", 1.0, 1.0, 1.0, param_bytes=10))
-    workers = tuple(Worker(number, host, memory_bytes=19) for number, host in enumerate(("a", "a", "b")))
-    link = Link(0.0, math.inf)
-    costs = CostModel(Workload(layers, 8, 1), Cluster(workers, link, link))
-    long, short = LayerRange(0, 1), LayerRange(1, 2)
-
-    def shared(first: int, second: int, last: int) -> Plan:
-        placement = Placement(2, {first: (long,), second: (long,), last: (short,)})
-        ways = ((Hop(first, long), Hop(last, short)), (Hop(second, long), Hop(last, short)))
-        return Plan(placement, tuple(Route(number, ways[number % 2]) for number in range(8)))
-
-    result = find_plan(costs, others={"two": shared(0, 1, 2), "one": shared(0, 2, 1)})
-    assert (result.best.name, result.best.host_single_points_of_failure) == ("one", 1)
-    assert all(each.step_s > result.best.step_s for each in result.alternatives)
-
-
-@pytest.mark.parametrize(("far_bytes_per_s", "left_out"), [(1.25e9, True), (50e9, False)])
-def test_a_worker_alone_on_its_host_reduces_nothing_where_links_to_it_are_slow(
-    far_bytes_per_s: float, left_out: bool
-) -> None:
-    rates = device("h100-80g").cluster(9, workers_per_host=8)
-    cluster = Cluster(rates.workers, rates.intra_host, Link(1e-5, far_bytes_per_s))
-    workload = dataclasses.replace(PRESET, micro_batches=128)
-    result = find_plan(CostModel(workload, cluster))
-    alone = find_plan(CostModel(workload, cluster.without([8])))
-    placement = result.best.plan.placement
-    in_rings = any(placement.holders(layer) != (8,) for held in placement.ranges.get(8, ()) for layer in held)
-    assert in_rings is not left_out
-    assert result.best.step_s <= alone.best.step_s * (1 + 1e-9)
-    assert result.bound_s <= result.best.step_s
-
-
-def test_fewer_hosts_are_used_where_rings_between_hosts_are_slow() -> None:
-    # One layer, so that all workers that train hold the same.
-    layer = LayerCost("layer", 0.01, 0.01, 0.01, gradient_bytes=90)
-    workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
-    cluster = Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1.0))
-    result = find_plan(CostModel(Workload((layer,), 8, 1), cluster))
-    assert result.best.step_s == pytest.approx(4 * 0.03 + 90 / 1000)
 
 
 def test_a_plan_near_the_bound_is_found_where_memory_is_short_and_few_micro_batches_are_shared() -> None:

@@ -1,0 +1,79 @@
+"""Parameters that layers share: what is built, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import (
+    build_layer,
+    tie,
+    tied_bytes,
+)
+from tests.models.jobs import LLAMA, Zeros, make_job
+
+
+def tied_job(*names: str) -> Job:
+    layers: list[Callable[[], nn.Module]] = [
+        lambda: nn.Embedding(6, 4),
+        lambda: nn.Linear(4, 4),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6)),
+    ]
+    return make_job(layers, Zeros(3, dtype=torch.int64), tied=[((0, names[0]), (2, names[1]))])
+
+
+def test_copies_of_a_parameter_begin_alike_and_all_the_rest_as_ever() -> None:
+    job = tied_job("weight", "1.weight")
+    plain = make_job(job.layers, Zeros(3, dtype=torch.int64))
+
+    built = [build_layer(job, layer, 7) for layer in range(3)]
+
+    assert torch.equal(built[2].get_parameter("1.weight"), built[0].get_parameter("weight"))
+    for layer, module in enumerate(built):
+        for name, parameter in build_layer(plain, layer, 7).named_parameters():
+            if (layer, name) != (2, "1.weight"):
+                assert torch.equal(module.get_parameter(name), parameter)
+
+
+def test_a_whole_model_shares_one_tied_parameter() -> None:
+    job = tied_job("weight", "1.weight")
+    layers = [build_layer(job, layer, 7) for layer in range(3)]
+
+    tie(job, layers)
+
+    assert layers[2].get_parameter("1.weight") is layers[0].get_parameter("weight")
+    assert tied_bytes(job) == {(0, 2): 6 * 4 * 4}
+    assert tied_bytes(LLAMA) == {}
+
+
+def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    job = make_job([Twice, Twice], Zeros(4), tied=[((0, "first.weight"), (1, "first.weight"))])
+    layers = [build_layer(job, layer, 7) for layer in range(2)]
+
+    tie(job, layers)
+
+    assert layers[1].get_parameter("second.weight") is layers[0].get_parameter("first.weight")
+    assert len({id(parameter) for layer in layers for parameter in layer.parameters() if parameter.ndim == 2}) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("weight", "2.weight"), "`tied` names the parameter '2.weight' of layer 2"),
+        (("weight", "1.bias"), "these differ in shape, type or in whether they are trained"),
+    ],
+)
+def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tied_bytes(tied_job(*names))
