@@ -15,6 +15,7 @@ from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime.execution import saved_activations
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.saved_activations import input_gradient
@@ -111,14 +112,41 @@ def test_an_update_leaves_parameters_without_a_gradient_alone(backward: Callable
     assert all(parameter.grad is not None for parameter in held.parameters([0, 1]))
 
 
+def test_also_where_a_backward_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a part of the graph runs as a whole only")
+
+    monkeypatch.setattr(saved_activations, "stage_backward_input", fail)
+    test_an_update_leaves_parameters_without_a_gradient_alone(_in_halves)
+
+
+def test_the_flags_are_of_the_gradients_that_are_not_protected() -> None:
+    held, buffers = held_with_buffers()
+    (first,), (second,) = buffers.of_key((0,)), buffers.of_key((1,))
+    _whole(held)
+    buffers.zero()  # and with it what the backward has told
+    with buffers.protecting([(1,)]):
+        _whole(held)
+    buffers.set_flags()
+
+    assert first[-4:].tolist() == [1, 1, 0, 0]
+    assert not second.any()
+    _whole(held)
+    buffers.set_flags()
+    assert first[-4:].tolist() == second[-4:].tolist() == [1, 1, 0, 0]
+
+
+def test_flags_take_no_call_of_python_in_a_backward() -> None:
+    held, _ = held_with_buffers()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in held.parameters([0, 1]))
+
+
 def test_a_gradient_of_zeros_is_one() -> None:
     held, buffers = held_with_buffers()
     before = [parameter.detach().clone() for parameter in held.parameters([0])]
 
-    _whole(held)
-    for parameter in held.parameters([0]):
-        assert parameter.grad is not None
-        parameter.grad.zero_()
+    output = held.forward(LayerRange(0, 2), torch.ones(1, WIDTH, requires_grad=True), step=0, micro_batch=0)
+    (0 * output.sum()).backward()
     with buffers.without_idle():
         held.update(0)
 

@@ -88,7 +88,9 @@ class Reductions:
         """
         if count == 0:
             self._own_sums.clear()
-        for segment in self._due.get(count, ()):
+        due = self._due.get(count, ())
+        self._buffers.set_flags(due)
+        for segment in due:
             ready = None if self._stream is None else torch.accelerator.current_stream().record_event()
             self._in_flight += 1
             self._issued.put(_Issued(segment, time.perf_counter(), ready))
@@ -102,6 +104,7 @@ class Reductions:
                 raise ended
             found.append(ended)
             self._in_flight -= 1
+        self._buffers.set_flags()
         return tuple(found)
 
     def contributions(self) -> Contributions:

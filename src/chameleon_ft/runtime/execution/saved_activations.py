@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.execution.gradients import note_gradient, without_gradients
+from chameleon_ft.runtime.execution.gradients import without_gradients
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.schedule import Operation
 from chameleon_ft.workload import is_recomputed
@@ -135,7 +134,7 @@ def input_gradient(
     # Torch also stores the gradient here, where it would stay as long as W keeps the input.
     boundary.grad = None
     # Torch looks for weights on the path from the output to the input; without such a path it finds none.
-    return gradient, whole if gradient is None else partial(_weight_gradients, parameters, groups)
+    return gradient, whole if gradient is None else partial(stage_backward_weight, iter(parameters), groups)
 
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:
@@ -161,15 +160,7 @@ def _add_gradients(parameters: list[nn.Parameter], kept: list[Tensor | None]) ->
     for parameter, gradient in zip(parameters, kept, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            note_gradient(parameter)
     kept.clear()
-
-
-def _weight_gradients(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    added_to = [node.variable for group in groups for node in group["params"]]
-    stage_backward_weight(iter(parameters), groups)
-    for parameter in added_to:
-        note_gradient(parameter)
 
 
 def _run_all(halves: list[WeightHalf]) -> None:
