@@ -194,6 +194,7 @@ class Trainer:
             if self._state.committer is None:
                 self._stand_by(generation, "spare")
             else:
+                self._activity.begin("the start of training")  # until its first operation
                 outcome = self._train(generation, self._state.committer)
         except CommunicationError as error:
             if not self.client.is_over(order.generation):
