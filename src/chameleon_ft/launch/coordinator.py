@@ -135,22 +135,12 @@ async def begin_run(
 
 def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:
     """Run a coordinator, and return its exit code."""
-    _collect_rarely()
     with unattended():
         try:
             return EXIT_CODES[asyncio.run(coordinated)]
         except DeposedError as error:
             print(error, file=sys.stderr, flush=True)
             return DEPOSED
-
-
-def _collect_rarely() -> None:
-    """Make full garbage collections rare: with thousands of peers each stops the event loop for half a second.
-
-    What a coordinator makes, such as connections and plans, lives long or is freed without them.
-    """
-    gc.freeze()
-    gc.set_threshold(*_COLLECTIONS)
 
 
 async def serve_run(
@@ -176,6 +166,7 @@ async def serve_run(
     Raises:
         DeposedError: another coordinator leads, or is to lead.
     """
+    _collect_rarely()
     config, run = start.config, start.run
     last = None if leadership is None else LastEntry.newest(run)
     leadership = leadership or await _claim(start, control.address)
@@ -222,6 +213,15 @@ async def serve_run(
                         return await coordinator.wait()
             finally:
                 recorder.files.submit(run.control_file, run.remove_control)
+
+
+def _collect_rarely() -> None:
+    """Make full garbage collections rare: with thousands of peers each stops the event loop for half a second.
+
+    What a coordinator makes, such as connections and plans, lives long or is freed without them.
+    """
+    gc.freeze()
+    gc.set_threshold(*_COLLECTIONS)
 
 
 async def _claim(start: RunStart, address: str) -> Leadership:
