@@ -160,6 +160,15 @@ def test_a_missing_step_is_named(run: RunDirectory, config: RunConfig) -> None:
         list(repeat_run(run))
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_damaged_line_is_named(name: str, run: RunDirectory, config: RunConfig) -> None:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    with (run.path / name).open("ab") as file:
+        file.write(bytes(60) + b"\n")
+    with pytest.raises(ConfigError, match=rf"{name}, line \d+: is not JSON; the file is damaged"):
+        Verification.of(repeat_run(run), tolerance=1e-5)
+
+
 def test_a_run_without_steps_cannot_be_verified(run: RunDirectory) -> None:
     with pytest.raises(ConfigError, match="no step"):
         Verification.of(repeat_run(run), tolerance=1e-5)

@@ -37,6 +37,7 @@ from chameleon_ft.observe import (
     slice_part,
     slices_of,
 )
+from chameleon_ft.observe.readable import readable_events, readable_steps
 
 __all__ = ["TOLERANCES", "StepComparison", "Verification", "repeat_run"]
 
@@ -121,10 +122,13 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
 
     A forked run begins with the checkpoint that it was forked from.
 
-    Raises ConfigError if the job cannot be loaded or a step is missing from the records.
+    Raises ConfigError if the job cannot be loaded, a line of the records is damaged, or a step is missing from them.
     """
     config = run.config()
-    starts = [(event["time"], event["steps"]) for event in run.events() if event["event"] == "started"]
+    (events, damaged_events), (records, damaged_steps) = readable_events(run), readable_steps(run)
+    if damaged := [*damaged_steps, *damaged_events]:
+        raise ConfigError(damaged[0])
+    starts = [(event["time"], event["steps"]) for event in events if event["event"] == "started"]
     # A learning rate may depend on the number of steps, which a resumed run may have changed. By time, not by step: a
     # run may go back further than where it was resumed, if that checkpoint is damaged.
     jobs = {
@@ -134,7 +138,7 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     loop = _PlainLoop(config, jobs[config.steps])
     if config.forked.run:
         loop.load(checkpoint_storage(config, run), config.forked.step)
-    for record in _committed(run.steps(), first=config.forked.step)[:limit]:
+    for record in _committed(records, first=config.forked.step)[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
         steps = next((steps for begun_at, steps in reversed(starts) if begun_at <= record.time), config.steps)

@@ -144,8 +144,13 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.joined.append({"stands_by_for": run.path, "host": host})
         return 0
 
+    def take_over(config: RunConfig, *, run: RunDirectory) -> int:
+        command_line.joined.append({"takes_over": run.path})
+        return 0
+
     launch = ModuleType("chameleon_ft.launch")
     starts = {"train": start, "coordinate": start, "run_agent": run_agent, "work": work, "stand_by": stand_by}
+    starts["take_over"] = take_over
     for name, function in starts.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)

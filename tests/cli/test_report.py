@@ -12,6 +12,8 @@ import pytest
 from chameleon_ft.cli import main
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, TimelineLog
+from tests.observe.live.lines import add, event, failed, started
+from tests.observe.records import join_record
 from tests.observe.test_comparison import planned, recorded
 
 
@@ -70,14 +72,9 @@ def test_predicted_and_measured_are_drawn_and_traced(
 
 def test_workers_lost_before_a_repartition_are_drawn(run: RunDirectory, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    events: list[dict[str, object]] = [
-        {"event": "started", "generation": 1},
-        {"event": "failure", "worker": 7, "generation": 1},
-        {"event": "failure", "worker": 8, "generation": 2},
-        {"event": "join", "workers": [8], "spares": [], "generation": 2},
-        {"event": "failure", "worker": 9, "generation": 3},
-    ]
-    run.events_file.write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in events))
+    back = dataclasses.replace(join_record(3), workers=(8,), generation=2).to_json()
+    add(run, started(), failed(7, 1.0, generation=1), failed(8, 2.0), event("join", 3.0, **back))
+    add(run, failed(9, 4.0, generation=3))
     picture = tmp_path / "step.svg"
     assert main(["report", str(run.path), "--picture", str(picture)]) == 0
     assert re.findall("<!-- worker ([0-9]), lost -->", picture.read_text()) == ["1", "7"]
@@ -119,8 +116,8 @@ def interrupted(run: RunDirectory) -> RunDirectory:
         is_salvaged=True,
         **times,  # type: ignore[arg-type]
     )
-    event = {"time": stopped_at + 1.0, "event": "failure", **dataclasses.asdict(failure)}
-    run.events_file.write_text(json.dumps(event) + "\n")
+    line = {"time": stopped_at + 1.0, "event": "failure", **dataclasses.asdict(failure)}
+    run.events_file.write_text(json.dumps(line) + "\n")
     return run
 
 
@@ -147,7 +144,7 @@ def test_a_failure_is_drawn_without_a_whole_step(
     assert main(["report", str(interrupted.path)]) == 2, "there is no step to compare"
     assert "no whole step of it was recorded" in capsys.readouterr().err
     assert main(["report", str(interrupted.path), "--failure", "1", "--picture", str(picture), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"failure": 1}
+    assert json.loads(capsys.readouterr().out) == {"failure": 1, "damaged_lines": []}
     assert "step 3 was completed" in picture.read_text()
 
 

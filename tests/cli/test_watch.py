@@ -105,6 +105,7 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
         "stop": lambda run, *, at_once: asked.append(("stop", at_once)),
         "wait_until_over": lambda run: asked.append("over"),
         "checkpoint": checkpoint,
+        "count_events": lambda run: len(run.events()),
         "wait_until_saved": wait_until_saved,
     }
     for name, value in values.items():

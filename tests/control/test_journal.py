@@ -117,9 +117,10 @@ def test_no_journal_is_no_entry_and_a_damaged_one_is_an_error(tmp_path: Path) ->
     assert LastEntry.read(path) is None
     path.write_text("")
     assert LastEntry.read(path) is None
-    path.write_text('{"at": [1, 2], "state": {"phase": "nowhere"}}\n')
-    with pytest.raises(ControlError, match="the journal of the run cannot be read"):
-        LastEntry.read(path)
+    for text in ('{"at": [1, 2], "state": {"phase": "nowhere"}}', "3", "[]", '{"parts": 3}', '{"state": []}', "\0"):
+        path.write_text(f"{text}\n")
+        with pytest.raises(ControlError, match=r"the journal of the run cannot be read .*; begin with --resume"):
+            LastEntry.read(path)
 
 
 @scene()

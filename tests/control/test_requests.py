@@ -24,7 +24,10 @@ from chameleon_ft.observe import ControlAddress, RunDirectory
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "run", TrainConfig(control=Control(lease_s=0.2)))
+    """A run whose records have a damaged line."""
+    run = RunDirectory.create(tmp_path / "run", TrainConfig(control=Control(lease_s=0.2)))
+    run.events_file.write_bytes(bytes(60) + b"\n")
+    return run
 
 
 @contextmanager

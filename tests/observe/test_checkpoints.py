@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.observe import complete_checkpoints, mark_complete, mark_damaged, seal_layer
+from chameleon_ft.errors import CheckpointError
+from chameleon_ft.observe import complete_checkpoints, mark_complete, mark_damaged, seal_layer, sound_checkpoint
 from chameleon_ft.observe.checkpoints import layer_directory, step_directory
 
 
@@ -31,3 +32,9 @@ def test_a_mark_has_reached_the_disk_once_it_is_made(tmp_path: Path, monkeypatch
     mark_damaged(tmp_path, step)
     assert synced[-1] == (directory, ["damaged.json", layer.name])
     assert complete_checkpoints(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Too many levels of symbolic links"):
+        sound_checkpoint(tmp_path / "checkpoints")

@@ -107,7 +107,8 @@ def planned(generation: int, policy: str) -> dict[str, Any]:
 
 
 def lost(worker: int, generation: int) -> dict[str, Any]:
-    return {**failure_record(40, worker=worker).to_json(), "event": "failure", "generation": generation}
+    record = failure_record(40, worker=worker).to_json()
+    return {"time": 1.0, "event": "failure", **record, "generation": generation}
 
 
 def came(generation: int) -> dict[str, Any]:

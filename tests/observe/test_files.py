@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
@@ -13,7 +14,7 @@ import pytest
 
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import ControlAddress, RunDirectory, detach
+from chameleon_ft.observe import ControlAddress, FaultLog, RunDirectory, detach
 from tests.mounts import fill, small_disk
 
 CONTROL = ControlAddress(address="127.0.0.1:4000", token="secret", pid=1)
@@ -70,6 +71,14 @@ def test_another_directory_is_not_a_run(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path / "none")
 
 
+def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    with pytest.raises(ConfigError, match="cannot be read: File name too long; give the directory"):
+        RunDirectory.open(path)
+    with pytest.raises(ConfigError, match="cannot be made: File name too long; take another"):
+        RunDirectory.create(path, TrainConfig())
+
+
 def test_a_configuration_is_replaced(run: RunDirectory) -> None:
     run.write_config(RunConfig(job="mine.py:job"))
     assert run.config().job == "mine.py:job"
@@ -84,6 +93,13 @@ def test_only_the_owner_can_read_the_token(run: RunDirectory) -> None:
     assert found.host == socket.gethostname()
 
 
+def test_the_address_survives_a_loss_of_power(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_size))
+    run.write_control(CONTROL)
+    assert on_disk == [run.control_file.stat().st_size]
+
+
 def test_a_run_that_is_not_live_has_no_address(run: RunDirectory) -> None:
     run.write_control(CONTROL)
     run.remove_control()
@@ -92,9 +108,16 @@ def test_a_run_that_is_not_live_has_no_address(run: RunDirectory) -> None:
         run.read_control()
 
 
-def test_a_damaged_control_file_is_named(run: RunDirectory) -> None:
-    run.control_file.write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
+@pytest.mark.parametrize("text", ["{}", "", "3", '"x"', "[]", "\0" * 80, '{"address": 3, "token": "t", "pid": 1}'])
+def test_a_damaged_control_file_is_named(text: str, run: RunDirectory) -> None:
+    run.control_file.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"control\.json: cannot be read: .*; remove it if no coordinator of this run"
+    ):
+        run.read_control()
+    run.control_file.unlink()
+    run.control_file.mkdir()
+    with pytest.raises(ConfigError, match=r"control\.json: cannot be read: Is a directory; remove it"):
         run.read_control()
 
 
@@ -107,6 +130,39 @@ def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
     run.events_file.write_text('{"event": "one"}\n{"event": "tw\n{"event": "three"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         run.events()
+
+
+def test_a_file_that_cannot_be_read_is_named(run: RunDirectory) -> None:
+    run.events_file.mkdir()
+    run.metrics_file.symlink_to(run.metrics_file)
+    for read, why in ((run.events, "events.jsonl: cannot be read: Is a"), (run.steps, "metrics.jsonl: cannot be read")):
+        with pytest.raises(ConfigError, match=why):
+            read()
+
+
+LOST_POWER = "\0" * 60 + "\n"
+
+
+def test_a_run_is_resumed_without_the_samples_of_bad_steps_whatever_is_damaged(run: RunDirectory) -> None:
+    lines = [
+        {"event": "bad_step", "action": "skip", "step": 3},
+        {"event": "bad_step", "action": "skip"},
+        {"event": "bad_step", "action": [], "step": 4},
+        {"event": ["bad_step"], "action": "skip", "step": 5},
+        {"event": "bad_step", "action": "rollback", "step": 6},
+    ]
+    run.events_file.write_text("3\n" + LOST_POWER + "".join(json.dumps(line) + "\n" for line in lines))
+    assert run.skipped_steps() == {3, 6}
+
+
+def test_damaged_lines_of_injected_failures_are_left_out(tmp_path: Path) -> None:
+    log = FaultLog(tmp_path / "faults.jsonl")
+    log.append(worker=1, kind="kill", phase=None, step=None, at_s=5.0)
+    with (tmp_path / "faults.jsonl").open("a") as file:
+        file.write('3\n{}\n{"time": "x", "worker": 2, "kind": "kill"}\n' + LOST_POWER)
+    log.append(worker=3, kind="hang", phase=None, step=7, at_s=6.0)
+    assert [line["worker"] for line in log.since(0.0)] == [1, 3]
+    assert log.last(2) is None
 
 
 def test_generations_are_counted_by_their_plans(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from chameleon_ft.cli.commands.explain import describe_reason
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.conditions import _DESCRIBE, conditions
+from chameleon_ft.observe.decisions import decision_stories
 from chameleon_ft.observe.diagnosis import diagnose
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.run_state import RunState
+from chameleon_ft.observe.page import content
 from chameleon_ft.observe.readable import parse_line, readable_events
 from tests.observe.live.lines import BEGAN, SLOW, event, failed, new_run, started, stepped
 from tests.observe.records import join_record, outcome_record
@@ -123,6 +126,10 @@ def show(run: RunDirectory, events: list[dict[str, Any]]) -> None:
     for line in events:
         state.add(("events", line))
     state.add(("metrics", stepped(4, 31.0)))
+    content.news(state.events)
+    for story in decision_stories(readable):
+        story.to_json()
+        describe_reason(story.decided)
     facts_of(state.report(BEGAN + 32.0, has_coordinator=None))
 
 

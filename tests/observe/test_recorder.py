@@ -92,3 +92,15 @@ def test_lines_that_are_missing_are_written_and_no_other(run: RunDirectory) -> N
     assert run.steps() == [step_record(0), step_record(1)]
     assert run.failures() == [failure_record(1)]
     assert run.outcomes() == [outcome_record()]
+
+
+def test_a_run_ends_and_changes_its_coordinator_whatever_lines_are_damaged(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.step(step_record(0))
+    for file in (run.metrics_file, run.events_file):
+        with file.open("ab") as opened:
+            opened.write(bytes(60) + b'\n3\n{"event": "failure", "time": 1, "step": "x"}\n')
+    with recorder(run) as records:
+        records.complete([line_of(step_record(0)), line_of(step_record(1))])
+        summary = records.finish("finished", reason="all steps are trained")
+    assert (summary.steps, summary.failures) == (2, ())

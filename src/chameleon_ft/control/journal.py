@@ -9,13 +9,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
+from pydantic import ValidationError
 from pydantic_core import to_json
 
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.patches import PatchWriter, patched, read_parts
 from chameleon_ft.control.state.state import State
-from chameleon_ft.errors import ControlError
+from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, RunStatus, read_lines
+from chameleon_ft.observe.files import describe_invalid
 
 __all__ = ["Journal", "LastEntry"]
 
@@ -70,10 +72,9 @@ class LastEntry:
                 records = [(file, fields) for file, fields in line.get("records", ())]
                 at = Moment(*line["at"])
             return None if at is None else cls(State.from_json(json.dumps(state)), at, received, records)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ControlError(
-                f"{path}: the journal of the run cannot be read ({error}); begin with --resume"
-            ) from None
+        except (ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
+            why = describe_invalid(error) if isinstance(error, ValidationError) else error
+            raise ControlError(f"{path}: the journal of the run cannot be read ({why}); begin with --resume") from None
 
 
 class Journal:

@@ -19,9 +19,11 @@ from chameleon_ft.control.wire.connection import blocking_connection
 from chameleon_ft.control.wire.messages import CheckpointState, Drain, Finish, Message, Refused, SaveCheckpoint
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.lines import readable_lines
 
 __all__ = [
     "checkpoint",
+    "count_events",
     "drain",
     "request",
     "require_coordinator",
@@ -83,6 +85,16 @@ def stop(run: RunDirectory, *, at_once: bool = False) -> None:
     _granted(run, Finish(at_once=at_once))
 
 
+def count_events(run: RunDirectory) -> int:
+    """Return how many events a run has recorded, for the functions that wait. Raises ConfigError."""
+    return len(_events(run))
+
+
+def _events(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the events of a run; a damaged line of the past is no reason to fail."""
+    return list(readable_lines(run.events_file))
+
+
 _Asked = TypeVar("_Asked", bound=Message)
 
 
@@ -102,7 +114,7 @@ def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -
         ConfigError: the coordinator is lost.
         ControlError: there is no plan without these workers, so some of them stay; or no coordinator leads for long.
     """
-    _wait(run, lambda _: not _remaining(workers, run.events()[after:]))
+    _wait(run, lambda _: not _remaining(workers, _events(run)[after:]))
 
 
 def wait_until_saved(
@@ -124,7 +136,7 @@ def wait_until_saved(
     reasons: list[str] = []
 
     def is_saved(connection: ClientConnection) -> bool:
-        if _saved(committed, run.events()[after:]) is not None:
+        if _saved(committed, _events(run)[after:]) is not None:
             return True
         connection.send(encode(CheckpointState(committed=committed)))
         with contextlib.suppress(TimeoutError):
@@ -138,7 +150,7 @@ def wait_until_saved(
         return False
 
     _wait(run, is_saved)
-    return _saved(committed, run.events()[after:])
+    return _saved(committed, _events(run)[after:])
 
 
 def wait_until_over(run: RunDirectory) -> None:

@@ -126,7 +126,7 @@ def _status_at_end(run: RunDirectory) -> RunStatus | None:
     """Return how the run ended, while this agent was not connected; None if it is live, or its coordinator is lost."""
     if run.control_file.exists():
         return None
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         status: RunStatus = json.loads(run.summary_file.read_text(encoding="utf-8"))["status"]
         return status
     return None

@@ -33,9 +33,9 @@ from chameleon_ft.observe.files import (
     RunDirectory,
     detach,
     open_for_appending,
-    read_lines,
     replace_file,
 )
+from chameleon_ft.observe.lines import read_lines
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder, RecordLine, View, line_of
 from chameleon_ft.observe.records import (

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import xxhash
 
-from chameleon_ft.errors import DamagedCheckpointError, StoreError
+from chameleon_ft.errors import CheckpointError, DamagedCheckpointError, StoreError
 from chameleon_ft.observe.files import replace_file
 from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
@@ -159,9 +159,18 @@ def incomplete_checkpoints(checkpoints: Path | Storage) -> list[int]:
 
 
 def sound_checkpoint(checkpoints: Path | Storage) -> tuple[int | None, dict[int, str]]:
-    """Return the step of the newest complete checkpoint without visible damage, and the damage of newer ones."""
+    """Return the step of the newest complete checkpoint without visible damage, and the damage of newer ones.
+
+    Raises StoreError, or CheckpointError if the directory cannot be read.
+    """
     damages: dict[int, str] = {}
-    for step in reversed(complete_checkpoints(checkpoints)):
+    try:
+        complete = complete_checkpoints(checkpoints)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{storage_of(checkpoints).place()}: cannot be read: {error.strerror}") from None
+    for step in reversed(complete):
         damage = damage_of(checkpoints, step)
         if damage is None:
             return step, damages
@@ -306,7 +315,7 @@ def _steps(storage: Storage) -> list[int]:
 def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     name = f"{_folder(step)}/{_COMPLETE}"
     text = storage.read(name)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         if isinstance(mark := json.loads(text), dict) and mark.keys() == _WITHOUT_CHECKSUMS:
             return mark
     return _without_seal(text, storage.place(name))
@@ -323,7 +332,7 @@ def _unsealed(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def _without_seal(text: bytes, place: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         content: dict[str, Any] = json.loads(text)
         del content["checksum"]
         if text == _sealed(content).encode():

@@ -18,9 +18,16 @@ from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
 from chameleon_ft.observe.records import describe_untrusted
 from chameleon_ft.observe.timelines import RecordedStep
 from chameleon_ft.plan import LayerRange, RecomputedLayers
-from chameleon_ft.schedule import CostModel, OperationKind, TimedOperation, Timeline
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
 
-__all__ = ["GenerationComparison", "KindComparison", "MeasuredStep", "compare_generations", "measured_steps"]
+__all__ = [
+    "GenerationComparison",
+    "KindComparison",
+    "MeasuredStep",
+    "compare_generations",
+    "measured_steps",
+    "planned_operations",
+]
 
 _OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]  # worker, kind, layers
 
@@ -135,14 +142,33 @@ def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[Recor
     """
     found = []
     whole = (record for record in recorded if record.part == "whole")
-    for (_, generation), group in groupby(whole, key=lambda record: (record.step, record.generation)):
+    for _, group in groupby(whole, key=lambda record: (record.step, record.generation)):
         records = list(group)
-        if generation not in plans:
-            raise ConfigError(f"step {records[0].step} was recorded in generation {generation}, whose plan is missing")
-        plan = plans[generation]
+        plan = _plan_of(records[0], plans)
         if {record.worker for record in records} >= set(plan.plan.workers):
             found.append(_measured_step(plan, records))
     return found
+
+
+def planned_operations(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> tuple[Operation, ...]:
+    """Return the operations of a worker in a whole step. Raises ConfigError if the record does not fit its plan."""
+    return _operations_of(record, _plan_of(record, plans))
+
+
+def _plan_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> GenerationPlan:
+    if record.generation not in plans:
+        raise ConfigError(f"step {record.step} was recorded in generation {record.generation}, whose plan is missing")
+    return plans[record.generation]
+
+
+def _operations_of(record: RecordedStep, plan: GenerationPlan) -> tuple[Operation, ...]:
+    program = plan.program.of(record.worker)
+    if len(program) != len(record.operations):
+        raise ConfigError(
+            f"worker {record.worker} recorded {len(record.operations)} operations in step {record.step}, "
+            f"and the program of generation {plan.generation} has {len(program)}"
+        )
+    return program
 
 
 def _measured_step(plan: GenerationPlan, records: Sequence[RecordedStep]) -> MeasuredStep:
@@ -150,14 +176,8 @@ def _measured_step(plan: GenerationPlan, records: Sequence[RecordedStep]) -> Mea
     operations: list[TimedOperation] = []
     reductions: list[WorkerReduction] = []
     for record in records:
-        program = plan.program.of(record.worker)
-        if len(program) != len(record.operations):
-            raise ConfigError(
-                f"worker {record.worker} recorded {len(record.operations)} operations in step {record.step}, "
-                f"and the program of generation {plan.generation} has {len(program)}"
-            )
         offset = record.time - origin
-        for operation, (start, end) in zip(program, record.operations, strict=True):
+        for operation, (start, end) in zip(_operations_of(record, plan), record.operations, strict=True):
             operations.append(TimedOperation(record.worker, operation, offset + start, offset + end))
         for each in record.reductions:
             layers = LayerRange(each.start, each.stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -61,6 +61,12 @@ class ScoredCandidate(_Part):
     samples: float
     feasible: bool
     reason: str | None
+
+    @model_validator(mode="after")
+    def _with_figures_of_a_plan(self) -> Self:
+        if self.feasible and (self.stall_s is None or not self.step_s or self.step_s < 0):
+            raise ValueError("a feasible candidate needs a stall and a step above 0")
+        return self
 
     @property
     def next_incident_s(self) -> float:

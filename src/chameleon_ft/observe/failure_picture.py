@@ -14,9 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.comparison import planned_operations
+from chameleon_ft.observe.files import RunDirectory, failures_in
 from chameleon_ft.observe.picture import fit_title, require_picture, save_picture
 from chameleon_ft.observe.plans import GenerationPlan
+from chameleon_ft.observe.readable import readable_events, readable_steps
 from chameleon_ft.observe.records import FailureRecord
 from chameleon_ft.observe.schedule_picture import KIND_STYLES
 from chameleon_ft.observe.timelines import RecordedStep
@@ -64,8 +66,8 @@ def draw_failure(
         recorded: the recorded steps of the run.
 
     Raises:
-        ConfigError: there is no such failure, its step was not recorded, another suffix, matplotlib is not installed,
-            or the file cannot be written.
+        ConfigError: there is no such failure, its step was not recorded, a record does not fit its plan, another
+            suffix, matplotlib is not installed, or the file cannot be written.
     """
     require_picture(path)
     failure = _find(run, number, recorded)
@@ -119,8 +121,9 @@ def draw_failure(
 def _find(run: RunDirectory, number: int, recorded: Sequence[RecordedStep]) -> _Failure:
     """Find a failure and the records of the two steps that it concerns."""
     incidents: dict[int, list[tuple[FailureRecord, float]]] = {}
-    times = [event["time"] for event in run.events() if event["event"] == "failure"]
-    for record, time in zip(run.failures(), times, strict=True):
+    events, steps = readable_events(run)[0], readable_steps(run)[0]
+    times = [event["time"] for event in events if event["event"] == "failure"]
+    for record, time in zip(failures_in(events), times, strict=True):
         if record.stall_s and record.policy != "none":
             incidents.setdefault(record.generation, []).append((record, time))
     known = f"it has {len(incidents)}" if incidents else "no failure interrupted it"
@@ -128,7 +131,7 @@ def _find(run: RunDirectory, number: int, recorded: Sequence[RecordedStep]) -> _
         raise ConfigError(f"--failure {number}: {run.path} has no such failure; {known}")
     found = list(incidents.values())[number - 1]
     record, resumed_at = found[0]
-    commits = {step.step: step.time for step in run.steps()}
+    commits = {step.step: step.time for step in steps}
     concerned = [
         each
         for each in recorded
@@ -154,7 +157,7 @@ def _kinds_of(record: RecordedStep, plans: Mapping[int, GenerationPlan]) -> Iter
     if record.part != "whole":
         yield from map(OperationKind, record.kinds)
     else:
-        yield from (operation.kind for operation in plans[record.generation].program.of(record.worker))
+        yield from (operation.kind for operation in planned_operations(record, plans))
 
 
 def _spans(

@@ -8,15 +8,17 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.lines import read_lines, readable_lines
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.run_lock import RunLock
 
@@ -29,7 +31,6 @@ __all__ = [
     "failures_in",
     "open_for_appending",
     "outcomes_in",
-    "read_lines",
     "remove_unfinished_line",
     "replace_file",
 ]
@@ -110,8 +111,14 @@ class RunDirectory:
 
     @classmethod
     def require_free(cls, path: Path) -> None:
-        """Raise ConfigError if `path` exists, with more than a `RunLock`."""
-        if path.exists() and not RunLock.is_alone_in(path):
+        """Raise ConfigError if `path` exists, with more than a `RunLock`, or if that cannot be found out."""
+        try:
+            is_taken = path.exists() and not RunLock.is_alone_in(path)
+        except OSError as error:
+            raise ConfigError(
+                f"--output-dir {path}: cannot be made: {error.strerror}; take another directory"
+            ) from None
+        if is_taken:
             is_run = cls(path).config_file.is_file()
             instead = f", or go on with that run by --resume {path}" if is_run else ""
             raise ConfigError(
@@ -122,9 +129,15 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """Return the directory of an earlier run. Raises ConfigError if `path` is not one."""
         run = cls(path.absolute())
-        if not path.exists():
+        try:
+            exists, is_run = path.exists(), run.config_file.is_file()
+        except OSError as error:  # a name that is too long, or a directory of another user
+            raise ConfigError(
+                f"{path}: cannot be read: {error.strerror}; give the directory that a run printed as its files"
+            ) from None
+        if not exists:
             raise ConfigError(f"{path}: there is no such directory; give the one that a run printed as its files")
-        if not run.config_file.is_file():
+        if not is_run:
             raise ConfigError(
                 f"{path}: is not a run directory, because it has no {run.config_file.name}; "
                 "give the directory that a run printed as its files"
@@ -185,9 +198,13 @@ class RunDirectory:
         return events
 
     def skipped_steps(self) -> frozenset[int]:
-        """Return the steps that were found to be bad, and whose samples were or are to be left out."""
-        bad = (event for event in self.events() if event["event"] == "bad_step")
-        return frozenset(event["step"] for event in bad if event["action"] in ("skip", "rollback"))
+        """Return the steps that were found to be bad, and whose samples were or are to be left out.
+
+        Damaged lines, as a loss of power may leave them, keep no run from being resumed.
+        """
+        bad = (event for event in readable_lines(self.events_file) if event.get("event") == "bad_step")
+        steps = (event.get("step") for event in bad if event.get("action") in ("skip", "rollback"))
+        return frozenset(step for step in steps if isinstance(step, int))
 
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written."""
@@ -206,25 +223,34 @@ class RunDirectory:
         control = replace(control, host=socket.gethostname(), started=_start_of(control.pid))
         # A generated directory moves with the run's, and other hosts may see that under another path.
         tls = control.tls and str(control.tls.relative_to(self.path) if control.tls == self.tls else control.tls)
-        replace_file(self.control_file, json.dumps({**asdict(control), "tls": tls}) + "\n", mode=0o600)
+        # After a loss of power, an empty file would keep the run from being resumed.
+        text = json.dumps({**asdict(control), "tls": tls}) + "\n"
+        replace_file(self.control_file, text, mode=0o600, is_synced=True)
 
     def read_control(self) -> ControlAddress:
         """Return the address of the coordinator. Raises ConfigError if the run is not live."""
         try:
-            values = json.loads(self.control_file.read_text(encoding="utf-8"))
-            tls = values.pop("tls", None)
-            return ControlAddress(**values, tls=None if tls is None else self.path / tls)
+            found = _control_address().validate_json(self.control_file.read_bytes())
+            return found if found.tls is None else replace(found, tls=self.path / found.tls)
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path}: this run is not live, because it has no {self.control_file.name}; "
                 "start it, or give the directory of one that is running"
             ) from None
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"{self.control_file}: cannot be read: {error}") from None
+        except (OSError, ValidationError) as error:
+            why = describe_invalid(error).removeprefix(": ") if isinstance(error, ValidationError) else error.strerror
+            raise ConfigError(
+                f"{self.control_file}: cannot be read: {why}; remove it if no coordinator of this run lives"
+            ) from None
 
     def remove_control(self) -> None:
         """Remove the address when the run ends."""
         self.control_file.unlink(missing_ok=True)
+
+
+@cache
+def _control_address() -> TypeAdapter[ControlAddress]:
+    return TypeAdapter(ControlAddress)
 
 
 def _start_of(pid: int) -> int | None:
@@ -238,22 +264,6 @@ def _start_of(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "XZ" else int(fields[18])
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines; none if it does not exist.
-
-    Raises ConfigError at a line that is not JSON, except for an unfinished last line, which a crash may leave.
-    """
-    if not path.exists():
-        return
-    # As bytes: a last line may end within a character, and texts may have other characters that end lines.
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if line.endswith(b"\n"):
-                raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
 
 
 def failures_in(events: Iterable[Mapping[str, Any]]) -> list[FailureRecord]:
@@ -338,7 +348,7 @@ def detach(path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
 class FaultLog:
     """File of the times of injected failures; every failing process appends its line in one write.
 
-    Detection is timed against it.
+    Detection is timed against it, so lines that are damaged are left out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -360,4 +370,12 @@ class FaultLog:
 
     def since(self, time: float) -> list[dict[str, Any]]:
         """Return the failures of all workers from `time` on, in Unix seconds, oldest first."""
-        return [line for line in read_lines(self._path) if line["time"] >= time]
+        return [line for line in readable_lines(self._path) if _is_fault(line) and line["time"] >= time]
+
+
+def _is_fault(line: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(line.get("time"), float | int)
+        and isinstance(line.get("worker"), int)
+        and isinstance(line.get("kind"), str)
+    )

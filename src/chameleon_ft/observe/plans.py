@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ChameleonError, ConfigError
-from chameleon_ft.observe.files import replace_file
+from chameleon_ft.observe.files import describe_invalid, replace_file
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.workload import Workload
@@ -63,8 +63,10 @@ class GenerationPlan:
             plan = Plan.from_json(file.plan)
             program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
             cluster = Cluster(file.workers, file.intra_host, file.inter_host, file.slow_links)
-        except (OSError, ValidationError, ChameleonError, IndexError) as error:
-            raise ConfigError(f"{path}: does not hold the plan of a generation: {error}") from None
+            _check(plan, program, file.workload, cluster)
+        except (OSError, ValidationError, ChameleonError, LookupError, ValueError, OverflowError) as error:
+            why = describe_invalid(error) if isinstance(error, ValidationError) else error
+            raise ConfigError(f"{path}: does not hold the plan of a generation: {why}") from None
         return cls(
             generation=file.generation,
             first_step=file.first_step,
@@ -79,6 +81,19 @@ def read_generation_plans(folder: Path) -> dict[int, GenerationPlan]:
     """Read the plans of a run by generation, ascending; see `RunDirectory.plan_file`."""
     plans = (GenerationPlan.read(path) for path in folder.glob("generation-*.json"))
     return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}
+
+
+def _check(plan: Plan, program: Program, workload: Workload, cluster: Cluster) -> None:
+    """Raise ConfigError unless the parts of a file belong together."""
+    layers, workers = plan.placement.num_layers, {worker.id for worker in cluster.workers}
+    if len(workload.layers) != layers or workload.micro_batches != len(plan.routes):
+        raise ConfigError("its workload is another one than that of its plan")
+    if not workers.issuperset((*plan.placement.ranges, *program.workers)):
+        raise ConfigError("its cluster lacks workers of its plan")
+    if len(program.records) != sum(
+        len(route.hops) * 2 + sum(plan.splits(hop.worker) for hop in route.hops) for route in plan.routes
+    ):
+        raise ConfigError("its program has not the operations of its plan")
 
 
 class _File(BaseModel):

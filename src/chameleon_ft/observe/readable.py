@@ -1,7 +1,7 @@
-"""The check of lines of `metrics.jsonl` and `events.jsonl` for commands that show a run.
+"""The check of lines of `metrics.jsonl` and `events.jsonl` for what shows a run, or ends it.
 
-These leave a damaged line out and say so. Commands that need all lines, and what resumes a run, read the files by
-`RunDirectory`, without this check; if that fails, `damage_named` tells which line is damaged.
+A damaged line is left out, and commands say so. Commands that need all lines refuse such a run: they read the files by
+`RunDirectory`, without this check, and if that fails, `damage_named` tells which line is damaged.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.decisions import DecisionEvent
 from chameleon_ft.observe.files import RunDirectory, describe_invalid
+from chameleon_ft.observe.lines import raw_lines
 from chameleon_ft.observe.records import (
     FailureCostRecord,
     FailureRecord,
     JoinRecord,
     OutcomeRecord,
     RunStatus,
+    StepRecord,
 )
 from chameleon_ft.quantities import counted
 
-__all__ = ["damage_named", "describe_damage", "parse_line", "readable_events"]
+__all__ = ["damage_named", "describe_damage", "parse_line", "readable_events", "readable_steps"]
 
 _MOST: Final = 1e15  # of numbers that are written out; times are in Unix seconds
 _Count: TypeAlias = Annotated[int, Field(ge=0, le=int(_MOST))]
@@ -66,8 +68,9 @@ _STEP: Final[Mapping[str, Any]] = {
     "step_s": Annotated[float, Field(gt=0, le=_MOST)],
     "workers": _Positive,
     "generation": _Count,
+    "time": _Time,
 }
-_STEP_OPTIONAL: Final[Mapping[str, Any]] = {"time": _Time | None, "is_rest": bool, "is_skipped": bool}
+_STEP_OPTIONAL: Final[Mapping[str, Any]] = {"is_rest": bool, "is_skipped": bool}
 _SLOW: Final[Mapping[str, Any]] = {
     "speed": _Speed,
     "since_step": _Count,
@@ -156,8 +159,20 @@ _RECORDS: Final[Mapping[str, Any]] = {
 
 
 def readable_events(run: RunDirectory) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the events of a run in the order they were written, and a message about each line that is left out."""
+    """Return the events of a run in the order they were written, and a message about each line that is left out.
+
+    Raises ConfigError if the file cannot be read.
+    """
     return _readable("events", run.events_file)
+
+
+def readable_steps(run: RunDirectory) -> tuple[list[StepRecord], list[str]]:
+    """Return the committed steps in the order they were written, and a message about each line that is left out.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    lines, damaged = _readable("metrics", run.metrics_file)
+    return list(map(StepRecord.from_json, lines)), damaged
 
 
 @contextmanager
@@ -165,8 +180,6 @@ def damage_named(run: RunDirectory) -> Iterator[None]:
     """Raise ConfigError in place of an error in the block, if a line of the records of the run is damaged."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         damaged = _readable("metrics", run.metrics_file)[1] + readable_events(run)[1]
         if not damaged:
@@ -177,8 +190,7 @@ def damage_named(run: RunDirectory) -> Iterator[None]:
 def _readable(kind: Literal["metrics", "events"], file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     lines: list[dict[str, Any]] = []
     damaged: list[str] = []
-    content = file.read_bytes() if file.exists() else b""
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    for number, line in enumerate(raw_lines(file), start=1):
         try:
             values = parse_line(kind, line)
             if kind == "events" and values["event"] == "decision":

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from chameleon_ft.observe.file_queue import CaughtUp, FileQueue, Late
-from chameleon_ft.observe.files import RunDirectory, failures_in, outcomes_in, read_lines
+from chameleon_ft.observe.files import RunDirectory, failures_in, outcomes_in
+from chameleon_ft.observe.lines import readable_lines
 from chameleon_ft.observe.plans import GenerationPlan
+from chameleon_ft.observe.readable import readable_events, readable_steps
 from chameleon_ft.observe.records import (
     FailureCostRecord,
     FailureRecord,
@@ -144,7 +146,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def complete(self, lines: Iterable[RecordLine]) -> None:
         """Write those of these lines that are missing; a coordinator may be lost before it has written all."""
         files = {"metrics": self.run.metrics_file, "events": self.run.events_file}
-        known = {name: [_without_time(line) for line in read_lines(path)] for name, path in files.items()}
+        known = {name: [_without_time(line) for line in readable_lines(path)] for name, path in files.items()}
         for name, fields in lines:
             line = json.loads(json.dumps(dict(fields)))
             if _without_time(line) not in known[name]:
@@ -233,11 +235,11 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _read(self, timeout_s: float) -> tuple[list[StepRecord], list[dict[str, Any]]]:
         """Read the steps and events from the files, after all that waits if that takes no longer than `timeout_s`."""
         with suppress(TimeoutError):
-            return self.files.ask(self.run.events_file, lambda: (self.run.steps(), self.run.events())).result(timeout_s)
+            return self.files.ask(self.run.events_file, lambda: _readable(self.run)).result(timeout_s)
         found: tuple[list[StepRecord], list[dict[str, Any]]] = ([], [])
 
         def read() -> None:
-            found[0][:], found[1][:] = self.run.steps(), self.run.events()
+            found[0][:], found[1][:] = _readable(self.run)
 
         # A full disk can be read. One that does not answer must not hold up the end of the run.
         reading = threading.Thread(target=read, daemon=True)
@@ -265,6 +267,10 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _append(self, file: Path, data: Mapping[str, Any]) -> None:
         self.files.append(file, json.dumps(data) + "\n")
+
+
+def _readable(run: RunDirectory) -> tuple[list[StepRecord], list[dict[str, Any]]]:
+    return readable_steps(run)[0], readable_events(run)[0]
 
 
 def _without_time(line: Mapping[str, Any]) -> dict[str, Any]:

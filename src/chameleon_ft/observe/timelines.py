@@ -6,17 +6,22 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.file_queue import FileQueue
-from chameleon_ft.observe.files import describe_invalid, read_lines
+from chameleon_ft.observe.files import describe_invalid
+from chameleon_ft.observe.lines import read_lines
 
 __all__ = ["RecordedReduction", "RecordedStep", "StepPart", "TimelineLog", "read_recorded_steps"]
 
-_LONGEST_BYTES = 4 << 20  # in memory while the disk cannot be written
+_LONGEST_BYTES: Final = 4 << 20  # in memory while the disk cannot be written
+
+_MOST: Final = 1e11  # Unix seconds, as far as the calendar goes
+_Number: TypeAlias = Annotated[int, Field(ge=0)]
+_Seconds: TypeAlias = Annotated[float, Field(ge=-_MOST, le=_MOST)]
 
 StepPart: TypeAlias = Literal["whole", "interrupted", "rest"]
 """A step from its beginning to its update, or until a failure interrupted it, or from then on."""
@@ -26,10 +31,10 @@ StepPart: TypeAlias = Literal["whole", "interrupted", "rest"]
 class RecordedReduction:
     """The all-reduce of the gradients of layers `start` up to `stop`; seconds since the step's start on this worker."""
 
-    start: int
-    stop: int
-    start_s: float
-    end_s: float
+    start: _Number
+    stop: _Number
+    start_s: _Seconds
+    end_s: _Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +51,16 @@ class RecordedStep:
         kinds: a letter for each operation, as in F, B, I, W, if the program is not the one of the generation's plan.
     """
 
-    generation: int
-    step: int
-    worker: int
-    time: float
-    operations: tuple[tuple[float, float], ...]
+    generation: _Number
+    step: _Number
+    worker: _Number
+    time: _Seconds
+    operations: tuple[tuple[_Seconds, _Seconds], ...]
     reductions: tuple[RecordedReduction, ...]
-    vote_s: tuple[float, float]
-    end_s: float
+    vote_s: tuple[_Seconds, _Seconds]
+    end_s: Annotated[float, Field(ge=0, le=_MOST)]
     part: StepPart = "whole"
-    kinds: str = ""
+    kinds: Annotated[str, Field(pattern=r"^[FBIW]*$")] = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values, times rounded to microseconds."""
@@ -103,6 +108,20 @@ def _read_steps(path: Path) -> Iterator[RecordedStep]:
     record = TypeAdapter(RecordedStep)
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            yield record.validate_python(line)
+            step = record.validate_python(line)
         except ValidationError as error:
             raise ConfigError(f"{path}, record {number}: {describe_invalid(error)}; the file is damaged") from None
+        if why := _contradiction(step):
+            raise ConfigError(f"{path}, record {number}: {why}; the file is damaged")
+        yield step
+
+
+def _contradiction(step: RecordedStep) -> str | None:
+    """Return why the parts of a record cannot be true together; None if they can."""
+    if step.part == "whole" and not step.end_s:
+        return "a whole step takes no time"
+    if step.part != "whole" and len(step.kinds) != len(step.operations):
+        return f"{len(step.operations)} operations of {len(step.kinds)} kinds"
+    if any(each.start >= each.stop for each in step.reductions):
+        return "a reduction of no layers"
+    return None

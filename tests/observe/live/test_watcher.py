@@ -69,6 +69,28 @@ def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
     assert [line["event"] for _, line in follower.new_lines()] == ["started", "drained"]
 
 
+def test_a_file_that_cannot_be_read_is_named_once_and_tried_again(run: RunDirectory) -> None:
+    add(run, stepped(0, 2.0))
+    run.events_file.mkdir()
+    watcher = RunWatcher(run)
+    for _ in range(2):
+        watcher.update_readable()
+    assert watcher.damaged == [f"{run.events_file}: cannot be read: Is a directory"]
+    assert len(watcher.state.steps) == 1, "the other file is read"
+    run.events_file.rmdir()
+    add(run, started())
+    assert [line["event"] for _, line in watcher.update_readable()] == ["started"]
+
+
+def test_a_run_whose_address_cannot_be_read_may_have_a_coordinator(run: RunDirectory) -> None:
+    watcher = RunWatcher(run)
+    assert watcher.has_coordinator() is True
+    run.control_file.write_text("")
+    assert watcher.has_coordinator() is None
+    run.remove_control()
+    assert watcher.has_coordinator() is False
+
+
 # --- the condition ---------------------------------------------------------------------------------------------------
 
 

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
     run = RunDirectory.open(given.run)
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.requests import checkpoint, wait_until_saved
+    from chameleon_ft.control.requests import checkpoint, count_events, wait_until_saved
 
-    before = len(run.events())
+    before = count_events(run)
     committed = checkpoint(run)
     print(f"a checkpoint is written after step {committed} or the next one", flush=True)
     if given.wait:

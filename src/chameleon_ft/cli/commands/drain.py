@@ -43,9 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     if (negative := min(given.worker, default=0)) < 0:
         raise ConfigError(f"--worker {negative}: workers are numbered from 0")
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.requests import drain, wait_until_out
+    from chameleon_ft.control.requests import count_events, drain, wait_until_out
 
-    before = len(run.events())
+    before = count_events(run)
     leaving = drain(run, workers=given.worker, host=given.host)
     names = listed("worker", leaving)
     print(f"draining {names}: they train until a plan without them is in force", flush=True)

@@ -22,6 +22,7 @@ from chameleon_ft.observe.decisions import (
     UsedCorrections,
     decision_stories,
 )
+from chameleon_ft.observe.readable import describe_damage, readable_events
 from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, listed
 
@@ -64,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(ExplainArguments, arguments, command="explain")
     run = RunDirectory.open(given.run)
-    stories = chosen = decision_stories(run.events())
+    events, damaged = readable_events(run)
+    stories = chosen = decision_stories(events)
     if given.decision is not None:
         if not 1 <= given.decision <= len(stories):
             known = f"this run has 1 to {len(stories)}" if stories else "this run has none"
@@ -72,20 +74,25 @@ def main(arguments: Sequence[str]) -> int:
         chosen = (stories[given.decision - 1],)
     if given.json:
         found = [{**story.to_json(), "why": describe_reason(story.decided)} for story in chosen]
-        print(json.dumps({"decisions": found}))
-    elif chosen:
-        _show(chosen, title=str(run.path), total=len(stories))
+        print(json.dumps({"decisions": found, "damaged_lines": damaged}))
+        return 0
+    out = Output()
+    if chosen:
+        out.text(str(run.path), "bold")
+    elif damaged:
+        print(f"{run.path}: no line that can be read is a decision")
     else:
-        lost = len(run.failures())
+        lost = sum(event["event"] == "failure" for event in events)
         losses = f"{counted(lost, 'worker')} {'was' if lost == 1 else 'were'} lost, and the banners say what was done"
         print(f"{run.path}: there was nothing to decide; {losses if lost else 'no worker was lost'}")
+    if damaged:
+        out.text(describe_damage(damaged))
+    _show(out, chosen, total=len(stories))
     return 0
 
 
-def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
+def _show(out: Output, stories: Sequence[DecisionStory], *, total: int) -> None:
     """Print stories of a run that has `total` decisions in all."""
-    out = Output()
-    out.text(title, "bold")
     resumed = any(story.session > 1 for story in stories)
     for story in stories:
         decided = story.decided

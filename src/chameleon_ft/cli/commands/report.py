@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output, require_places, tell_written, write_schedule
@@ -13,6 +13,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, compare_generations
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.observe.readable import describe_damage, readable_events, readable_steps
 from chameleon_ft.plan.detours import home_pipelines
 from chameleon_ft.quantities import duration
 
@@ -57,12 +58,16 @@ def main(arguments: Sequence[str]) -> int:
     if given.failure is not None and (given.picture is None or given.trace is not None or given.step is not None):
         raise ConfigError("--failure is drawn as a picture; give it with --picture, and without --trace and --step")
     plans, recorded = read_generation_plans(run.plans), read_recorded_steps(run.timelines)
+    events, damaged = readable_events(run)
     if given.failure is not None and given.picture is not None:
         from chameleon_ft.observe.failure_picture import draw_failure
 
         draw_failure(given.picture, run, given.failure, plans, recorded)
+        damaged += readable_steps(run)[1]
         if given.json:
-            print(json.dumps({"failure": given.failure}))
+            print(json.dumps({"failure": given.failure, "damaged_lines": damaged}))
+        elif damaged:
+            print(describe_damage(damaged))
         tell_written(json=given.json, picture=given.picture, trace=None)
         return 0
     comparisons = compare_generations(plans, recorded)
@@ -83,20 +88,20 @@ def main(arguments: Sequence[str]) -> int:
         plan=comparison.plan.plan,
         pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
         lanes=[Lane.predicted(comparison.predicted), step.lane],
-        lost=_lost_until(run, step.generation),
+        lost=_lost_until(events, step.generation),
     )
     if given.json:
-        print(json.dumps({"generations": [each.to_json() for each in comparisons]}))
+        print(json.dumps({"generations": [each.to_json() for each in comparisons], "damaged_lines": damaged}))
     else:
-        _show(comparisons, title=str(run.path))
+        _show(comparisons, title=str(run.path), damaged=damaged)
     tell_written(json=given.json, picture=given.picture, trace=given.trace)
     return 0
 
 
-def _lost_until(run: RunDirectory, generation: int) -> set[int]:
+def _lost_until(events: Iterable[Mapping[str, Any]], generation: int) -> set[int]:
     """Return the workers lost since the run was started or last resumed, and not back by `generation`."""
     lost: set[int] = set()
-    for event in run.events():
+    for event in events:
         if event.get("generation", 0) > generation:
             continue
         match event["event"]:
@@ -109,9 +114,11 @@ def _lost_until(run: RunDirectory, generation: int) -> set[int]:
     return lost
 
 
-def _show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:
+def _show(comparisons: Sequence[GenerationComparison], *, title: str, damaged: Sequence[str]) -> None:
     out = Output()
     out.text(title, "bold")
+    if damaged:
+        out.text(describe_damage(damaged))
     for comparison in comparisons:
         out.text(
             f"generation {comparison.generation}, from step {comparison.plan.first_step} with "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, Switch, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.readable import readable_steps
 
 __all__ = ["main"]
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
-    committed = len({record.step for record in run.steps()})
+    committed = len({record.step for record in readable_steps(run)[0]})
     console = Console(stderr=True)
     comparisons = track(
         repeat_run(run, limit=given.steps),

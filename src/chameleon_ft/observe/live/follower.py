@@ -46,16 +46,26 @@ class _NewLines:
         self._path = path
         self._read_bytes = 0
         self._number = 0
+        self._is_unreadable = False  # and that was said
         self._lines: list[dict[str, Any]] = []
 
     def read(self) -> None:
-        """Read what is new. Raises ConfigError at a damaged line; what precedes it is kept."""
+        """Read what is new. Raises ConfigError at a damaged line; what precedes it is kept.
+
+        Raises it once, too, if the file cannot be read; later calls try again.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)
                 content = file.read()
         except FileNotFoundError:
             return
+        except OSError as error:
+            if self._is_unreadable:
+                return
+            self._is_unreadable = True
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from None
+        self._is_unreadable = False
         for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
             self._read_bytes += len(line)
             self._number += 1

@@ -52,7 +52,9 @@ class RunWatcher:
 
     def has_coordinator(self) -> bool | None:
         """Return whether a coordinator leads the run; None: not known here."""
+        if not self.run.control_file.exists():
+            return False
         try:
             return self.run.read_control().has_process_here()
-        except ConfigError:
-            return False
+        except ConfigError:  # of another user's run, for one
+            return None
