@@ -38,6 +38,8 @@ _LONGEST: Final = (
     "tests/deploy/test_slurm_cluster.py",
     "tests/test_standby.py",
     "tests/runtime/test_joins.py",
+    "tests/runtime/test_live_repartition.py",
+    "tests/runtime/test_hangs.py",
     "tests/launch/ray/",  # by then Slurm's daemons, which need processors too, have ended
 )
 
