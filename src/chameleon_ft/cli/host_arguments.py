@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Optional, Union
 
@@ -13,6 +12,8 @@ from chameleon_ft.config import MOST_WORKERS
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["USUAL_HOSTS", "HostArguments", "Hosts", "hosts_of"]
+
+_MOST_MEMORY: Final = 1e9
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,14 @@ class HostArguments:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of memory of a host; None if not given. Raises ConfigError if it is not a positive number."""
+        """Bytes of memory of a host; None if not given. Raises ConfigError if it is no possible number."""
         if self.host_memory is None:
             return None
-        if not 0 < self.host_memory < math.inf:
-            raise ConfigError(f"--host-memory {self.host_memory:g}: should be a number of 10^9 bytes above 0")
+        if not 1e-9 <= self.host_memory <= _MOST_MEMORY:
+            raise ConfigError(
+                f"--host-memory {self.host_memory:g}: should be a number of 10^9 bytes above 0, "
+                f"{_MOST_MEMORY:g} at most"
+            )
         return round(self.host_memory * 1e9)
 
     def owners(self, usual: int | None) -> int | None:

@@ -38,7 +38,7 @@ from chameleon_ft.simulate.recorded import (
     trace_of_changes,
 )
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
-from chameleon_ft.simulate.sweep import SWEPT, Scene
+from chameleon_ft.simulate.sweep import MOST_VARIED, SWEPT, Scene
 
 __all__ = ["SimulateArguments", "SimulateCase", "chosen_policies", "chosen_sweep", "simulate_case"]
 
@@ -228,6 +228,8 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
     for flag, value in (("--rate", given.rate), ("--days", given.days)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{flag} {value:g}: should be a number above 0")
+    if not 1 / MOST_VARIED <= given.rate <= MOST_VARIED:
+        raise ConfigError(f"--rate {given.rate:g}: should be a number from {1 / MOST_VARIED:g} to {MOST_VARIED:g}")
     per_host = given.hosts.workers_per_host
     if given.trace is not None:
         if given.generate is not None:

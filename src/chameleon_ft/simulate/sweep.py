@@ -16,11 +16,14 @@ from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
-__all__ = ["SWEPT", "Lead", "Point", "Scene", "Sweep", "sweep", "varied"]
+__all__ = ["MOST_VARIED", "SWEPT", "Lead", "Point", "Scene", "Sweep", "sweep", "varied"]
 
 SWEPT: Final = ("rate", "workers", "memory", "bandwidth", "micro-batches")
 """Quantities that can be varied: `rate`, which divides every time of the trace; `workers`, the number taken from the
 cluster; `memory` of a worker in 10^9 bytes; `bandwidth`, a factor on all links; `micro-batches` of a step."""
+
+MOST_VARIED: Final = 1e9
+"""The largest value of each, and the inverse of the least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def varied(scene: Scene, name: str, value: float) -> Scene:
         raise ConfigError(f"{name!r} cannot be varied; take one of {', '.join(SWEPT)}")
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={value:g}: take numbers above 0")
+    if not 1 / MOST_VARIED <= value <= MOST_VARIED:
+        raise ConfigError(f"{name}={value:g}: take numbers from {1 / MOST_VARIED:g} to {MOST_VARIED:g}")
     if name in ("workers", "micro-batches") and value != int(value):
         raise ConfigError(f"{name}={value:g}: take whole numbers")
     trace, cluster = scene.trace, scene.cluster
