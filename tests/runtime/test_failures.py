@@ -186,8 +186,7 @@ def test_a_failure_during_a_recovery(tmp_path: Path, kind: str) -> None:
     assert {failure.resume_step for failure in ended.failures} == {ended.failures[0].resume_step}, "it was one outage"
 
 
-@pytest.mark.parametrize("first", ["forward", "sync"])
-@pytest.mark.parametrize("kind", ["kill", "hang"])
+@pytest.mark.parametrize(("first", "kind"), [("forward", "hang"), ("sync", "kill")])
 def test_a_failure_in_the_rest_of_a_step(tmp_path: Path, first: FailurePhase, kind: FailureKind) -> None:
     config = small_config(
         tmp_path,
