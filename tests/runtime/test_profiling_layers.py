@@ -41,6 +41,30 @@ class Mean(nn.Module):
         return x.mean(dim=-1, keepdim=True).expand_as(x) + 0.0
 
 
+class Experts(nn.Module):
+    """Gives each vector to the one of four experts that its router chooses, or all vectors to the first."""
+
+    def __init__(self, *, favours_first: bool = False) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        wide = 4 * WIDTH
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)) for _ in range(4)
+        )
+        self.favours_first = favours_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = x.flatten(0, -2)
+        weights, chosen = self.router(vectors).softmax(dim=-1).max(dim=-1)
+        if self.favours_first:
+            chosen = torch.zeros_like(chosen)
+        output = vectors
+        for number, expert in enumerate(self.experts):
+            places = (chosen == number).nonzero().squeeze(-1)
+            output = output.index_add(0, places, weights[places].unsqueeze(-1) * expert(vectors[places]))
+        return output.view_as(x)
+
+
 class Matrices:
     def __len__(self) -> int:
         return 100
@@ -306,6 +330,33 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
             errors.append(predicted[worker].peak_bytes / held - 1)
             assert -0.01 <= errors[-1] <= 0.05, how
     assert sum(map(abs, errors)) / len(errors) < 0.01
+
+
+@pytest.mark.parametrize("favours_first", [False, True])
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_experts_hold_no_more_than_is_predicted_whichever_tokens_they_get(split: bool, favours_first: bool) -> None:
+    """Their profile is made before it is known which tokens they will get."""
+    ends, profiled = partial(nn.Linear, WIDTH, WIDTH), partial(Experts)
+    model = on_device(job_of([ends, profiled, profiled, ends]))
+    layers = tuple(
+        dataclasses.replace(bytes_of(model.job, layer), forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
+        for layer in range(4)
+    )
+    trained = partial(Experts, favours_first=favours_first)
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=1, pp=2, micro_batches=6, split_backward=split)
+    workers = tuple(Worker(worker, "host") for worker in plan.workers)
+    costs = CostModel(Workload(layers, 6, SAMPLES), Cluster(workers, Link(1e-4, math.inf), Link(1e-4, math.inf)))
+    program = best_program(plan, costs).program
+    for worker, predicted in program_memory(program, plan.placement, costs.workload).items():
+        alone = Alone(
+            job=job_of([ends, trained, trained, ends]),
+            batch=Batch(micro_batches=6, micro_batch_size=SAMPLES),
+            boundaries=model.boundaries,
+            placement=plan.placement,
+            worker=worker,
+            operations=program.of(worker),
+        )
+        assert -0.01 <= predicted.peak_bytes / peak_of_allocator(alone) - 1 <= 0.15
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])

@@ -60,12 +60,18 @@ class ModelOnDevice:
         name = str(getattr(getattr(factory, "func", factory), "__name__", "layer")).lower()
         return name if name.isidentifier() else "layer"
 
-    def boundary_before(self, layer: int) -> Tensor:
+    def boundary_before(self, layer: int, *, alike: bool = False) -> Tensor:
         """Return the samples, or a random tensor of the shape and type that `layer` receives.
 
         An integer one is all zeros, a value that every layer accepts.
+
+        Args:
+            alike: whether all vectors of the random tensor are equal; samples stay as they are.
         """
-        return self.samples[0] if layer == 0 else self._like_output(layer - 1)
+        if layer == 0:
+            return self.samples[0]
+        boundary = self._like_output(layer - 1)
+        return boundary.flatten()[: boundary.shape[-1]].expand_as(boundary).clone() if alike else boundary
 
     def gradient_after(self, layer: int) -> Tensor | None:
         """Return a gradient of the output of `layer`; None for the loss."""
@@ -122,11 +128,16 @@ class ResidentLayers:
 class Hop:
     """Runs `layers`, which are resident, on one micro-batch, phase by phase.
 
-    With `selective`, all of them are recomputed selectively.
+    Args:
+        selective: whether all of them are recomputed selectively.
+        alike: whether all vectors of the input are equal.
     """
 
-    def __init__(self, resident: ResidentLayers, layers: LayerRange, *, selective: bool = False) -> None:
+    def __init__(
+        self, resident: ResidentLayers, layers: LayerRange, *, selective: bool = False, alike: bool = False
+    ) -> None:
         self._selective = layers if selective else ()
+        self._alike = alike
         self._held = resident.held
         self.model = resident.model
         self.layers = layers
@@ -176,7 +187,7 @@ class Hop:
         del outgoing
 
     def _boundary(self) -> Tensor:
-        boundary = self.model.boundary_before(self.layers.start)
+        boundary = self.model.boundary_before(self.layers.start, alike=self._alike)
         return boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
 
     def _forward(self, boundary: Tensor) -> Tensor:

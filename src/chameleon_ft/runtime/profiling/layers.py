@@ -96,10 +96,13 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
     or a commit, when there are no activations. Between I and W everything that I has been through is kept, because the
     graph of the layers below and of the weights hangs on it. Only the part above the last weights is released, and only
     for the last layer and its loss is that counted.
+
+    What a mixture of experts holds depends on how many tokens each expert gets. So the bytes are the most that it holds
+    for random vectors, of which each expert gets some, and for equal ones, which all go to the same experts.
     """
     model, hop = resident.model, Hop(resident, resident.layers)
     layer = resident.layers.start
-    own = _bytes_of(hop)
+    own = _most_bytes(resident)
     again = _bytes_if_selective(resident, own.kept)
     behind = model.boundary_bytes(layer)
     halves = own.working_halves if again is None else max(own.working_halves, again.working_halves)
@@ -134,6 +137,24 @@ class _HopBytes:
     working: int
     working_halves: int
 
+    def at_most(self, other: _HopBytes) -> _HopBytes:
+        """Return bytes that suffice for both, at each moment of an operation."""
+        kept, left = max(self.kept, other.kept), max(self.left, other.left)
+        return _HopBytes(
+            kept,
+            left,
+            max(self.kept + self.working, other.kept + other.working) - kept,
+            max(self.left + self.working_halves, other.left + other.working_halves) - left,
+        )
+
+
+def _most_bytes(resident: ResidentLayers, *, selective: bool = False) -> _HopBytes:
+    """Return the bytes of the one layer for any input between those whose vectors all differ and are all equal."""
+    found = _bytes_of(Hop(resident, resident.layers, selective=selective))
+    if resident.layers.start == 0:  # its input is that of the samples
+        return found
+    return found.at_most(_bytes_of(Hop(resident, resident.layers, selective=selective, alike=True)))
+
 
 def _bytes_of(hop: Hop) -> _HopBytes:
     before, behind = (hop.model.boundary_bytes(layer) for layer in (hop.layers.start - 1, hop.layers.stop - 1))
@@ -155,7 +176,7 @@ def _bytes_if_selective(resident: ResidentLayers, activation_bytes: int) -> _Hop
     """Return the bytes of the layer if it is recomputed selectively; None if that saves nothing."""
     if not is_recomputed(resident.layers.start, resident.model.num_layers):
         return None
-    found = _bytes_of(Hop(resident, resident.layers, selective=True))
+    found = _most_bytes(resident, selective=True)
     return found if found.kept < activation_bytes else None
 
 
