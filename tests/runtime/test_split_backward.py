@@ -29,6 +29,9 @@ class Stage(nn.Module):
 STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
     "plain": lambda x, linear, value: torch.tanh(linear(x)) * value,
     "a weight used twice": lambda x, linear, value: linear(torch.tanh(linear(x))) + value,
+    "a weight used below and above another one": lambda x, linear, value: (
+        (y := x + torch.tanh(linear(torch.tanh(x * value)))) * value + y
+    ),
     "a weight on a way of its own": lambda x, linear, value: linear(x) * value.exp() + value,
     "weights that are not used": lambda x, linear, value: x.sin(),
     "the input handed through": lambda x, linear, value: x + 0,

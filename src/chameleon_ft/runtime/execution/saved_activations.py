@@ -134,7 +134,10 @@ def input_gradient(
     # Torch also stores the gradient here, where it would stay as long as W keeps the input.
     boundary.grad = None
     # Torch looks for weights on the path from the output to the input; without such a path it finds none.
-    return gradient, whole if gradient is None else partial(stage_backward_weight, iter(parameters), groups)
+    if gradient is None:
+        return None, whole
+    # The way to a weight that is used below and above others goes through the graph of these, so it is kept to the end.
+    return gradient, partial(stage_backward_weight, iter(parameters), groups, retain_graph=True)
 
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:
