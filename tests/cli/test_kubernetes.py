@@ -156,6 +156,38 @@ def test_accelerators_are_asked_for(chameleon: CommandLine) -> None:
     assert gpus == {"limits": {"nvidia.com/gpu": 2}}
     cpus = container(jobs(manifests(chameleon, "--threads", "3"))["agents"])["resources"]
     assert cpus == {"requests": {"cpu": "6"}}
+    both = container(jobs(manifests(chameleon, "--resource", "example.com/nic"))["agents"])["resources"]
+    assert both == {"requests": {"cpu": "2"}, "limits": {"example.com/nic": 2}}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--image", "10.0.0.1:5000/lab/chameleon__ft:1.2-cpu_x@sha256:" + "0f" * 32),
+        ("--image", "localhost/chameleon"),
+        ("--claim", "1e3", "--token-secret", "a.b-2"),
+        ("--resource", "nvidia.com/mig-1g.5gb"),
+        ("--resource", "huawei.com/Ascend910"),
+    ],
+)
+def test_names_of_all_forms_are_taken(chameleon: CommandLine, flags: tuple[str, ...]) -> None:
+    assert flags[-1] in str(manifests(chameleon, *flags))
+
+
+def test_the_path_of_the_run_is_passed_on_as_it_is(chameleon: CommandLine) -> None:
+    run = "/shared/my run/it's $(POD_IP)"
+    specs = jobs(manifests(chameleon, "--output-dir", run))
+    shell = container(specs["agents"])["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert shlex.split(shell)[3] == run
+    for spec in specs.values():
+        assert run.replace("$", "$$") in container(spec)["command"], "Kubernetes replaces no variable"
+
+
+def test_what_a_parser_in_go_takes_for_something_else_is_in_quotes(chameleon: CommandLine) -> None:
+    assert chameleon("kubernetes", *GIVEN, "--name", "y", "--claim", "1e3") == 0
+    text = chameleon.capture.readouterr().out
+    assert '  name: "y"\n' in text
+    assert 'claimName: "1e3"\n' in text
 
 
 def test_they_may_be_written_to_a_file(chameleon: CommandLine, tmp_path: Path) -> None:
@@ -178,6 +210,20 @@ def test_they_may_be_written_to_a_file(chameleon: CommandLine, tmp_path: Path) -
         (["--device", "npu"], '--resource is missing: name the extended resource of device = "npu"'),
         (["--file", "/nowhere/one.yaml"], "--file /nowhere/one.yaml: cannot be written"),
         (["--workers", "5"], "must equal parallel.dp * parallel.pp"),
+        (["--nodes", "50001"], "--workers-per-node 2 --nodes 50001: a run has 100000 workers at most"),
+        (["--name", ""], "--name : should be lower-case letters"),
+        (["--image", "my image"], "--image my image: should be the name of an image"),
+        (["--image", ""], "--image : should be the name of an image"),
+        (["--image", "registry.example/Chameleon:1"], "should be the name of an image, in lower case"),
+        (["--claim", "Shared_1"], "--claim Shared_1: should be the name of an object"),
+        (["--token-secret", "a/b"], "--token-secret a/b: should be the name of an object"),
+        (["--resource", "gpu"], "--resource gpu: should be the name of an extended resource"),
+        (["--resource", "kubernetes.io/gpu"], "--resource kubernetes.io/gpu: should be the name of an extended"),
+        (["--mount", "/dev"], "--mount /dev: hides /dev/shm"),
+        (["--mount", "/"], "--mount /: hides /etc/chameleon"),
+        (["--mount", "/etc/chameleon/x"], "is within /etc/chameleon"),
+        (["--mount", "/a:b"], "should be an absolute path without .. and colons"),
+        (["--output-dir", "/shared/../etc/x"], "should be below the shared volume"),
     ],
 )
 def test_what_cannot_run_is_refused(chameleon: CommandLine, arguments: list[str], expected: str) -> None:

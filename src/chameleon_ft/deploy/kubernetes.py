@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final, TypeAlias
 
 from chameleon_ft.config import DEVICES, RunConfig, config_to_toml
+from chameleon_ft.deploy.kubernetes_names import (
+    require_image,
+    require_mount,
+    require_object_name,
+    require_resource_name,
+)
 from chameleon_ft.deploy.machines import Machines
 from chameleon_ft.errors import ConfigError
 
@@ -18,12 +25,14 @@ Json: TypeAlias = "str | int | bool | Sequence[Json] | Mapping[str, Json]"
 
 _CONFIG_DIRECTORY: Final = "/etc/chameleon"
 _CONFIG_NAME: Final = "run.toml"
+_MEMORY_DIRECTORY: Final = "/dev/shm"
 _POD_IP: Final = "$(POD_IP)"
 _RESUME: Final = 75  # exit code of processes of a run that is to be resumed, and of agents whose pod is deleted
 _LEADS_ELSEWHERE: Final = 69
 _PAGE_PORT: Final = 8790
 _RETRIES: Final = 100
 """Failures of a pod after which it is not replaced; evictions and exit code 75 do not count."""
+_NO_TEXT_IN_GO: Final = re.compile(r"[yYnN]|[-+.]?[0-9].*")
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
@@ -38,7 +47,7 @@ class KubernetesRun:
         claim: name of a persistent volume claim that many pods may write (ReadWriteMany).
         mount: directory of that volume in the containers.
         token_secret: name of a secret with the key `token`.
-        resource: extended resource of an accelerator, such as nvidia.com/gpu; None: workers compute on the CPU.
+        resource: extended resource of which each worker has one, such as nvidia.com/gpu; on the CPU it may be None.
         grace_s: seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed.
         has_page: whether a pod serves the page of the run and its metrics, which the Prometheus operator collects.
     """
@@ -60,9 +69,14 @@ class KubernetesRun:
                 f"--name {self.name}: should be lower-case letters, digits and hyphens, begin with a letter, and have "
                 "40 characters at most, because names of pods are made of it"
             )
-        mount = PurePosixPath(self.mount)
+        require_image(self.image)
+        require_object_name("--claim", self.claim)
+        require_object_name("--token-secret", self.token_secret)
+        require_mount(self.mount, taken=(_CONFIG_DIRECTORY, _MEMORY_DIRECTORY))
+        if self.resource is not None:
+            require_resource_name(self.resource)
         run = PurePosixPath(self.config.output_dir or "")
-        if not mount.is_absolute() or mount not in run.parents:
+        if PurePosixPath(self.mount) not in run.parents or ".." in run.parts:
             raise ConfigError(
                 f"--output-dir {run}: should be below the shared volume, --mount {self.mount}; leave it out for "
                 f"{self.mount}/runs/{self.name}"
@@ -137,7 +151,7 @@ class KubernetesRun:
 
     def _page(self) -> list[Mapping[str, Json]]:
         """Return a Deployment that serves the page, the Service of it, and the ServiceMonitor of its metrics."""
-        command = ["chameleon", "page", self._run, "--listen", f"{_POD_IP}:{_PAGE_PORT}"]
+        command = ["chameleon", "page", _literal(self._run), "--listen", f"{_POD_IP}:{_PAGE_PORT}"]
         container: dict[str, Json] = {
             **self._container("page", command),
             "ports": [{"name": "page", "containerPort": _PAGE_PORT}],
@@ -164,8 +178,8 @@ class KubernetesRun:
         ]
 
     def _coordinator_job(self) -> Mapping[str, Json]:
-        command = ["chameleon", "coordinator", f"{_CONFIG_DIRECTORY}/{_CONFIG_NAME}", "--output-dir", self._run]
-        command += ["--control.host", _POD_IP, "--resume", "auto", "--or-standby"]
+        command = ["chameleon", "coordinator", f"{_CONFIG_DIRECTORY}/{_CONFIG_NAME}"]
+        command += ["--output-dir", _literal(self._run), "--control.host", _POD_IP, "--resume", "auto", "--or-standby"]
         ends: Json = {
             "action": "FailJob",
             "onExitCodes": {"containerName": "coordinator", "operator": "In", "values": [1, 2]},
@@ -178,7 +192,7 @@ class KubernetesRun:
         }
 
     def _standby_job(self) -> Mapping[str, Json]:
-        command = ["chameleon", "coordinator", "--standby", self._run, "--host", _POD_IP]
+        command = ["chameleon", "coordinator", "--standby", _literal(self._run), "--host", _POD_IP]
         return {
             "backoffLimit": _RETRIES,
             # The coordinator's Job tells how the run ends.
@@ -188,9 +202,9 @@ class KubernetesRun:
 
     def _agents_job(self) -> Mapping[str, Json]:
         workers = self.machines.workers_per_node
-        command = ["chameleon", "agent", "--run", self._run, "--workers", str(workers), "--host", _POD_IP]
+        command = ["chameleon", "agent", "--run", _literal(self._run), "--workers", str(workers), "--host", _POD_IP]
         command += ["--drained-exit-code", str(_RESUME)]
-        drain = f'exec chameleon drain {self._run} --host "$POD_IP" --wait'
+        drain = f'exec chameleon drain {shlex.quote(self._run)} --host "$POD_IP" --wait'
         container = {
             **self._container("agent", command),
             # While it runs, the pod is no longer ready but trains; SIGTERM, which follows, finds no worker left.
@@ -211,10 +225,12 @@ class KubernetesRun:
         return str(self.config.output_dir)
 
     def _resources(self) -> Mapping[str, Json]:
-        workers = self.machines.workers_per_node
-        if self.resource is None:
-            return {"requests": {"cpu": str(workers * self.config.threads)}}
-        return {"limits": {self.resource: workers}}
+        workers, found = self.machines.workers_per_node, dict[str, Json]()
+        if not DEVICES[self.config.device].is_accelerator:
+            found["requests"] = {"cpu": str(workers * self.config.threads)}
+        if self.resource is not None:
+            found["limits"] = {self.resource: workers}
+        return found
 
     def _container(self, name: str, command: Sequence[str]) -> dict[str, Json]:
         token: Json = {"secretKeyRef": {"name": self.token_secret, "key": "token"}}
@@ -229,7 +245,7 @@ class KubernetesRun:
             "volumeMounts": [
                 {"name": "shared", "mountPath": self.mount},
                 {"name": "config", "mountPath": _CONFIG_DIRECTORY, "readOnly": True},
-                {"name": "shm", "mountPath": "/dev/shm"},
+                {"name": "shm", "mountPath": _MEMORY_DIRECTORY},
             ],
         }
 
@@ -263,6 +279,11 @@ _IGNORE_DISRUPTION: Final[Json] = {
 }
 
 
+def _literal(word: str) -> str:
+    """Return a word of a command in which Kubernetes replaces no variable."""
+    return word.replace("$", "$$")
+
+
 def _ignore(container: str, operator: str, codes: Json) -> Json:
     exit_codes: Json = {"containerName": container, "operator": operator, "values": codes}
     return {"action": "Ignore", "onExitCodes": exit_codes}
@@ -278,10 +299,10 @@ def to_yaml(manifests: Sequence[Mapping[str, Json]]) -> str:
         ) from None
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """Writes texts of several lines as such."""
+        """Writes texts of several lines as such, and in quotes what a parser in Go takes for a number or a boolean."""
 
     def write_text(dumper: Dumper, text: str) -> yaml.Node:
-        style = "|" if "\n" in text else None
+        style = "|" if "\n" in text else '"' if _NO_TEXT_IN_GO.fullmatch(text) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, write_text)

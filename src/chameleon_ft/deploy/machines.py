@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Self
 
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import MOST_WORKERS, RunConfig
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["Machines", "with_reachable_host"]
@@ -25,7 +25,7 @@ class Machines:
     def for_run(cls, config: RunConfig, *, nodes: int | None, workers_per_node: int) -> Self:
         """Return the machines of a run; those that its workers need if `nodes` is None.
 
-        Raises ConfigError if there are too few. Workers beyond those of the run join it as newcomers.
+        Raises ConfigError if there are too few or too many. Workers beyond those of the run join it as newcomers.
         """
         for flag, value in (("--workers-per-node", workers_per_node), ("--nodes", nodes)):
             if value is not None and value < 1:
@@ -35,6 +35,11 @@ class Machines:
             raise ConfigError(
                 f"--nodes {nodes}: the run begins with {config.workers} workers, and {nodes} machines with "
                 f"{workers_per_node} each have {nodes * workers_per_node}; take --nodes {needed}, or fewer workers"
+            )
+        if workers_per_node > MOST_WORKERS or (nodes is not None and nodes * workers_per_node > MOST_WORKERS):
+            raise ConfigError(
+                f"--workers-per-node {workers_per_node}{'' if nodes is None else f' --nodes {nodes}'}: a run has "
+                f"{MOST_WORKERS} workers at most"
             )
         return cls(nodes or needed, workers_per_node)
 

@@ -78,7 +78,8 @@ def _run(given: KubernetesArguments, flags: dict[str, Any]) -> KubernetesRun:
         required = {"--image": given.image, "--claim": given.claim, "--workers-per-node": given.workers_per_node}
         missing = ", ".join(flag for flag, value in required.items() if value is None)
         raise ConfigError(f"{missing}: must be given; `chameleon kubernetes --help` explains them")
-    name = given.name or ("llama" if given.config is None else given.config.stem.lower().replace("_", "-"))
+    usual_name = "llama" if given.config is None else given.config.stem.lower().replace("_", "-")
+    name = usual_name if given.name is None else given.name
     if "lease" not in {**values.get("control", {}), **flags.get("control", {})}:
         config = config.model_copy(update={"control": config.control.model_copy(update={"lease": "kubernetes"})})
     output_dir = config.output_dir or Path(given.mount) / "runs" / name
@@ -89,8 +90,8 @@ def _run(given: KubernetesArguments, flags: dict[str, Any]) -> KubernetesRun:
         image=given.image,
         claim=given.claim,
         mount=given.mount,
-        token_secret=given.token_secret or f"{name}-token",
-        resource=given.resource or ("nvidia.com/gpu" if config.device == "cuda" else None),
+        token_secret=f"{name}-token" if given.token_secret is None else given.token_secret,
+        resource="nvidia.com/gpu" if config.device == "cuda" and given.resource is None else given.resource,
         grace_s=given.grace_s,
         has_page=given.monitoring,
     )
