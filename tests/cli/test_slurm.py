@@ -10,13 +10,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, TrainConfig, config_to_toml, load_config
 from chameleon_ft.deploy import BatchScript, Machines
+from chameleon_ft.deploy.slurm_options import time_limit_s
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
@@ -221,6 +223,67 @@ def test_what_is_submitted_lies_beside_the_run(
         assert (config.steps, config.control.host) == (7, "auto")
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--partition gpu", "--partition=gpu"),
+        ("-p  gpu", "-pgpu"),
+        ("-pgpu", "-pgpu"),
+        ("--exclusive", "--exclusive"),
+        ("--nice -100", "--nice=-100"),
+        ('--comment=it\'s a # \\ "test"', '--comment=it\'s a # \\ "test"'),
+        ("--time=1", "--time=1"),
+    ],
+)
+def test_options_are_taken_in_all_forms(job: Job, option: str, expected: str) -> None:
+    script = replace(job.script, extra_options=(option,))
+    lines = [line for line in script.text().splitlines() if line.startswith("#SBATCH ")]
+    assert read_by_slurm(lines[-1]) == [expected]
+
+
+def read_by_slurm(line: str) -> list[str]:
+    """Return the words of a line of options as sbatch splits it: a backslash is an escape also in single quotes."""
+    lexer = shlex.shlex(line.removeprefix("#SBATCH"), posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.escapedquotes = True, "\"'"
+    return list(lexer)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("30", 1800),
+        ("30:15", 1815),
+        ("1:30:15", 5415),
+        ("2-12", 216_000),
+        ("2-12:30", 217_800),
+        ("2-12:30:15", 217_815),
+        ("UNLIMITED", None),
+        ("0", None),
+    ],
+)
+def test_time_limits_are_taken_as_sbatch_takes_them(limit: str, seconds: float | None) -> None:
+    assert time_limit_s(limit) == seconds
+
+
+@pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "-5", "1.5", "2-", "1-2:3:4:5", "½"])
+def test_what_is_no_time_limit(limit: str) -> None:
+    with pytest.raises(ConfigError, match="--time"):
+        time_limit_s(limit)
+
+
+def test_a_path_with_a_percent_sign_is_no_pattern_of_slurm(job: Job) -> None:
+    script = replace(job.script, run=job.directory / "100%j")
+    assert f"--output={job.directory}/100%%j-%j.log" in script.text()
+    assert script.log("7").name == "100%j-7.log"
+
+
+def test_the_configuration_of_the_user_is_not_written_over(chameleon: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text("steps = 7  # a remark\n")
+    given = ("one.toml", "--workers-per-node", "4", "--output-dir", "one", "--dry-run")
+    assert chameleon("slurm", *given) == 0
+    assert f"lead {tmp_path}/one.submitted.toml --output-dir" in chameleon.capture.readouterr().out
+
+
 def test_a_dry_run_prints_the_script_and_writes_nothing(chameleon: CommandLine, tmp_path: Path) -> None:
     assert chameleon("slurm", "--workers-per-node", "4", "--output-dir", "one", "--dry-run") == 0
     assert chameleon.capture.readouterr().out.startswith("#!/bin/bash\n")
@@ -234,6 +297,21 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(chameleon: CommandLine, 
         (["--workers-per-node", "2", "--nodes", "1"], "take --nodes 2, or fewer workers"),
         (["--workers-per-node", "2", "--control.host", "10.0.0.1"], "Slurm chooses the machine of the coordinator"),
         (["--workers-per-node", "2", "--checkpoint-s", "0"], "--checkpoint-s 0: should be 1 or more"),
+        (
+            ["--workers-per-node", "2", "--checkpoint-s", "65536"],
+            "--checkpoint-s 65536: should be 1 or more, and 65535",
+        ),
+        (["--workers-per-node", "2", "--time", "tomorrow"], "--time tomorrow: should be MINUTES"),
+        (["--workers-per-node", "2", "--time", "2"], "--time 2: leaves no time to train"),
+        (["--workers-per-node", "2", "--output-dir", "a\nb"], "should have no control characters"),
+        (["--workers-per-node", "2", "--sbatch=partition=gpu"], "should be an option of sbatch"),
+        (["--workers-per-node", "2", "--sbatch=--comment=a\nb"], "should be an option of sbatch"),
+        (["--workers-per-node", "2", "--sbatch=--gres=gpu:8 --mem=0"], "give each by a --sbatch of its own"),
+        (["--workers-per-node", "2", "--sbatch=-p gpu -A lab"], "give each by a --sbatch of its own"),
+        (["--workers-per-node", "2", "--sbatch=--array=0-3"], "all nodes of a run are in one job"),
+        (["--workers-per-node", "2", "--sbatch=-a0-3"], "all nodes of a run are in one job"),
+        (["--workers-per-node", "2", "--sbatch=--ntasks-per-node 8"], "a node has one task"),
+        (["--workers-per-node", "2", "--sbatch=-N 4"], "give --nodes N"),
         (["--workers-per-node", "2", "--workers", "5"], "must equal parallel.dp * parallel.pp"),
         (["--workers-per-node", "2", "--output-dir", "/etc"], "/etc"),
         (["--workers-per-node", "2"], "sbatch: is not in the PATH"),

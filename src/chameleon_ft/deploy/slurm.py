@@ -9,6 +9,8 @@ from typing import Final
 
 from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.deploy.machines import Machines
+from chameleon_ft.deploy.slurm_options import added_options, quoted, time_limit_s
+from chameleon_ft.errors import ConfigError
 
 __all__ = ["BatchScript"]
 
@@ -70,7 +72,7 @@ release_drained_nodes &
 watcher=$!
 export -f is_running nodes serve
 srun --no-kill --kill-on-bad-exit=0 --wait=0 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
-    bash -c serve &
+    --export=ALL bash -c serve &  # a job submitted with --export=NONE would keep the functions from it
 agents=$!
 
 lead {config} --output-dir "$run" --resume auto
@@ -86,6 +88,7 @@ for _ in {{1..60}}; do kill -0 "$agents" 2>/dev/null && sleep 0.5; done  # the a
 exit $code
 """
 _POLL_S: Final = 10.0
+_MOST_SIGNAL_S: Final = 65535  # that sbatch takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,10 @@ class BatchScript:
         checkpoint_s: seconds before the time limit at which the run ends with a checkpoint and the job is requeued.
         extra_options: further options of sbatch.
         poll_s: seconds between two looks at the states of the nodes.
+        source: file of the user with the configuration, which is left as it is.
+
+    Raises:
+        ConfigError: sbatch would not take an option, the script needs one as it is, or the job would have no time.
     """
 
     config: RunConfig
@@ -109,6 +116,20 @@ class BatchScript:
     checkpoint_s: int = 120
     extra_options: tuple[str, ...] = ()
     poll_s: float = _POLL_S
+    source: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not str(self.run).isprintable():
+            raise ConfigError(f"--output-dir {str(self.run)!r}: should have no control characters")
+        if not 1 <= self.checkpoint_s <= _MOST_SIGNAL_S:
+            raise ConfigError(f"--checkpoint-s {self.checkpoint_s}: should be 1 or more, and {_MOST_SIGNAL_S} at most")
+        added_options(self.extra_options)
+        limit_s = None if self.time_limit is None else time_limit_s(self.time_limit)
+        if limit_s is not None and limit_s <= self.checkpoint_s:
+            raise ConfigError(
+                f"--time {self.time_limit}: leaves no time to train, because the run ends with a checkpoint "
+                f"{self.checkpoint_s} s before that; give more time, or less by --checkpoint-s"
+            )
 
     @property
     def file(self) -> Path:
@@ -117,13 +138,13 @@ class BatchScript:
 
     @property
     def config_file(self) -> Path:
-        """Where the configuration is that the script names."""
-        return self.run.with_name(f"{self.run.name}.toml")
+        """Where the configuration with all values is that the script names."""
+        file = self.run.with_name(f"{self.run.name}.toml")
+        return file if self.source != file else self.run.with_name(f"{self.run.name}.submitted.toml")
 
-    @property
-    def log(self) -> str:
-        """Where Slurm writes the output of the job; %j is its number."""
-        return str(self.run.with_name(f"{self.run.name}-%j.log"))
+    def log(self, job: str) -> Path:
+        """Return where Slurm writes the output of the job of that number."""
+        return self.run.with_name(f"{self.run.name}-{job}.log")
 
     def text(self) -> str:
         """Return the script."""
@@ -146,7 +167,7 @@ class BatchScript:
             "--no-kill",
             "--requeue",
             "--open-mode=append",
-            f"--output={self.log}",
+            f"--output={str(self.run).replace('%', '%%')}-%j.log",
             f"--signal=B:TERM@{self.checkpoint_s}",
         ]
         if self.config.device == "cuda":
@@ -155,4 +176,4 @@ class BatchScript:
             options.append(f"--cpus-per-task={workers * self.config.threads}")
         if self.time_limit is not None:
             options.append(f"--time={self.time_limit}")
-        return [shlex.quote(option) for option in (*options, *self.extra_options)]
+        return [quoted(option) for option in (*options, *added_options(self.extra_options))]

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     if submitted.returncode:
         raise ConfigError(f"sbatch refuses {script.file}: {submitted.stderr.strip()}")
     job = submitted.stdout.strip().partition(";")[0]
-    print(f"job {job} is submitted; its output goes to {script.log.replace('%j', job)}")
+    print(f"job {job} is submitted; its output goes to {script.log(job)}")
     print(f"end the run with a checkpoint: scancel --batch --signal=TERM {job}")
     return 0
 
@@ -80,8 +80,6 @@ def _script(given: SlurmArguments, flags: dict[str, Any]) -> BatchScript:
     config = with_reachable_host(configured(values, flags, job=None, source=source), chooser="Slurm")
     if given.workers_per_node is None:
         raise ConfigError("--workers-per-node is missing: give the workers of each node, one per accelerator")
-    if given.checkpoint_s < 1:
-        raise ConfigError(f"--checkpoint-s {given.checkpoint_s}: should be 1 or more")
     name = "llama" if given.config is None else given.config.stem
     run = (config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if run.exists():
@@ -94,4 +92,5 @@ def _script(given: SlurmArguments, flags: dict[str, Any]) -> BatchScript:
         time_limit=given.time,
         checkpoint_s=given.checkpoint_s,
         extra_options=given.sbatch,
+        source=None if given.config is None else given.config.absolute(),
     )
