@@ -67,7 +67,7 @@ def test_an_agent_hosts_a_coordinator_that_stands_by(chameleon: CommandLine, run
     "arguments",
     [
         ["--nnodes", "2", "--nproc-per-node", "4", "--rdzv-endpoint", "10.0.0.1:4000"],
-        ["--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=10.0.0.1:4000", "--rdzv_backend=chameleon"],
+        ["--nnodes=2:2", "--nproc_per_node=4", "--rdzv_endpoint=10.0.0.1:4000", "--rdzv_backend=chameleon"],
         ["--nnodes", "2", "--workers", "4", "--coordinator", "10.0.0.1:4000"],
     ],
 )
@@ -91,6 +91,7 @@ def test_the_number_of_machines_is_compared_with_the_workers_of_the_run(
     ("arguments", "expected"),
     [
         (["--nnodes", "1:4", "--nproc-per-node", "4"], "--nnodes 1:4: should be one number"),
+        (["--nnodes", ":2", "--nproc-per-node", "4"], "--nnodes :2: should be one number"),
         (["--nnodes", "0", "--nproc-per-node", "4"], "--nnodes 0: should be a whole number, 1 or more"),
         (["--nproc-per-node", "gpu"], "--nproc-per-node gpu: should be a whole number, 1 or more"),
         (["--nproc_per_node", "4", "--workers", "4"], "--workers and --nproc-per-node: are two names"),
@@ -100,6 +101,8 @@ def test_the_number_of_machines_is_compared_with_the_workers_of_the_run(
         (["--workers", "4", "--rdzv_id=7"], "--rdzv-id: is an argument of torchrun that agents do not take; the join"),
         (["--workers", "4", "--standalone"], "use `chameleon train` or `chameleon run`"),
         (["--workers", "4", "--max-restarts", "3"], "if the run has recovery.respawn"),
+        (["--workers", "4", "--no-python", "train"], "--no-python: is an argument of torchrun"),
+        (["--workers", "4", "-r", "3"], "-r: is an argument of torchrun that agents do not take; logs are in"),
         (["--workers", "4", "train.py", "--lr", "1"], "train.py: the coordinator names the job"),
     ],
 )
@@ -271,6 +274,7 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
         (["--workers", "4", "--token", "t"], "give either --run RUN or --coordinator HOST:PORT"),
         (["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"], "give either --run RUN"),
         (["--run", "r"], "--workers"),
+        (["--run", "r", "--workers", "4", "--wait-s", "nan"], "--wait-s nan: should be 0 or more"),
         (["--coordinator", "h:1", "--token", "t", "--workers", "4", "--standby"], "--standby: reads the journal"),
         (["--run", "r", "--workers", "4", "--drained-exit-code", "256"], "should be from 0 to 127"),
     ],

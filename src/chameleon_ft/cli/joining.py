@@ -65,6 +65,8 @@ class JoinArguments:
         """
         from chameleon_ft.control.requests import require_coordinator
 
+        if not self.wait_s >= 0:
+            raise ConfigError(f"--wait-s {self.wait_s:g}: should be 0 or more")
         began_s, pause_s, has_said = time.monotonic(), _RETRY_S, False
         while True:
             try:

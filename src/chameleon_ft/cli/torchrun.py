@@ -27,8 +27,15 @@ _REMEDIES: Final = {
     "--log-dir": _LOGS,
     "--redirects": _LOGS,
     "--tee": _LOGS,
+    "--local-ranks-filter": _LOGS,
+    "-r": _LOGS,
+    "-t": _LOGS,
+    "--role": "all workers of a run do the same; leave it out",
+    "--start-method": "agents fork workers from a process that has loaded torch; leave it out",
     "--module": _JOB,
     "-m": _JOB,
+    "--no-python": _JOB,
+    "--run-path": _JOB,
 }
 
 
@@ -59,12 +66,15 @@ class TorchrunArguments(JoinArguments):
 
     def num_nodes(self) -> int | None:
         """Return the machines with which the run begins, if they are given. Raises ConfigError."""
-        if self.nnodes is not None and ":" in self.nnodes:
+        if self.nnodes is None:
+            return None
+        least, colon, most = self.nnodes.partition(":")
+        if colon and most != least:
             raise ConfigError(
                 f"--nnodes {self.nnodes}: should be one number. A run begins with the workers of its configuration, "
                 "goes on as long as its layers are held, and takes in machines that join later: start agents there"
             )
-        return None if self.nnodes is None else _at_least_one("--nnodes", self.nnodes)
+        return _at_least_one("--nnodes", least)
 
     def endpoint(self) -> str | None:
         """Return the address of the coordinator, if it is given. Raises ConfigError."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import re
 import socket
 import struct
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Self
 
@@ -32,6 +35,7 @@ AUTO_HOST: Final = "auto"
 TOKEN_VARIABLE: Final = "CHAMELEON_TOKEN"
 """Environment variable with the join token."""
 
+_NO_HOST: Final = re.compile(r"[\s\x00-\x1f/?#@%\[\]\\]")
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -60,10 +64,24 @@ class CoordinatorAccess:
 
 def split_address(address: str) -> tuple[str, int]:
     """Split host:port. Raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise ConfigError(f"address {address!r}: write it as HOST:PORT, such as 10.0.0.1:29400")
-    return host.strip("[]"), int(port)
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") == host.endswith("]") else ""
+    if not (_is_host(host) and port.isdecimal() and len(port) < 6 and int(port) < 65536):
+        raise ConfigError(
+            f"address {address!r}: write it as HOST:PORT, such as 10.0.0.1:29400, or [fd00::1]:29400 for IPv6"
+        )
+    return host, int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text may be an address or the name of a host; resolvers and URLs do not take all others."""
+    if ":" in text:
+        with contextlib.suppress(ValueError):
+            return ip_address(text).version == 6
+        return False
+    with contextlib.suppress(UnicodeError):
+        return text.encode("idna").isascii() and _NO_HOST.search(text) is None and bool(text)
+    return False
 
 
 def join_address(host: str, port: int) -> str:
@@ -126,7 +144,8 @@ def address_of_host(host: str) -> str:
 
     Args:
         host: an address or host name, returned as it is; the name of a network interface, such as eth0; or `AUTO_HOST`,
-            for the source address of the default route, or of the only interface that is not loopback.
+            for the source address of the default route, of IPv6 if there are no addresses of IPv4, or of the only
+            interface that is not loopback.
 
     Raises:
         ConfigError: the interface has no IPv4 address, or `AUTO_HOST` is ambiguous.
@@ -139,8 +158,8 @@ def address_of_host(host: str) -> str:
     if host != AUTO_HOST:
         return host
     try:
-        # The name of a machine often resolves to 127.0.1.1, so the routing table is asked instead. The address is one
-        # of the documentation (RFC 5737), and nothing is sent.
+        # The name of a machine often resolves to 127.0.1.1, so the routing table is asked instead. The addresses are
+        # those of the documentation (RFC 5737 and 3849), and nothing is sent.
         return local_address_towards("192.0.2.1:9")
     except ConfigError:
         pass
@@ -148,6 +167,9 @@ def address_of_host(host: str) -> str:
     own = {name: address for name, address in addresses.items() if not address.startswith("127.")}
     if len(own) == 1:
         return next(iter(own.values()))
+    if not own:
+        with contextlib.suppress(ConfigError):  # a machine that has IPv6 alone
+            return local_address_towards("[2001:db8::1]:9")
     found = ", ".join(f"{name} ({address})" for name, address in own.items()) or "none"
     raise ConfigError(
         f'host "{AUTO_HOST}": this machine has no default route, and its network interfaces with an address are: '
