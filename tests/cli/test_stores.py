@@ -136,6 +136,8 @@ def test_a_fork_has_a_store_of_its_own_or_none(
         ("bucket/run", "should be the URL of a folder"),
         ("s3://", "should be the URL of a folder"),
         ("memory://run", "is in the memory of one process"),
+        ("s3://bucket/runs/*", "should be without *, ? and ["),
+        ("s3://bucket/run[1]", "should be without *, ? and ["),
         ("bogus://bucket/run", "use s3://"),
         ("file:///proc/nowhere/run", "store.url = file:///proc/nowhere/run"),
     ],

@@ -19,6 +19,8 @@ def _steps_or_auto(every: object) -> object:
     raise PydanticCustomError("steps_or_auto", 'should be "auto" or a whole number of steps, 0 for none')
 
 
+_PATTERNS = frozenset("*?[")
+"""Characters of patterns of file names."""
 _StepsOrAuto: TypeAlias = Annotated[Literal["auto"] | int, BeforeValidator(_steps_or_auto)]
 
 
@@ -57,6 +59,9 @@ class Store(Section):
         user, at, _ = path.partition("/")[0].rpartition("@")
         if at and ":" in user:
             raise PydanticCustomError("store", "has a password, which messages would show; give it in the environment")
+        if any(character in _PATTERNS for character in path):
+            # Removing objects would remove those of every folder that matches.
+            raise PydanticCustomError("store", "should be without *, ? and [, which stand for several folders")
         if not url or (protocol and separator and path.strip("/")):
             if protocol != "memory":
                 return url.rstrip("/")

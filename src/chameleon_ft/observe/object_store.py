@@ -144,7 +144,7 @@ class ObjectStore:
             self.download(f"{part}{ARCHIVE}", archive)
             files.mkdir()
             try:
-                with tarfile.open(archive) as tar:
+                with tarfile.open(archive, "r:") as tar:
                     tar.extractall(files, filter="data")
             except (tarfile.TarError, EOFError, ValueError) as error:
                 place = self.place(f"{part}{ARCHIVE}")
