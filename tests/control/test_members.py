@@ -362,7 +362,10 @@ def test_a_fingerprint_tells_models_apart() -> None:
 # --- addresses -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("address", "parts"), [("a.b:1", ("a.b", 1)), ("[::1]:29400", ("::1", 29400))])
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("a.b:1", ("a.b", 1)), ("[::1]:29400", ("::1", 29400)), ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1))],
+)
 def test_addresses_come_apart_and_together(address: str, parts: tuple[str, int]) -> None:
     assert split_address(address) == parts
     assert join_address(*parts) == address
@@ -381,7 +384,19 @@ def test_a_host_that_uses_other_ports_than_the_firewall_leaves_open_is_told_what
             require_worker_ports(allowed, kernel_range=kernel_range)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:port", "host:65536", "host:-1", "host:1 "])
+def test_an_ipv6_address_may_lack_its_brackets() -> None:
+    """As in the manifests of Kubernetes, which have the address of a pod of either kind."""
+    assert split_address("fd00::7:8790") == ("fd00::7", 8790)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "host", "host:", ":1", "host:port", "host:65536", "host:-1", "host:1 ", "host:" + "9" * 5000),
+        *("::1", "[::1]", "[host:1", "host]:1", "[]:1", "a:b:1"),
+        *("a..b:1", "a" * 64 + ":1", "http://host:1", "user@host:1", "host/path:1", "a b:1", "a\0b:1"),
+    ],
+)
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="write it as HOST:PORT"):
         split_address(address)
@@ -421,6 +436,16 @@ def test_of_several_interfaces_one_has_to_be_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"eth0 \(10\.0\.0\.1\), ib0 \(10\.1\.0\.1\); name one"):
         address_of_host("auto")
     assert address_of_host("ib0") == "10.1.0.1"
+
+
+def test_a_machine_that_has_ipv6_alone_is_reached_by_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0=None)
+
+    def routed(address: str) -> str:
+        return "fd00::7" if address.startswith("[2001:db8:") else route_missing(address)
+
+    monkeypatch.setattr("chameleon_ft.control.wire.address.local_address_towards", routed)
+    assert address_of_host("auto") == "fd00::7"
 
 
 def test_auto_is_the_source_of_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:

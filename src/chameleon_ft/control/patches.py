@@ -12,7 +12,7 @@ their owners and keepers, and what remains of a step. Each is written once, as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import chain, repeat
@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.plan.snapshots import SnapshotLayout
@@ -65,6 +66,9 @@ class PatchWriter:
         return {name: patch for name, patch in patches if patch is not None} or None
 
     def _of_keys(self, value: Mapping[Any, object], before: Mapping[Any, object]) -> Any:
+        if (changed := _changed_keys(value, before)) is not None:
+            patches = ((key, self.patch(value[key], before[key])) for key in changed)
+            return {key: patch for key, patch in patches if patch is not None} or None
         keys, known = [*value], [*before]
         left = known if keys[: len(known)] == known else [key for key in known if key in value]
         if keys[: len(left)] != left:
@@ -89,6 +93,13 @@ class PatchWriter:
             del self._numbers[next(iter(self._numbers))]
         self._new[number] = content
         return number
+
+
+def _changed_keys(value: Mapping[Any, object], before: Mapping[Any, object]) -> Collection[Any] | None:
+    """Return the keys whose values may differ, if maps know that without a comparison."""
+    if isinstance(value, FrozenMap) and isinstance(before, FrozenMap):
+        return value.changed_since(before)
+    return None
 
 
 @cache

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Final, Self
 
 from chameleon_ft.config import Recovery
@@ -192,7 +191,9 @@ class Members:
         if "_by_connection" in known:
             connections = before._by_connection
             if worker.connection != after.connection:
-                connections = {**connections, **({} if after.connection is None else {after.connection: worker.id})}
+                connections = connections.copy()
+                if after.connection is not None:
+                    connections[after.connection] = worker.id
                 if worker.connection is not None:
                     del connections[worker.connection]
             self.__dict__["_by_connection"] = connections
@@ -222,8 +223,8 @@ class Members:
         slots = hello.slots - len(adopt.ranks) - len(left)
         end = max(self.count, 1 + max(self.workers, default=0)) + max(0, slots) if is_late else self.count
         kept = {*blocklist, *left}
-        free_ones = (worker for worker in range(end) if self._is_free(worker) and worker not in kept)
-        free = list(islice(free_ones, max(0, slots)))
+        given_up = {each.id for each in self.workers.values() if each.lost and self._is_free(each.id) and each.id < end}
+        free = sorted((set(range(end)).difference(self.workers) | given_up) - kept)[: max(0, slots)]
         if not free and not adopt.ranks:
             raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
         members = replace(
