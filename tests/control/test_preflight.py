@@ -162,6 +162,17 @@ def test_one_that_was_being_examined_when_the_coordinator_was_lost_is_examined_a
     assert len(found.sent(Spawn, to=NEXT)) == 1
 
 
+def test_a_report_that_has_waited_for_the_coordinator_says_nothing_of_a_clock_behind() -> None:
+    found = history()
+    found.say(AGENT, hello())
+    found.wait(0.05)
+    waiting = report(found)
+    found.now += 60.0
+    found.say(AGENT, waiting)
+    assert not found.sent(Refused)
+    assert len(found.sent(Spawn, to=AGENT)) == 1
+
+
 @pytest.mark.parametrize("changes", [{"preflight": Preflight(enabled=False)}, {"devices": None}])
 def test_without_preflight_a_host_joins_at_once(changes: dict[str, Any]) -> None:
     found = History(new_state(**{"devices": Devices("cpu", "gloo", False), **changes}))

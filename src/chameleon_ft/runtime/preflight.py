@@ -55,7 +55,8 @@ def examine(order: Examine) -> HostReport:
     except ChameleonError as error:
         found = found.model_copy(update={"problem": str(error)})
     except RuntimeError as error:  # of torch, for a device that is broken or full
-        found = found.model_copy(update={"problem": f"a device cannot be used: {str(error).splitlines()[0]}"})
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        found = found.model_copy(update={"problem": f"a device cannot be used: {reason}"})
     return found.model_copy(update={"clock_s": time.time()})
 
 

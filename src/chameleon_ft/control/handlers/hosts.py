@@ -28,7 +28,8 @@ def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
     if settings.devices is None or not (settings.preflight.enabled and hello.examines):
         joined(draft, agent, hello)
         return
-    trains = any(each.agent_host == hello.host and not each.lost for each in draft.state.members)
+    workers = draft.state.members.workers.values()
+    trains = any(each.agent_host == hello.host and not each.lost for each in workers)
     draft.state = replace(draft.state, admission=draft.state.admission.examined_by(agent, hello))
     needed = asdict(settings.devices)
     draft.do(Send(agent, Examine(workers=hello.slots, measures=not trains, request=agent, **needed)))
@@ -46,9 +47,10 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
     admission = state.admission.without(agent)
     draft.state = replace(draft.state, admission=admission)
     peers = [*without(admission.reports, hello.host).values()]
-    reason = reason_against(
-        report, peers, settings=state.settings.preflight, versions=state.settings.versions, now=draft.at.unix_s
-    )
+    settings, now = state.settings, draft.at.unix_s
+    if state.reconnection.has_stalled(draft.at.monotonic_s, within_s=settings.timeouts.heartbeat_timeout_s):
+        now = min(now, report.clock_s)  # the report has waited: no clock is behind for that
+    reason = reason_against(report, peers, settings=settings.preflight, versions=settings.versions, now=now)
     if reason is not None:
         message = f"{hello.host} is not admitted: {reason}"
         draft.record("host_refused", host=hello.host, reason=reason, report=report.model_dump(), message=message)
