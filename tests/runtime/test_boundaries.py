@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,14 @@ import torch
 from chameleon_ft.config import Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.sync import gradient_segments
 from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, train_here
+from tests.runtime.interrupted import LAYERS, Worker
+from tests.runtime.switchboard import Line, Switchboard
+from tests.runtime.toy import toy_job
 
 JOB = """
 from functools import partial
@@ -118,3 +125,18 @@ def test_the_layer_and_both_kinds_are_named(tensor: torch.Tensor, gradient: bool
 
     with pytest.raises(ConfigError, match=message + r".* but float32 of shape \(2, 4\) is expected"):
         spec.require(tensor, layer=3, gradient=gradient)
+
+
+def test_what_does_not_fit_the_buffer_of_its_receiver_is_not_sent() -> None:
+    """Not even if the outputs of the layers themselves are not checked, as here."""
+    low, high = LayerRange(0, 2), LayerRange(2, LAYERS)
+    route = Route(0, (Hop(0, low), Hop(1, high)))
+    plan = Plan(Placement(LAYERS, {0: (low,), 1: (high,)}), (route,))
+    worker, board = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement)), Switchboard()
+    executor = worker.executor(Line(0, board))
+    doubles = [BoundarySpec(each.shape, torch.float64) for each in executor.boundaries]
+    with pytest.raises(ConfigError, match=r"the output of layer 1 is float32 of .* but float64 of .* is expected"):
+        replace(executor, boundaries=doubles).run(
+            worker.state, [Operation.of(OperationKind.FORWARD, route, 0)], after=lambda _: None
+        )
+    assert not board.messages
