@@ -25,31 +25,8 @@ from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.run import simulate as run_simulation
 from chameleon_ft.workload import Workload
+from tests.cli.simulating import CASE, COMMON, FAULTS, SHAPE, TRACE, simulate
 from tests.simulate.runs import decision, failure, recorded, started
-
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "intermediate_size": 1024,
-    "vocab_size": 1000,
-    "max_position_embeddings": 256,
-}
-TRACE = """\
-{"chameleon_trace": 1, "workers": 8, "workers_per_host": 2, "duration_s": 86400, "name": "a day"}
-{"time_s": 3600.0, "kind": "lost", "workers": [2, 3]}
-{"time_s": 7200.0, "kind": "slow", "workers": [6], "speed": 0.6}
-{"time_s": 9000.0, "kind": "slow", "workers": [6], "speed": 1.0}
-{"time_s": 10800.0, "kind": "back", "workers": [2, 3]}
-"""
-FAULTS = [
-    {"node_id": node, "event_time": day, "event_type": kind, "fault_type": {"Level": "a", "Class": "b", "Desc": "c"}}
-    for node, day, kind in (("n1", 1.0, "fault_start"), ("n1", 1.5, "fault_end"), ("n2", 2.0, "fault_start"))
-]
-COMMON = ("--model", "shape.json", "--device", "h100", "--workers-per-host", "2", "--micro-batches", "8",
-          "--assume", "exact_up_to=0")  # fmt: skip
-CASE = (*COMMON, "--workers", "8", "--trace", "day.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +64,6 @@ def simulated_once(monkeypatch: pytest.MonkeyPatch, known: dict[object, Results]
 
     for name in ("chameleon_ft.cli.commands.simulate", "chameleon_ft.simulate.sweep"):
         monkeypatch.setattr(import_module(name), "simulate", once)
-
-
-def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """Run `chameleon simulate`; what it prints on standard output, or the error where that is expected."""
-    found = main(["simulate", *arguments])
-    captured = capsys.readouterr()
-    assert found == code, captured.err
-    return captured.err if code else captured.out
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -362,76 +331,3 @@ def test_records_of_a_run_that_cannot_be_read_are_named(capsys: pytest.CaptureFi
     run.events_file.unlink()
     run.events_file.mkdir()
     assert "events.jsonl: cannot be read: Is a directory" in simulate(capsys, "--run", "run", code=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--workers", "8", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
-        ((*CASE, "--profile", "p.json"), "--profile p.json determines this already; leave one of them out"),
-        (("--model", "llama2-7c", *CASE[2:]), "llama2-7b"),
-        (
-            ("--workers", "8", "--trace", "day.jsonl", "--profile", "p.json", "--recompute", "full"),
-            "--recompute full: --profile p.json determines this already",
-        ),
-        (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
-        ((*COMMON, "--workers", "8"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
-        ((*CASE, "--generate", "bursts"), "leave one of them out"),
-        (
-            (*COMMON, "--workers", "15", "--trace", "day.jsonl"),
-            "should be a positive multiple of the 2 workers of a host",
-        ),
-        (
-            (*COMMON, "--workers", "0", "--trace", "day.jsonl"),
-            "should be a positive multiple of the 2 workers of a host",
-        ),
-        ((*CASE, "--workers-per-host", "0"), "should be 1 or more"),
-        ((*COMMON, "--workers", "16", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
-        ((*COMMON, "--workers", "8", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
-        ((*COMMON, "--workers", "8", "--trace", "bad.jsonl"), "line 2"),
-        ((*CASE, "--nodes", "5"), "5"),
-        ((*COMMON, "--workers", "8", "--generate", "spot", "--nodes", "5"), "leave it out"),
-        ((*CASE, "--policies", "chamaeleon"), "did you mean 'chameleon'"),
-        ((*CASE, "--policies", ","), "name one or more of chameleon"),
-        ((*CASE, "--policies", "restart,restart"), "names restart twice"),
-        ((*CASE, "--rate", "0"), "--rate 0: should be a number above 0"),
-        ((*CASE, "--rate", "1e-308"), "--rate 1e-308: should be a number from 1e-09 to 1e+09"),
-        ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
-        ((*CASE, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
-        ((*CASE, "--optimizer-redundancy", "0"), "--optimizer-redundancy 0: should be 1 or more"),
-        ((*CASE, "--host-memory", "-1"), "--host-memory -1: should be a number of 10^9 bytes above 0"),
-        ((*CASE, "--host-memory", "1e308"), "--host-memory 1e+308: should be a number of 10^9 bytes above 0, 1e+09 at"),
-        ((*CASE, "--assume", "snapshot_every=1.5"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "restart=1"), "with NAME one of detect_s"),
-        ((*CASE, "--assume", "restart_cost_s=soon"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "exact_up_to=inf"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "detect_s=nan"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "detect_s=inf"), "detect_s must be zero or a positive number"),
-        ((*CASE, "--assume", "salvage=2"), "--assume salvage=2: should be 0 or 1"),
-        ((*CASE, "--assume", "detect_s=1,detect_s=2"), "names detect_s twice"),
-        ((*CASE, "--assume", "restart_cost_s=-1"), "restart_cost_s must be zero or a positive number"),
-        ((*CASE, "--sweep", "speed=1"), "should be rate|workers|memory|bandwidth|micro-batches=VALUE"),
-        ((*CASE, "--sweep", "rate"), "should be rate|workers"),
-        ((*CASE, "--sweep", "rate=1,nan"), "should be rate|workers"),
-        ((*CASE, "--sweep", "rate=1,1"), "has a value twice"),
-        ((*CASE, "--sweep", "rate=0,1"), "take numbers above 0"),
-        ((*CASE, "--sweep", "rate=1e-308"), "rate=1e-308: take numbers from 1e-09 to 1e+09"),
-        ((*CASE, "--sweep", "memory=1e308"), "memory=1e+308: take numbers from 1e-09 to 1e+09"),
-        ((*CASE, "--sweep", "bandwidth=1e-308"), "bandwidth=1e-308: take numbers from 1e-09 to 1e+09"),
-        ((*CASE, "--sweep", "workers=10"), "take multiples of the 2 workers of a host, 8 at most"),
-        ((*CASE, "--sweep", "micro-batches=1.5"), "take whole numbers"),
-        ((*CASE, "--picture", "a.bmp"), ".svg, .png, .pdf"),
-        ((*CASE, "--picture", "no folder/a.svg"), "no such folder; give a file in a folder that exists"),
-        ((*CASE, "--save-trace", "day.jsonl"), "exists already"),
-        ((*CASE, "--save-trace", "no folder/a.jsonl"), "no folder/a.jsonl: the trace cannot be written there"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    (folder / "bad.jsonl").write_text(TRACE.replace('"lost"', '"gone"'))
-    error = simulate(capsys, *arguments, code=2)
-    assert error.startswith("chameleon simulate: ")
-    assert message in error
-    assert "Traceback" not in error
