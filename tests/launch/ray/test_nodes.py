@@ -41,6 +41,33 @@ def test_the_number_of_workers_of_a_node_and_its_resources_may_be_given() -> Non
     assert request.is_met_by(Node(id="5", address="10.0.0.5", resources={"CPU": 1.0, "trainer": 2.0}))
 
 
+def nodes(**amounts: list[float]) -> list[Node]:
+    """Return nodes with these amounts of each resource."""
+    each = [dict(zip(amounts, column, strict=True)) for column in zip(*amounts.values(), strict=True)]
+    return [Node(id=str(index), address=f"10.0.1.{index}", resources=found) for index, found in enumerate(each)]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "changes", "given", "expected"),
+    [
+        (nodes(CPU=[1, 8, 8]), {}, {}, (2, 4)),
+        (nodes(CPU=[2, 2, 2]), {}, {}, (3, 3)),
+        (nodes(CPU=[8, 8, 8, 8], trainer=[1, 0, 1, 0]), {}, {"resources": {"trainer": 1.0}}, (2, 4)),
+        (nodes(CPU=[4, 4, 4]), {}, {"cpus_per_worker": 2.0, "workers_per_node": None}, (3, 3)),
+        (nodes(CPU=[0, 0]), {}, {"cpus_per_worker": 0.0, "resources": {"node": 1.0}}, (1, 8)),
+        (nodes(GPU=[8, 4]), {"device": "cuda"}, {}, (1, 8)),
+        (nodes(GPU=[2, 4, 4]), {"device": "cuda"}, {}, (2, 4)),
+        (nodes(GPU=[6, 3, 3]), {"device": "cuda"}, {}, (3, 3)),
+        (nodes(GPU=[8, 2], trainer=[0, 1]), {"device": "cuda"}, {"resources": {"trainer": 1.0}}, (4, 2)),
+    ],
+)
+def test_workers_have_a_place_on_nodes_that_differ(
+    cluster: list[Node], changes: dict[str, Any], given: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    request = NodeRequest.of(config(**changes), options(**given), cluster)
+    assert (request.num_nodes, request.workers_per_node) == expected
+
+
 def test_without_accelerators_their_number_is_not_guessed() -> None:
     with pytest.raises(ConfigError, match=r"no node with a GPU.*--workers-per-node"):
         NodeRequest.of(config(device="cuda"), options(), CPUS)
@@ -64,6 +91,13 @@ def test_what_a_cluster_lacks_is_named() -> None:
         ({"wait_s": -1.0}, "--wait"),
         ({"resources": {"GPU": 1.0}}, "--resource GPU=1"),
         ({"resources": {"trainer": 0.0}}, "--resource trainer=0"),
+        ({"resources": {"NPU": 1.0}}, "--resource NPU=1"),
+        ({"resources": {"object_store_memory": 1.0}}, "--resource object_store_memory=1"),
+        ({"resources": {"trainer": 1e-6}}, "--resource trainer=1e-06"),
+        ({"cpus_per_worker": float("nan")}, "--cpus-per-worker"),
+        ({"cpus_per_worker": float("inf")}, "--cpus-per-worker"),
+        ({"cpus_per_worker": 1e-6}, "--cpus-per-worker 1e-06"),
+        ({"wait_s": float("nan")}, "--wait"),
     ],
 )
 def test_options_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:

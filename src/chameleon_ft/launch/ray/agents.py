@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import ray
@@ -17,7 +19,6 @@ from chameleon_ft.launch.ray import directory
 from chameleon_ft.launch.ray.agent import AgentActor, AgentEnd
 from chameleon_ft.launch.ray.cluster import (
     NAMESPACE,
-    agents_of,
     bundles_by_node,
     draining_nodes,
     give_back,
@@ -31,6 +32,7 @@ __all__ = ["Agents"]
 _POLL_S: Final = 1.0
 _MOST_DEATHS: Final = 3
 """Processes of agents of one node that may die; then the node is left alone."""
+_PLACING_S: Final = 15.0  # in which Ray places a bundle on a node that joins
 _END_S: Final = 15.0  # longer than an agent gives its ranks
 
 _Handle: TypeAlias = Any  # of an AgentActor; Ray makes its methods when it runs
@@ -60,7 +62,9 @@ class Agents:
         self._handles: dict[str, _Handle] = {}  # by node id
         self._looked_after: dict[str, asyncio.Task[None]] = {}  # likewise
         self._draining: set[str] = set()  # nodes whose agents know that they are to leave
-        self._left_alone: set[str] = set()
+        self._spares: set[str] = set()  # nodes that were there before the run, which did not need them
+        self._left_alone: set[str] = set()  # nodes whose agents have failed
+        self._first_seen_s: dict[str, float] = {}  # by node id
         self._deaths: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -71,7 +75,10 @@ class Agents:
             ControlError: an agent cannot be started.
         """
         placed, _ = await asyncio.to_thread(bundles_by_node, self._group)
-        nodes = [node for node in await asyncio.to_thread(live_nodes) if node.id in placed]
+        live = await asyncio.to_thread(live_nodes)
+        # The process of another coordinator is to tell them from nodes that join while there is none.
+        directory.keep_spares(self._run, [node.id for node in live if node.id not in placed])
+        nodes = [node for node in live if node.id in placed]
         self._handles = {node.id: self._actor(node, placed[node.id]) for node in nodes}
         try:
             await asyncio.gather(*(self._admit(node, self._handles[node.id]) for node in nodes))
@@ -84,13 +91,10 @@ class Agents:
         Args:
             failed: called with the reason when a node is left alone because its agent has failed.
         """
-        nodes = await asyncio.to_thread(live_nodes)
-        placed, _ = await asyncio.to_thread(bundles_by_node, self._group)
-        agents = agents_of(self._name)
-        # Other nodes that are there now are not needed.
-        self._left_alone = {node.id for node in nodes} - placed.keys() - agents
+        self._spares = directory.spares(self._run)
         while True:
-            await self._look(control, failed)
+            with suppress(RayError):  # the head of the cluster may be away for a while
+                await self._look(control, failed)
             await asyncio.sleep(_POLL_S)
 
     async def finish(self) -> None:
@@ -109,9 +113,19 @@ class Agents:
                     self._draining.add(node.id)
             elif node.id in self._left_alone | draining:
                 continue
-            elif node.id in placed or (are_all_placed and self._request.is_met_by(node)):
+            elif node.id in placed or self._may_join(node, are_all_placed=are_all_placed):
                 handle = self._handles[node.id] = self._actor(node, placed.get(node.id))
                 self._looked_after[node.id] = asyncio.create_task(self._serve(node, handle, control, failed))
+
+    def _may_join(self, node: Node, *, are_all_placed: bool) -> bool:
+        """Return whether a node that has no bundle is to join the run.
+
+        If some are missing, it may get one. But Ray moves the bundles of all lost nodes or none, so if fewer nodes have
+        joined than were lost, it gets none.
+        """
+        since_s = self._first_seen_s.setdefault(node.id, time.monotonic())
+        is_free = are_all_placed or time.monotonic() - since_s > _PLACING_S
+        return is_free and node.id not in self._spares and self._request.is_met_by(node)
 
     def _actor(self, node: Node, bundle: int | None) -> _Handle:
         """Return the actor of a node, started now if there is none; in its bundle of the group, if that has one."""
@@ -130,6 +144,7 @@ class Agents:
                 get_if_exists=True,
                 num_cpus=resources.pop("CPU", 0),
                 num_gpus=resources.pop("GPU", 0),
+                memory=resources.pop("memory", None),
                 resources=resources,
                 scheduling_strategy=strategy,
             )
@@ -175,6 +190,8 @@ class Agents:
             error = f"it ended {_MOST_DEATHS} times, at last because: {_first_line(died)}"
         except ChameleonError as refused:
             error = str(refused)
+        except OSError as full:
+            error = f"its part of the last checkpoint cannot be written: {full}"
         self._left_alone.add(node.id)
         if error:
             failed(f"the agent of node {node.address} failed: {error}")

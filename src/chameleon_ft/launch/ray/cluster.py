@@ -32,12 +32,14 @@ __all__ = [
     "give_back",
     "live_nodes",
     "name_of",
+    "remove_leftovers",
     "reserved",
 ]
 
 NAMESPACE: Final = "chameleon"
 _KNOCK_S: Final = 5.0
 _POLL_S: Final = 1.0
+_ANSWER_S: Final = 10.0
 _NO_NODE: Final = {"", "f" * 56}  # of a bundle that is not placed
 
 
@@ -121,6 +123,35 @@ def give_back(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
+def remove_leftovers(name: str) -> None:
+    """Remove the actors and the placement group that an earlier start of the run of that name in Ray has left.
+
+    Raises:
+        ConfigError: that start is live, as its coordinator says.
+    """
+    with suppress(ValueError):
+        coordinator = ray.get_actor(name, namespace=NAMESPACE)
+        with suppress(RayError):  # on a node that is lost, or in a process that is
+            if ray.get(coordinator.outcome.remote(0.0), timeout=_ANSWER_S) is None:
+                raise ConfigError(f"actor {name}: coordinates this run already; wait until it is over, or stop it")
+        ray.kill(coordinator)
+    give_back(name)
+    until_s = time.monotonic() + _ANSWER_S
+    while time.monotonic() < until_s and _is_taken(name):
+        time.sleep(_POLL_S / 10)
+
+
+def _is_taken(name: str) -> bool:
+    """Return whether an actor or the placement group of a run still has its name."""
+    actors = (actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE)
+    if any(actor == name or actor.startswith(f"{name}-") for actor in actors):
+        return True
+    with suppress(ValueError):
+        get_placement_group(name)
+        return True
+    return False
+
+
 def bundles_by_node(group: PlacementGroup) -> tuple[dict[str, int], bool]:
     """Return the index of the bundle on each node that has one, by node id, and whether all are placed."""
     table = placement_group_table(group)
@@ -136,8 +167,11 @@ async def reserved(request: NodeRequest, *, name: str, wait_s: float) -> Placeme
     Raises:
         ConfigError: the cluster has too few resources, also after the wait.
     """
-    bundles = [dict(request.resources)] * request.num_nodes
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached")
+    try:
+        group: PlacementGroup = get_placement_group(name)  # of the process of the coordinator before this one
+    except ValueError:
+        bundles = [dict(request.resources)] * request.num_nodes
+        group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached")
     until_s, has_said = time.monotonic() + wait_s, False
     while not await asyncio.to_thread(group.wait, _POLL_S):
         lack = request.lack(live_nodes())

@@ -1,9 +1,10 @@
-"""The run directory on nodes that do not share it: a copy of what ranks read, and the checkpoint that they leave."""
+"""The run directory on Ray: a copy on nodes that do not share it, their checkpoints, and notes of spare nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import secrets
 import shutil
 import tarfile
@@ -13,9 +14,10 @@ from typing import Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, replace_file
 
-__all__ = ["copy_to", "keep_checkpoints", "mark", "packed", "packed_checkpoints", "sees"]
+__all__ = ["copy_to", "keep_checkpoints", "keep_spares", "mark", "packed", "packed_checkpoints", "sees", "spares"]
 
 _MARK: Final = ".mark"
+_SPARES: Final = ".spare-nodes"
 _COPY: Final = ".copy"  # in directories that `copy_to` has made
 
 
@@ -31,6 +33,18 @@ def sees(run: RunDirectory, expected: str) -> bool:
     with contextlib.suppress(OSError):
         return (run.path / _MARK).read_text(encoding="utf-8") == expected
     return False
+
+
+def keep_spares(run: RunDirectory, nodes: list[str]) -> None:
+    """Note the ids of the nodes that were there when the run began, and that it does not need."""
+    replace_file(run.path / _SPARES, json.dumps(nodes), mode=0o644)
+
+
+def spares(run: RunDirectory) -> set[str]:
+    """Return the ids of the nodes that were there when the run began, and that it did not need."""
+    with contextlib.suppress(OSError, ValueError):
+        return set(json.loads((run.path / _SPARES).read_text(encoding="utf-8")))
+    return set()
 
 
 def packed(run: RunDirectory) -> bytes:

@@ -14,7 +14,7 @@ from chameleon_ft.config import Control, RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import signals_passed_to, unattended
-from chameleon_ft.launch.ray.cluster import NAMESPACE, connected, give_back, live_nodes, name_of
+from chameleon_ft.launch.ray.cluster import NAMESPACE, connected, give_back, live_nodes, name_of, remove_leftovers
 from chameleon_ft.launch.ray.coordinator import CoordinatorActor, Outcome
 from chameleon_ft.launch.ray.nodes import ClusterOptions, NodeRequest
 from chameleon_ft.observe import RunDirectory, RunStatus
@@ -34,7 +34,8 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool, options: Cluste
     The run directory has to be on a file system that all nodes share, unless the run writes no checkpoints.
 
     Raises:
-        ConfigError: no cluster answers, it has too few resources, or a node does not see the run directory.
+        ConfigError: no cluster answers, it has too few resources, a node does not see the run directory, or another
+            driver runs this run.
         ChameleonError: the run cannot be started.
     """
     with unattended(), connected(options.address):
@@ -42,6 +43,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool, options: Cluste
         if config.control.host == Control().host:  # no other node reaches that
             host = ray.util.get_node_ip_address()
             config = config.model_copy(update={"control": config.control.model_copy(update={"host": host})})
+        remove_leftovers(name_of(run))
         run.remove_control()  # of a coordinator that was killed: one that Ray restarts would continue that one's run
         node = ray.get_runtime_context().get_node_id()
         coordinator = (

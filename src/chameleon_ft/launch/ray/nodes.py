@@ -15,6 +15,9 @@ __all__ = ["ClusterOptions", "Node", "NodeRequest"]
 _RESOURCES: Final = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 """Device -> the resource of Ray that counts such devices."""
 _MOST_SHOWN: Final = 4
+_LEAST_AMOUNT: Final = 0.0001  # that Ray reserves
+_FOLLOWING: Final = ("CPU", *dict.fromkeys(_RESOURCES.values()), "object_store_memory")
+"""Resources that are not given by name: they follow from the workers of a node, or Ray does not reserve them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class ClusterOptions:
         address: host:port of the head; auto: that of RAY_ADDRESS, or else the cluster that runs on this machine.
         workers_per_node: None spreads the workers over the nodes that there are, or over all of their accelerators.
         cpus_per_worker: CPUs that Ray reserves for a worker.
-        resources: custom resources that a node must have, and how much of each is reserved on it.
+        resources: custom resources that a node must have, and how much of each is reserved on it; memory in bytes.
         wait_s: how long to wait for nodes with all of that.
     """
 
@@ -38,13 +41,15 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.workers_per_node is not None and self.workers_per_node < 1:
             raise ConfigError(f"--workers-per-node {self.workers_per_node}: should be 1 or more")
-        if self.cpus_per_worker < 0 or self.wait_s < 0:
+        if not (0 <= self.cpus_per_worker < math.inf and self.wait_s >= 0):
             raise ConfigError("--cpus-per-worker and --wait: should be 0 or more")
+        if 0 < self.cpus_per_worker < _LEAST_AMOUNT:
+            raise ConfigError(f"--cpus-per-worker {self.cpus_per_worker:g}: should be 0, or {_LEAST_AMOUNT} or more")
         for name, amount in self.resources.items():
-            if name in ("CPU", "GPU") or amount <= 0:
+            if name in _FOLLOWING or not _LEAST_AMOUNT <= amount < math.inf:
                 raise ConfigError(
-                    f"--resource {name}={amount:g}: should be a custom resource, and more than 0; CPUs and GPUs follow "
-                    "from the workers of a node"
+                    f"--resource {name}={amount:g}: should be a custom resource, or memory in bytes, and "
+                    f"{_LEAST_AMOUNT} or more; CPUs and accelerators follow from the workers of a node"
                 )
 
 
@@ -113,16 +118,37 @@ class NodeRequest:
 
 
 def _usual_workers(workers: int, device: str | None, options: ClusterOptions, nodes: Sequence[Node]) -> int:
+    """Return the workers of each node: so few that they are spread widely, or one for each accelerator of a node.
+
+    If not enough nodes have room for so many, it is another number with which all workers have a place, if there is
+    one.
+    """
+    custom = NodeRequest(num_nodes=1, workers_per_node=1, resources=options.resources)
+    rooms = [_room(node, device, options) for node in nodes if custom.is_met_by(node)]
     if device is None:
-        suitable = [node for node in nodes if node.resources.get("CPU", 0.0) >= options.cpus_per_worker]
-        return math.ceil(workers / max(1, len(suitable)))
-    most = max((int(node.resources.get(device, 0.0)) for node in nodes), default=0)
-    if most == 0:
-        raise ConfigError(
-            f"the Ray cluster has no node with a {device}, so the workers of a node cannot be counted by them; add "
-            "such nodes, give --workers-per-node, or set the device"
-        )
-    return min(workers, most)
+        numbers = [math.ceil(workers / count) for count in range(len(rooms), 0, -1)]
+        suitable = sum(room >= 1 for room in rooms)
+        fallback = math.ceil(workers / max(1, suitable))
+    else:
+        numbers = sorted({min(workers, int(room)) for room in rooms if room >= 1}, reverse=True)
+        if not numbers:
+            lacking = " and ".join([f"a {device}", *options.resources])
+            raise ConfigError(
+                f"the Ray cluster has no node with {lacking}, so the workers of a node cannot be counted by them; add "
+                "such nodes, give --workers-per-node, or set the device"
+            )
+        fallback = numbers[0]
+    fitting = (each for each in numbers if sum(room >= each for room in rooms) >= math.ceil(workers / each))
+    return next(fitting, fallback)
+
+
+def _room(node: Node, device: str | None, options: ClusterOptions) -> float:
+    """Return for how many workers a node has accelerators, or CPUs if they compute on those."""
+    if device is not None:
+        return math.floor(node.resources.get(device, 0.0))
+    if options.cpus_per_worker == 0:
+        return math.inf
+    return math.floor(node.resources.get("CPU", 0.0) / options.cpus_per_worker + 1e-9)
 
 
 def _described(resources: Mapping[str, float]) -> str:
