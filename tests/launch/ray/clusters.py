@@ -19,11 +19,22 @@ if TYPE_CHECKING:
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-__all__ = ["RAY", "Running", "actors_of", "drain", "end_all", "node_that_does_not_see", "ray_cluster", "wait_until"]
+__all__ = [
+    "RAY",
+    "Running",
+    "actors_of",
+    "drain",
+    "end_all",
+    "node_that_does_not_see",
+    "quiet_environment",
+    "ray_cluster",
+    "wait_until",
+]
 
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
+# Where a user has a token, Ray would ask for it.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0", "RAY_AUTH_MODE": "disabled"}
 _SYSTEM = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -37,26 +48,35 @@ _NAMED = (
 
 
 @contextmanager
+def quiet_environment() -> Iterator[None]:
+    """Have Ray send no reports, print no colours, and ask for no token, in processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
 def ray_cluster(*cpus: int) -> Iterator[Cluster]:
     """Yield a cluster of a head, where a driver runs and no worker, and a node for each number of CPUs."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update(_QUIET)
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": _SYSTEM},
-        shutdown_at_exit=False,
-    )
-    try:
-        for number in cpus:
-            cluster.add_node(num_cpus=number)
-        yield cluster
-    finally:
-        cluster.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with quiet_environment():
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": _SYSTEM},
+            shutdown_at_exit=False,
+        )
+        try:
+            for number in cpus:
+                cluster.add_node(num_cpus=number)
+            yield cluster
+        finally:
+            cluster.shutdown()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.launch.ray.clusters import RAY, end_all, wait_until
+from tests.launch.ray.clusters import RAY, end_all, quiet_environment, wait_until
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -95,6 +95,7 @@ def autoscaled_head(*, cpus: int, most: int) -> Iterator[Head]:
     ray = pytest.importorskip("ray")
     host = ray.util.get_node_ip_address()
     with ExitStack() as stack:
+        stack.enter_context(quiet_environment())
         # Its path has to be short, because sockets are in it.
         scratch = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -112,7 +113,7 @@ def autoscaled_head(*, cpus: int, most: int) -> Iterator[Head]:
             "temp-dir": scratch,
             "autoscaling-config": config,
         }
-        environ = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        environ = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         log = stack.enter_context((scratch / "start.log").open("wb"))
         started = subprocess.Popen(
             [*RAY, "start", "--head", "--block", *(f"--{name}={value}" for name, value in flags.items())],
