@@ -22,7 +22,7 @@ Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
 lost       worker 5: SIGKILL, detected by the end of its process
 in force   4 pipelines of 2 stages; 7 workers are left
 expected   the next failure in 16.7 min, by 1 failure in 240.0 s of work by all workers together, 7 of which are live;
-           expected beforehand: one per worker in 3.8 h, which counts like 1; 25% of failures take a whole host
+           expected beforehand: one per worker in 3.8 h, which counts as 1 failure; 25% of failures take a whole host
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others, link 2-3 at 0.40 of its bandwidth
 scored in 20 ms
@@ -40,7 +40,8 @@ predicted  step 400 ms, stall 750 ms, 250 ms of it transfer
 actual     step 410 ms (+2.5%), stall 900 ms (+20.0%), after 10 steps
            stall = repeat 0.767 + detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100
 warning    prediction not to be trusted: stall 20.0% off, 15% is tolerated. To do: measure a new profile while the
-           machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by --profile FILE
+           machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by --profile FILE; if workers
+           share processors, expect no better
 """
 
 
@@ -111,6 +112,13 @@ def test_the_trigger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     leaving = [3, 4] if trigger == "drain" else []
     event = decided(2, trigger=trigger, leaving=leaving, candidates=[weighed("a", 0.4, 0.0, 0)], chosen="a")
     assert subject in told(capsys, write(tmp_path, started(), event, planned(2, "a"), came(2)))
+
+
+def test_a_decision_without_a_stall_has_no_parts_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = decided(2, trigger="review", candidates=[weighed("a", 0.4, 0.0, 0)], chosen="a")
+    event["stall"] |= dict.fromkeys(("repeat_s", "detect_s", "stop_s", "decide_s", "regroup_s"), 0.0)
+    text = told(capsys, write(tmp_path, started(), event, planned(2, "a"), came(2)))
+    assert "stall      none, because no worker stops; transfers on top\n" in text
 
 
 def test_the_cost_of_the_next_failure_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ _STALL_TOLERANCE: Final = 0.15
 """The relative error of a stall that the benchmarks allow, which is larger because stalls are short and vary more."""
 _REPROFILE: Final = (
     "measure a new profile while the machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by "
-    "--profile FILE"
+    "--profile FILE; if workers share processors, expect no better"
 )
 _SET_RESTART: Final = "set recovery.restart_cost_s to what a return to a checkpoint takes here"
 

@@ -306,16 +306,19 @@ def _describe_failure_rate(rate: ObservedRate, *, live: int, horizon_s: float) -
         if rate.host_failure_fraction is None
         else f"; {rate.host_failure_fraction:.0%} of failures take a whole host"
     )
+    prior = f"{rate.prior_failures:g} {'failure' if rate.prior_failures == 1 else 'failures'}"
     return (
         f"the next failure in {duration(horizon_s)}, by {counted(rate.failures, 'failure')}{several} in "
         f"{duration(rate.worker_s)} of work by all workers together, {live} of which are live; expected beforehand: "
-        f"one per worker in {duration(rate.worker_mtbf_s)}, which counts like {rate.prior_failures:g}{of_hosts}"
+        f"one per worker in {duration(rate.worker_mtbf_s)}, which counts as {prior}{of_hosts}"
     )
 
 
 def _describe_stall(stall: StallParts) -> str:
     """Say what stall was assumed, transfers left out."""
     parts = {name: getattr(stall, f"{name}_s") for name in ("repeat", "detect", "stop", "decide", "regroup")}
+    if not any(parts.values()):
+        return "none, because no worker stops; transfers on top"
     return f"{sum(parts.values()):.3f} s = {_sum(parts)}; transfers on top"
 
 
