@@ -201,6 +201,16 @@ def test_the_command_prints_json(run: RunDirectory, config: RunConfig, capsys: p
     assert data["max_relative_loss_deviation"] < 1e-6
 
 
+def test_the_command_computes_with_the_threads_of_a_worker(
+    run: RunDirectory, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert main(["verify", str(run.path)]) == 0
+    assert threads == [config.threads]
+
+
 @pytest.mark.parametrize("tolerance", ["nan", "-1", "inf"])
 def test_a_tolerance_that_says_nothing_is_refused(
     run: RunDirectory, capsys: pytest.CaptureFixture[str], tolerance: str

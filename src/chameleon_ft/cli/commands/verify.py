@@ -19,7 +19,8 @@ __all__ = ["main"]
 class VerifyArguments:
     """Repeat the steps of a run in one plain, single-process PyTorch loop and compare losses and gradient norms.
 
-    The exit code is 0 if the losses agree within the tolerance and 1 if they do not.
+    The loop computes with the threads of one worker. The exit code is 0 if the losses agree within the tolerance and 1
+    if they do not.
     """
 
     run: RunPath
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--tolerance {given.tolerance}: should be 0 or a positive number, such as 1e-5")
     run = RunDirectory.open(given.run)
     # Imported here, because --help must not wait for torch.
+    import torch
     from rich.console import Console
     from rich.progress import track
 
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.runtime.inspection import users_errors
     from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
+    torch.set_num_threads(run.config().threads)
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
     committed = len({record.step for record in readable_steps(run)[0]})
     console = Console(stderr=True)
