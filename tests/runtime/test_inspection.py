@@ -8,7 +8,8 @@ import pytest
 
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.runtime.inspection import inspect_job, users_errors
+from chameleon_ft.runtime.process import Terminated
 
 JOB = """
 import sys
@@ -63,3 +64,8 @@ def test_an_error_is_told_with_its_line(place: str, function: str, statement: st
         inspect_job(config)
     assert str(raised.value).endswith(f"{file}:{line} in {function}")
     assert "it is broken" in str(raised.value)
+
+
+def test_the_termination_of_the_process_is_no_error_of_the_job() -> None:
+    with pytest.raises(Terminated), users_errors(RunConfig(workers=4, parallel=Parallel(dp=2, pp=2))):
+        raise Terminated

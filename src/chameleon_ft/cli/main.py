@@ -12,11 +12,11 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, TextIO
+from typing import Final, NoReturn, TextIO
 
 import chameleon_ft
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
-from chameleon_ft.runtime.process import terminations
+from chameleon_ft.runtime.process import Terminated, terminations
 
 __all__ = ["COMMANDS", "main", "take_log_level"]
 
@@ -90,12 +90,16 @@ def _exit_code_kept() -> Iterator[None]:
     """
     numbers = terminations()
     for number in numbers:
-        signal.signal(number, lambda *_: sys.exit(os.EX_TEMPFAIL))
+        signal.signal(number, _terminate)
     try:
         yield
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import claim_device, device_name, missing_device, require_devices
+from chameleon_ft.runtime.process import Terminated
 from chameleon_ft.workload import TiedParameters
 
 __all__ = ["inspect_job", "inspection_main", "users_errors"]
@@ -58,7 +59,7 @@ def users_errors(config: RunConfig) -> Iterator[None]:
         if place is None or place in str(error):
             raise
         raise ConfigError(f"{error}; the error is raised at {place}") from error.__cause__
-    except ChameleonError:
+    except (ChameleonError, Terminated):
         raise
     except (Exception, SystemExit) as error:  # it may call sys.exit
         place = _own_place_of(error)

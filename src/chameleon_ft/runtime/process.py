@@ -13,6 +13,7 @@ from typing import NoReturn
 __all__ = [
     "SAME_SIGNAL_S",
     "Lifeline",
+    "Terminated",
     "end_with",
     "end_with_holder",
     "end_with_parent",
@@ -32,6 +33,13 @@ _F_SETSIG = 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
+
+
+class Terminated(SystemExit):
+    """The end of this process by one of `terminations`, told apart from an exit of the code that it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(os.EX_TEMPFAIL)
 
 
 def exit_immediately(code: int) -> NoReturn:
