@@ -18,7 +18,9 @@ from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["COMPILING", "COMPILING_AFTER_S", "warm_up"]
 
-COMPILING: Final = "compiling the kernels of scheduling and search, once after an installation: up to a minute"
+COMPILING: Final = (
+    "loading the kernels of scheduling and search, which are compiled once after an installation: up to a minute"
+)
 """Message to a user who waits for `warm_up`."""
 COMPILING_AFTER_S: Final = 3.0
 """Seconds after which the message is due: more than it takes once the kernels are cached."""
