@@ -417,10 +417,11 @@ def test_workers_of_a_live_run_are_drained(
     assert chameleon("drain", run.path, "--worker", "3") == 0
     assert chameleon("drain", run.path, "--worker", "3", "--worker", "1", "--wait") == 0
     assert chameleon("drain", run.path, "--host", "10.0.0.2") == 0
-    until = ": they train until a plan without them is in force\n"
+    one = ": it trains until a plan without it is in force\n"
+    several = ": they train until a plan without them is in force\n"
     assert chameleon.capture.readouterr().out == (
-        f"draining worker 3{until}draining workers 3, 1{until}no longer in the run: workers 3, 1\n"
-        f"draining workers 4, 5{until}"
+        f"draining worker 3{one}draining workers 3, 1{several}no longer in the run: workers 3, 1\n"
+        f"draining workers 4, 5{several}"
     )
     assert waited == [((3, 1), 0)]
     assert chameleon("drain", run.path, "--host", "10.0.0.9") == 1

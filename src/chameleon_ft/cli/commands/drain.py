@@ -48,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     before = count_events(run)
     leaving = drain(run, workers=given.worker, host=given.host)
     names = listed("worker", leaving)
-    print(f"draining {names}: they train until a plan without them is in force", flush=True)
+    until = "it trains until a plan without it" if len(leaving) == 1 else "they train until a plan without them"
+    print(f"draining {names}: {until} is in force", flush=True)
     if given.wait:
         wait_until_out(run, leaving, after=before)
         print(f"no longer in the run: {names}")

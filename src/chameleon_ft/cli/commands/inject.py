@@ -74,8 +74,14 @@ def main(arguments: Sequence[str]) -> int:
         "corrupt": "has a bit of its state flipped",
         "nan": "has an element of its gradient spoilt",
     }[given.kind]
-    when = "" if phase is None else f" in its next {phase}"
-    if given.step is not None:
-        when += f" in step {given.step}, or the first one after it that has it" if when else f" in step {given.step}"
-    print(f"worker {given.worker} {what}{when or ' now'}")
+    match phase, given.step:
+        case None, None:
+            when = "now"
+        case None, step:
+            when = f"in step {step}"
+        case phase, None:
+            when = f"in its next {phase}"
+        case phase, step:
+            when = f"in the {phase} of step {step}, or of the first later step that has one"
+    print(f"worker {given.worker} {what} {when}")
     return 0

@@ -15,6 +15,7 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import Drain, Exit, Kill, Refused
+from chameleon_ft.quantities import listed
 
 __all__ = ["drain", "give_up", "is_waited_for", "release"]
 
@@ -57,8 +58,8 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     concerned = tuple(worker.id for worker in workers if not worker.lost)
     draft.do(Send(connection, message.model_copy(update={"workers": concerned})))
     if concerned:
-        names = ", ".join(map(str, concerned))
-        draft.record("draining", workers=concerned, message=f"workers that are to leave: {names}")
+        message = f"until no plan needs {listed('worker', concerned)} any more"
+        draft.record("draining", workers=concerned, message=message)
     for worker in workers:
         if not worker.lost and not worker.takes_part:
             _dismiss_worker(draft, worker)

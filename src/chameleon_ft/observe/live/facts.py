@@ -37,7 +37,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.eta_s is not None:
         yield "ends in", f"{duration(report.eta_s)}, at this pace and goodput"
     if report.generation:
-        yield "plan", f"generation {report.generation}, by {report.policy}"
+        made = "the initial one" if report.policy == "start" else f"by {report.policy}"
+        yield "plan", f"generation {report.generation}, {made}"
     if report.workers:
         yield "workers", describe_workers(report)
     for worker, speed in report.speeds.items():
