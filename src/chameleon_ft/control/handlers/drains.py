@@ -58,8 +58,8 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     concerned = tuple(worker.id for worker in workers if not worker.lost)
     draft.do(Send(connection, message.model_copy(update={"workers": concerned})))
     if concerned:
-        message = f"until no plan needs {listed('worker', concerned)} any more"
-        draft.record("draining", workers=concerned, message=message)
+        until = f"until no plan needs {listed('worker', concerned)} any more"
+        draft.record("draining", workers=concerned, message=until)
     for worker in workers:
         if not worker.lost and not worker.takes_part:
             _dismiss_worker(draft, worker)
