@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Most modules of what is installed are never imported, so that each is compiled when it first is.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 # If it were set, each of the many interpreters that tests start would compile all modules of this package anew.
 unexport PYTHONDONTWRITEBYTECODE
