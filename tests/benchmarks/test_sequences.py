@@ -126,7 +126,7 @@ def of_kind(lines: list[dict[str, Any]], name: str) -> dict[str, Any]:
         (lambda lines: of_kind(lines, "decision").update(chosen="prayer"), "prayer is chosen and not feasible"),
         (lambda lines: of_kind(lines, "failure").update(worker=2), "has workers that are lost"),
         (lambda lines: of_kind(lines, "failure").update(worker=2), "and lost are"),
-        (lambda lines: lines.append({"event": "refused", "time": 0.0, "reason": ""}), "not understood"),
+        (lambda lines: lines.append({"event": "refused", "time": 0.0, "address": "", "reason": ""}), "not understood"),
     ],
 )
 def test_what_is_wrong_with_an_event_is_found(
