@@ -30,9 +30,9 @@ test-single: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
 
 test-multi: $(VENV)/.with-dev
-	# Three at a time, however many cores: these start a process for each worker, most of which wait for each other. The
+	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The
 	# files in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
-	$(BIN)/python -m pytest -m multiprocess --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --no-loadscope-reorder \
 		--max-worker-restart 0 $$(grep -rl mark.multiprocess tests --include='test_*.py' | sort)
 
 explore: $(VENV)/.with-dev
