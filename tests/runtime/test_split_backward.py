@@ -26,6 +26,8 @@ class Stage(nn.Module):
         return self.run(x, self.linear, self.value)
 
 
+_compiled_scale: Callable[[Tensor], Tensor] = torch.compile(lambda value: value.exp().sin(), backend="aot_eager")
+
 STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
     "plain": lambda x, linear, value: torch.tanh(linear(x)) * value,
     "a weight used twice": lambda x, linear, value: linear(torch.tanh(linear(x))) + value,
@@ -45,6 +47,7 @@ STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
     "a compiled function": torch.compile(
         lambda x, linear, value: functional.gelu(linear(x).exp()) * value, backend="aot_eager"
     ),
+    "a weight that a compiled function computes": lambda x, linear, value: linear(x * _compiled_scale(value)),
     "a scalar": lambda x, linear, value: (linear(x) * value).sum(),
 }
 

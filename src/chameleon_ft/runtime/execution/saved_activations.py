@@ -137,7 +137,9 @@ def input_gradient(
     if gradient is None:
         return None, whole
     # The way to a weight that is used below and above others goes through the graph of these, so it is kept to the end.
-    return gradient, partial(stage_backward_weight, iter(parameters), groups, retain_graph=True)
+    # Not otherwise: functions of torch.compile, such as one that computes a weight from a parameter, refuse that.
+    is_used_twice = any(len(group["intermediates"]) > 1 for group in groups)
+    return gradient, partial(stage_backward_weight, iter(parameters), groups, retain_graph=is_used_twice)
 
 
 def _backward(output: Tensor, gradient: Tensor | None) -> None:
