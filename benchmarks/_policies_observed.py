@@ -101,7 +101,7 @@ class Observed:
         workers: workers at the start.
         skipped: workers that were to be killed and were not live.
         outcomes: of all decisions, also those on workers that had joined.
-        switched_bytes: that moved for a switch to a better plan, most of them during training.
+        switched_bytes: that moved for a switch to another plan, most of them during training; not those of outages.
         ended: why the run ended inside the window; None if it did not.
         others_share: share of the machine that other processes took.
     """
@@ -232,7 +232,10 @@ def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]
 def _switched_bytes(run: Path) -> int:
     if not RunDirectory(run).events_file.exists():
         return 0
-    return sum(event["moved_bytes"] for event in RunDirectory(run).events() if event["event"] == "join")
+    events = RunDirectory(run).events()
+    outages = {event["generation"] for event in events if event["event"] == "failure"}
+    joins = [event for event in events if event["event"] == "join"]
+    return sum(event["moved_bytes"] for event in joins if event["generation"] not in outages)
 
 
 def mean_size(errors: Sequence[float]) -> float:

@@ -120,7 +120,7 @@ class _Watch:
                 )
             case "joined":
                 self.changes.append(Change(at_s, event["worker"], 1))
-            case "join":
+            case "join" if all(known.generation != event["generation"] for known in self.outages):
                 self.switched_bytes += event["moved_bytes"]
             case "outcome" if (outcome := Outcome.of(event)) is not None:
                 self.outcomes.append(outcome)

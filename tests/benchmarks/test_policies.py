@@ -127,8 +127,10 @@ def test_bytes_that_an_earlier_version_did_not_record_are_read_from_the_events(t
     file.write_text(json.dumps(data))
     assert Observed.read(file).moved_bytes == 10**9, "its events are gone"
     run = RunDirectory.create(tmp_path / "run", RunConfig())
-    joins = [{"event": "join", "moved_bytes": moved} for moved in (5, 30)]
-    run.events_file.write_text("".join(json.dumps(each) + "\n" for each in [*joins, {"event": "joined"}]))
+    joins = [{"event": "join", "generation": 3 + moved, "moved_bytes": moved} for moved in (5, 30)]
+    # Newcomers that a decision on a loss has taken in: the bytes are those of the outage.
+    both = [{"event": event, "generation": 2, "moved_bytes": 10**9} for event in ("failure", "join")]
+    run.events_file.write_text("".join(json.dumps(each) + "\n" for each in [*both, *joins, {"event": "joined"}]))
     assert Observed.read(file).moved_bytes == 10**9 + 35
 
 

@@ -114,3 +114,7 @@ def test_joins_and_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert script.watch.changes == [Change(1.0, 5, 1)]
     assert script.watch.outcomes == [Outcome(2, 9, 2.0, 2.5, 1.0, 1.25)]
     assert script.watch.switched_bytes == 34
+    script.failure("repair")
+    script.event("join", generation=2, workers=[5], moved_bytes=7)
+    script.watch.look()
+    assert script.watch.switched_bytes == 34, "they are the bytes of the outage"
