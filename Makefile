@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Most modules of what is installed are never imported, so that each is compiled when it first is.
+# Most modules of what is installed are never imported, so each is compiled when it is first imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
 # If it were set, each of the many interpreters that tests start would compile all modules of this package anew.
