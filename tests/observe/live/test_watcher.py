@@ -69,6 +69,30 @@ def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
     assert [line["event"] for _, line in follower.new_lines()] == ["started", "drained"]
 
 
+def test_what_follows_a_damaged_line_is_not_read_again(run: RunDirectory) -> None:
+    run.events_file.write_text("{\n")
+    add(run, started())
+    follower = RunFollower(run)
+    with pytest.raises(ConfigError, match="line 1: is not JSON"):
+        follower.new_lines()
+    run.events_file.unlink()
+    assert [line["event"] for _, line in follower.new_lines()] == ["started"]
+
+
+def test_steps_of_a_version_that_noted_no_times_are_left_out(run: RunDirectory) -> None:
+    for step in range(3):
+        line = stepped(step, 1.0)
+        del line["time"]
+        add(run, line)
+    add(run, stepped(3, 2.0))
+    watcher = RunWatcher(run)
+    watcher.update_readable()
+    assert [each.partition("; ")[0] for each in watcher.damaged] == [
+        f"{run.metrics_file}, line {number}: time: Field required" for number in (1, 2, 3)
+    ]
+    assert len(watcher.state.steps) == 1
+
+
 def test_a_file_that_cannot_be_read_is_named_once_and_tried_again(run: RunDirectory) -> None:
     add(run, stepped(0, 2.0))
     run.events_file.mkdir()

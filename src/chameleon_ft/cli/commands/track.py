@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
                 has_said = True
                 print(f"chameleon track: {describe_damage(watcher.damaged)}", file=sys.stderr, flush=True)
             for line in lines:
-                is_new = line[1].get("time", 0.0) >= began
+                is_new = line[1]["time"] >= began
                 for flag, delivery in deliveries.items():
                     if is_new or not SINKS[flag].is_for_news:
                         delivery.deliver(line)

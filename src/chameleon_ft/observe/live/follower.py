@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +35,7 @@ class RunFollower:
         for file in self._files.values():
             file.read()
         lines: list[RecordLine] = [(name, line) for name, file in self._files.items() for line in file.take()]
-        # Steps of older runs have no time; the sort is stable, so that they stay in their order.
-        return sorted(lines, key=lambda each: each[1].get("time") or 0.0)
+        return sorted(lines, key=lambda each: each[1]["time"])
 
 
 class _NewLines:
@@ -47,6 +47,7 @@ class _NewLines:
         self._read_bytes = 0
         self._number = 0
         self._is_unreadable = False  # and that was said
+        self._unparsed: deque[bytes] = deque()  # all lines may be damaged, so what follows one is not read again
         self._lines: list[dict[str, Any]] = []
 
     def read(self) -> None:
@@ -54,25 +55,32 @@ class _NewLines:
 
         Raises it once, too, if the file cannot be read; later calls try again.
         """
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read_bytes)
-                content = file.read()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if self._is_unreadable:
-                return
-            self._is_unreadable = True
-            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from None
-        self._is_unreadable = False
-        for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
-            self._read_bytes += len(line)
+        self._unparsed.extend(self._new_content().splitlines(keepends=True))
+        while self._unparsed:
+            line = self._unparsed.popleft()
             self._number += 1
             try:
                 self._lines.append(parse_line(self._kind, line))
             except ConfigError as error:
                 raise ConfigError(f"{self._path}, line {self._number}: {error}") from None
+
+    def _new_content(self) -> bytes:
+        """Return the complete lines that were added since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                content = file.read()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            if self._is_unreadable:
+                return b""
+            self._is_unreadable = True
+            raise ConfigError(f"{self._path}: cannot be read: {error.strerror}") from None
+        self._is_unreadable = False
+        complete = content[: content.rfind(b"\n") + 1]
+        self._read_bytes += len(complete)
+        return complete
 
     def take(self) -> list[dict[str, Any]]:
         """Return the lines that were read since the last call."""

@@ -71,8 +71,7 @@ class RunState:
             self._step(StepRecord.from_json(fields))
         else:
             self._event(fields["event"], fields["time"], fields)
-        if (time := fields.get("time")) is not None:
-            self._latest = max(time, self._latest or time)
+        self._latest = max(fields["time"], self._latest or 0.0)
 
     def report(self, now: float, *, has_coordinator: bool | None) -> RunReport:
         """Return the state of the run.

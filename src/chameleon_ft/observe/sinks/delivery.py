@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from chameleon_ft.observe.recorder import RecordLine
 from chameleon_ft.observe.records import StepRecord
@@ -32,7 +31,7 @@ class Delivery:
         name, fields = line
         try:
             record = StepRecord.from_json(fields) if name == "metrics" else record_of(fields)
-            is_delivered = self._sink.take(record, at=fields.get("time") or time.time())  # older steps have no time
+            is_delivered = self._sink.take(record, at=fields["time"])
         except Exception as error:  # noqa: BLE001 - of a library, a disk or a network that the run does not depend on
             if not self._failed:
                 _logger.warning("%s does not take records: %s: %s", self._name, type(error).__name__, error)
