@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def keep(run: Path, *happens: Callable[[], None], until: Callable[[], object], starts: bool = True) -> None:
+def keep(
+    run: Path,
+    *happens: Callable[[], None],
+    until: Callable[[], object],
+    starts: bool = True,
+    request: NodeRequest = REQUEST,
+) -> None:
     """Keep agents until something holds, after what happens meanwhile; the process ends then."""
 
     async def kept() -> None:
         group: Any = None
         own = agents.Agents(
-            name="run", run=RunDirectory(run), request=REQUEST, group=group, needs_directory="checkpoints are there"
+            name="run", run=RunDirectory(run), request=request, group=group, needs_directory="checkpoints are there"
         )
         if starts:
             await own.start()
@@ -131,6 +137,24 @@ def test_a_node_that_joins_when_more_were_lost_joins_the_run_after_a_while(
 
     keep(tmp_path, join, until=lambda: "4" in cluster.started and (placing_s or "3" in cluster.started))
     assert ("3" in cluster.started) == (placing_s == 0), "it may still get a bundle"
+
+
+@pytest.mark.parametrize("placing_s", [0.0, 1000.0])
+def test_a_node_that_was_not_needed_joins_the_run_after_a_while_if_more_were_lost(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placing_s: float
+) -> None:
+    monkeypatch.setattr(agents, "_PLACING_S", placing_s)
+    cluster.nodes, cluster.placed = list("12345678"), {"1": 0, "2": 1, "3": 2, "4": 3}
+
+    def lose() -> None:
+        assert set(cluster.started) == set("1234")
+        cluster.nodes, cluster.placed, cluster.lacks = list("15678"), {"1": 0}, True
+        cluster.started.clear()
+
+    def look() -> None:
+        assert cluster.started == (list("567") if placing_s == 0 else []), "as many as are missing"
+
+    keep(tmp_path, lose, look, until=lambda: True, request=replace(REQUEST, num_nodes=4))
 
 
 def test_a_head_that_is_away_for_a_while_ends_no_run(cluster: Cluster, tmp_path: Path) -> None:

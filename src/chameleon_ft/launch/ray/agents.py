@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -65,6 +65,7 @@ class Agents:
         self._spares: set[str] = set()  # nodes that were there before the run, which did not need them
         self._left_alone: set[str] = set()  # nodes whose agents have failed
         self._first_seen_s: dict[str, float] = {}  # by node id
+        self._lacks_since_s: float | None = None  # when a bundle was found that is not placed; None if all are
         self._deaths: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -107,25 +108,35 @@ class Agents:
     async def _look(self, control: ControlAddress, failed: Callable[[str], None]) -> None:
         nodes, draining = await asyncio.to_thread(live_nodes), await asyncio.to_thread(draining_nodes)
         placed, are_all_placed = await asyncio.to_thread(bundles_by_node, self._group)
+        if are_all_placed:
+            self._lacks_since_s = None
+        elif self._lacks_since_s is None:
+            self._lacks_since_s = time.monotonic()
         for node in nodes:
             if node.id in self._looked_after:
                 if node.id in draining - self._draining and await self._drain(node):
                     self._draining.add(node.id)
             elif node.id in self._left_alone | draining:
                 continue
-            elif node.id in placed or self._may_join(node, are_all_placed=are_all_placed):
+            elif node.id in placed or self._may_join(node, nodes):
                 handle = self._handles[node.id] = self._actor(node, placed.get(node.id))
                 self._looked_after[node.id] = asyncio.create_task(self._serve(node, handle, control, failed))
 
-    def _may_join(self, node: Node, *, are_all_placed: bool) -> bool:
-        """Return whether a node that has no bundle is to join the run.
+    def _may_join(self, node: Node, nodes: Collection[Node]) -> bool:
+        """Return whether a node of the live `nodes` that has no bundle is to join the run.
 
-        If some are missing, it may get one. But Ray moves the bundles of all lost nodes or none, so if fewer nodes have
-        joined than were lost, it gets none.
+        If bundles are not placed, it may get one. But Ray moves the bundles of all lost nodes or none, so if more nodes
+        were lost than are free, it gets none.
         """
-        since_s = self._first_seen_s.setdefault(node.id, time.monotonic())
-        is_free = are_all_placed or time.monotonic() - since_s > _PLACING_S
-        return is_free and node.id not in self._spares and self._request.is_met_by(node)
+        now_s, is_spare = time.monotonic(), node.id in self._spares
+        first_seen_s = self._first_seen_s.setdefault(node.id, now_s)
+        if self._lacks_since_s is None:
+            is_needed = not is_spare
+        else:
+            serving = {each.id for each in nodes} & self._looked_after.keys() - self._left_alone
+            is_short = len(serving) < self._request.num_nodes
+            is_needed = now_s - max(first_seen_s, self._lacks_since_s) > _PLACING_S and (is_short or not is_spare)
+        return is_needed and self._request.is_met_by(node)
 
     def _actor(self, node: Node, bundle: int | None) -> _Handle:
         """Return the actor of a node, started now if there is none; in its bundle of the group, if that has one."""
