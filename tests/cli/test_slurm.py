@@ -277,9 +277,11 @@ def test_a_path_with_a_percent_sign_is_no_pattern_of_slurm(job: Job) -> None:
     assert script.log("7").name == "100%j-7.log"
 
 
-def test_the_configuration_of_the_user_is_not_written_over(chameleon: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["one.toml", "there/one.toml"])
+def test_the_configuration_of_the_user_is_not_written_over(chameleon: CommandLine, tmp_path: Path, source: str) -> None:
     (tmp_path / "one.toml").write_text("steps = 7  # a remark\n")
-    given = ("one.toml", "--workers-per-node", "4", "--output-dir", "one", "--dry-run")
+    (tmp_path / "there").symlink_to(tmp_path)
+    given = (source, "--workers-per-node", "4", "--output-dir", "one", "--dry-run")
     assert chameleon("slurm", *given) == 0
     assert f"lead {tmp_path}/one.submitted.toml --output-dir" in chameleon.capture.readouterr().out
 

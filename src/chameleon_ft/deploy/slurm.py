@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,8 @@ class BatchScript:
     def config_file(self) -> Path:
         """Where the configuration with all values is that the script names."""
         file = self.run.with_name(f"{self.run.name}.toml")
-        return file if self.source != file else self.run.with_name(f"{self.run.name}.submitted.toml")
+        is_source = self.source is not None and os.path.realpath(self.source) == os.path.realpath(file)
+        return self.run.with_name(f"{self.run.name}.submitted.toml") if is_source else file
 
     def log(self, job: str) -> Path:
         """Return where Slurm writes the output of the job of that number."""
