@@ -244,6 +244,7 @@ def test_without_a_checkpoint_that_can_be_read_the_run_ends_and_says_why(tmp_pat
     assert resumed.summary["reason"].startswith("no checkpoint is left that can be read; that of step ")
     assert all(f"that of step {step} cannot be read" in resumed.summary["reason"] for step in steps)
     assert [event["step"] for event in resumed.events("checkpoint_unreadable")] == steps[::-1]
+    assert complete_checkpoints(resumed.run.checkpoints) == [], "none is tried again, or counts among those to keep"
 
 
 @pytest.mark.multiprocess
