@@ -15,10 +15,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Acknowledged, Drain, Exit, Hello, HostHello, Spawn
-from tests.harness import (
-    Command,
-    every_process_ends,
-)
+from tests.harness import Command, every_process_ends
 
 pytestmark = pytest.mark.multiprocess
 
@@ -40,14 +37,10 @@ def coordinator_that(*, drains: bool) -> Iterator[tuple[str, threading.Event]]:
         for text in connection:
             match decode(text):
                 case HostHello():
-                    connection.send(
-                        encode(Acknowledged(connection=1, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
-                    )
+                    connection.send(encode(acknowledged(1)))
                     connection.send(encode(Spawn(workers=(0,), incarnations=(1,))))
                 case Hello():
-                    connection.send(
-                        encode(Acknowledged(connection=2, received=0, term=1, lease_s=30.0, reconnect_s=0.0))
-                    )
+                    connection.send(encode(acknowledged(2)))
                     ranks.append(connection)
                     has_joined.set()
                 case Drain() if drains:

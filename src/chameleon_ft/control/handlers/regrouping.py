@@ -65,9 +65,8 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
     bad_steps.record(draft)  # of the generation before, also if not all of its workers have reported
     if draft.state.ending is None:
-        draft.state = replace(
-            draft.state, health=replace(draft.state.health, ending="")
-        )  # the bad step is trained again
+        # The bad step is trained again.
+        draft.state = replace(draft.state, health=replace(draft.state.health, ending=""))
     state, active = draft.state, plan.active()
     draft.begin_plan(active, state.generation, loads=plan.load not in ("keep", "snapshot"))
     draft.state = replace(
@@ -133,9 +132,9 @@ def started(draft: Draft) -> None:
         return
     assert state.active is not None
     now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
-    hurried, scale_up = incident.is_provisional, state.scale_up
-    is_final = not hurried and not state.switches.following
-    if hurried:
+    scale_up = state.scale_up
+    is_final = not incident.is_provisional and not state.switches.following
+    if incident.is_provisional:
         scale_up = scale_up.with_provisional_plan(draft.at.monotonic_s)
     elif is_final:
         scale_up = scale_up.settled()
