@@ -3,7 +3,7 @@ import { bytes, clock, count, duration, element, fill } from "/static/words.js";
 
 const PHASES = [["detect_s", "detect", "#c2321f"], ["stop_s", "stop", "#d98a00"], ["decide_s", "decide", "#3b82c4"],
   ["transfer_s", "transfer", "#8a63d2"], ["regroup_s", "regroup", "#2f9e77"], ["repeated_s", "repeat", "#9fb3ad"]];
-const TRIGGERS = { loss: "Loss", join: "New workers", review: "Review of a hurried plan", drain: "Workers that leave", slow: "Slow workers" };
+const TRIGGERS = { loss: "Loss", join: "New workers", review: "Review of a provisional plan", drain: "Workers that leave", slow: "Slow workers" };
 
 export function showIncidents(parent, all, error) {
   if (error) return fill(parent, [element("p", { class: "tone-bad" }, error)]);
