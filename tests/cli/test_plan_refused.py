@@ -1,4 +1,4 @@
-"""What `chameleon plan` refuses."""
+"""Input that `chameleon plan` rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `chameleon simulate` refuses."""
+"""Input that `chameleon simulate` rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the event of a decision says."""
+"""The fields of a decision event."""
 
 from __future__ import annotations
 

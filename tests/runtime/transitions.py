@@ -89,7 +89,7 @@ class Line:
 
         def wait() -> None:
             if not network.full.wait(20):
-                raise CommunicationError(None, "not everybody has confirmed")
+                raise CommunicationError(None, "some workers have not confirmed")
 
         return Now(wait)
 
