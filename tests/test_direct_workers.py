@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, RunConfig, Timeouts, config_to_toml
+from chameleon_ft.config import Batch, Parallel, Timeouts, config_to_toml
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import (
     Command,
@@ -22,12 +22,6 @@ from tests.harness import (
 
 pytestmark = pytest.mark.multiprocess
 STEP = r"^\s+{}\s"  # the line of a step
-
-
-def written(config: RunConfig, directory: Path) -> Path:
-    path = directory / "config.toml"
-    path.write_text(config_to_toml(config))
-    return path
 
 
 @pytest.fixture
@@ -45,7 +39,9 @@ def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
         batch=Batch(micro_batches=6),
         timeouts=Timeouts(reconnect_s=2.0),
     )
-    with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as command:
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config))
+    with Command("coordinator", file, "--output-dir", run.path) as command:
         yield command
 
 

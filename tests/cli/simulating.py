@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from chameleon_ft.cli import main
@@ -29,6 +32,13 @@ FAULTS = [
 COMMON = ("--model", "shape.json", "--device", "h100", "--workers-per-host", "2", "--micro-batches", "8",
           "--assume", "exact_up_to=0")  # fmt: skip
 CASE = (*COMMON, "--workers", "8", "--trace", "day.jsonl")
+
+
+def write_inputs(folder: Path) -> None:
+    """Write the files that the command lines of this module name."""
+    (folder / "shape.json").write_text(json.dumps(SHAPE))
+    (folder / "day.jsonl").write_text(TRACE)
+    (folder / "faults.json").write_text(json.dumps(FAULTS))
 
 
 def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -25,16 +25,14 @@ from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.run import simulate as run_simulation
 from chameleon_ft.workload import Workload
-from tests.cli.simulating import CASE, COMMON, FAULTS, SHAPE, TRACE, simulate
+from tests.cli.simulating import CASE, COMMON, TRACE, simulate, write_inputs
 from tests.simulate.runs import decision, failure, recorded, started
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
-    (tmp_path / "day.jsonl").write_text(TRACE)
-    (tmp_path / "faults.json").write_text(json.dumps(FAULTS))
+    write_inputs(tmp_path)
     return tmp_path
 
 

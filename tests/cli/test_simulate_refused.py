@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.simulating import CASE, COMMON, FAULTS, SHAPE, TRACE, simulate
+from tests.cli.simulating import CASE, COMMON, TRACE, simulate, write_inputs
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
-    (tmp_path / "day.jsonl").write_text(TRACE)
-    (tmp_path / "faults.json").write_text(json.dumps(FAULTS))
+    write_inputs(tmp_path)
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Names of objects, images and resources as Kubernetes takes them, which its API server tells when pods are made."""
+"""Checks of names of objects, images and resources, which Kubernetes would reject only when it creates the pods."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def remove_leftovers(name: str) -> None:
     """
     with suppress(ValueError):
         coordinator = ray.get_actor(name, namespace=NAMESPACE)
-        with suppress(RayError):  # on a node that is lost, or in a process that is
+        with suppress(RayError):  # its node or its process is lost
             if ray.get(coordinator.outcome.remote(0.0), timeout=_ANSWER_S) is None:
                 raise ConfigError(f"actor {name}: coordinates this run already; wait until it is over, or stop it")
         ray.kill(coordinator)
