@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -152,7 +152,7 @@ def _write_part(checkpoints: Storage, part: str, state: LayerState) -> None:
     """Write a layer, or a slice of one, and its checksums."""
     with checkpoints.writing(part) as draft:
         with _single_process():
-            save(dict(state), checkpoint_id=draft, no_dist=True)
+            save(dict(state), storage_writer=FileSystemWriter(draft), no_dist=True)
         seal_layer(draft, {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()})
 
 
@@ -219,14 +219,15 @@ def _promises_checksums(storage: Storage, step: int) -> bool:
 
 def _load(path: Path, only: str | None = None) -> dict[str, Any]:
     """Load a layer, or one entry of it, from its folder."""
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in stored.items()
         if only in (None, key)
     }
     with _single_process():
-        load(state, checkpoint_id=path, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     return state
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch._dynamo  # by the first optimizer
 import torch.distributed.checkpoint
+import torch.utils.serialization.config  # by the first checkpoint
 
 import chameleon_ft.models.llama_job
 import chameleon_ft.runtime.communicators.gloo
