@@ -24,6 +24,7 @@ __all__ = ["Findings", "look_at"]
 
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
+_SPOILED_FOR_GOOD: Final = ("differs between", "in a row were bad")
 _ABSENCES: Final = ("stalled", "took_over", "reclaimed")  # of a coordinator
 
 
@@ -42,6 +43,8 @@ class Findings:
         migrations: plans that were reached by moving layers during training.
         drained: workers that have left as they were told.
         repeated_steps: steps repeated after a return to a checkpoint.
+        disagreements: how often holders of a layer had different states.
+        bad_steps: how many steps were computed again because of their loss or gradient.
     """
 
     ended: str
@@ -54,6 +57,8 @@ class Findings:
     migrations: int
     drained: int
     repeated_steps: int
+    disagreements: int
+    bad_steps: int
 
     def __str__(self) -> str:
         fired = ", ".join(f"{fault['kind']} {fault['worker']} in {fault['phase']}" for fault in self.fired) or "none"
@@ -65,15 +70,23 @@ class Findings:
             f"{self.migrations} migrations",
             f"{self.drained} drained",
             f"{self.repeated_steps} steps repeated",
+            f"{self.disagreements} disagreements",
+            f"{self.bad_steps} bad steps",
             f"loss within {self.worst_loss:.1e}",
         ]
         return "\n".join(["; ".join(said), *(f"  PROBLEM {problem}" for problem in self.problems)])
 
 
 def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
-    """Read all records of a run that has ended, repeat it in a plain loop, and compare."""
+    """Read all records of a run that has ended, repeat it in a plain loop, and compare.
+
+    Losses are compared up to the first step in which the state of a worker is spoiled: until that is found, its
+    gradients are part of all sums.
+    """
     records = _Records(run)
-    verification = Verification.of(repeat_run(run), tolerance=TOLERANCES[run.config().precision])
+    verification = Verification.of(
+        repeat_run(run, limit=records.first_spoiled), tolerance=TOLERANCES[run.config().precision]
+    )
     problems = [
         *_end(records, exit_code),
         *_losses(records, verification),
@@ -95,6 +108,8 @@ def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
         migrations=sum(event["migrate_s"] > 0 for event in records.of_kind("join")),
         drained=len(records.of_kind("drained")),
         repeated_steps=len(steps) - len(set(steps)),
+        disagreements=len(records.of_kind("state_differs")),
+        bad_steps=len(records.of_kind("bad_step")),
     )
 
 
@@ -114,9 +129,15 @@ class _Records:
         faults = run.faults_file
         lines = faults.read_text().splitlines() if faults.exists() else []
         self.faults: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.first_spoiled: int | None = min((f.step for f in config.failures if f.kind == "corrupt"), default=None)
 
     def of_kind(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]
+
+    @property
+    def undecided(self) -> list[dict[str, Any]]:
+        """Disagreements of holders without a majority."""
+        return [event for event in self.of_kind("state_differs") if event["undecided"]]
 
     def may_lack_a_holder(self, failure: FailureRecord) -> bool:
         """Return whether a layer had no live holder in a placement that may have been active at this failure."""
@@ -139,6 +160,8 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
             yield f"it ended well with status {summary['status']} and {len(committed)} of {config.steps} steps"
         return
     last = records.failures[-1] if records.failures else None
+    if records.first_spoiled is not None and any(found in summary["reason"] for found in _SPOILED_FOR_GOOD):
+        return
     if exit_code != 1 or summary["status"] != "failed" or last is None or last.policy != "stop":
         yield f"it ended with exit code {exit_code}, status {summary['status']}: {summary['reason']}"
     elif complete_checkpoints(records.run.checkpoints):
@@ -159,7 +182,8 @@ def _losses(records: _Records, verification: Verification) -> Iterator[str]:
         yield f"it is not the plain loop: {verification}"
     by_step: dict[int, list[float]] = {}
     for record in records.steps:
-        by_step.setdefault(record.step, []).append(record.loss)
+        if not record.is_skipped and (records.first_spoiled is None or record.step < records.first_spoiled):
+            by_step.setdefault(record.step, []).append(record.loss)
     for step, losses in by_step.items():
         if max(losses) - min(losses) > TOLERANCES[records.config.precision] * abs(losses[-1]):
             yield f"step {step} was trained again with another loss: {losses}"
@@ -173,11 +197,16 @@ def _steps(records: _Records) -> Iterator[str]:
         expected = before.step + 1 if after.generation == before.generation else min(first, before.step + 1)
         if after.step != expected:
             yield f"step {after.step} of generation {after.generation} follows {before.step}"
-        if after.step <= before.step and not any(
-            failure.resume_step == after.step and failure.generation == after.generation for failure in records.failures
+        if (
+            after.step <= before.step
+            and not any(
+                failure.resume_step == after.step and failure.generation == after.generation
+                for failure in records.failures
+            )
+            and not any(before.time <= event["time"] <= after.time for event in records.undecided)
         ):
             yield f"step {after.step} is trained again, and no failure says so"
-    if any(record.samples != config.batch.samples for record in steps):
+    if any(record.samples != config.batch.samples for record in steps if not record.is_skipped):
         yield f"some steps do not have {config.batch.samples} samples: {[record.samples for record in steps]}"
     repeated = (len(steps) - len({record.step for record in steps})) * config.batch.samples
     counted = (records.summary["samples_lost"], records.summary["samples_repeated"])
@@ -188,7 +217,10 @@ def _steps(records: _Records) -> Iterator[str]:
 def _lost_workers(records: _Records) -> Iterator[str]:
     """Lost workers are those that were made to fail, and no plan uses a worker that is lost or has left."""
     failed = Counter(fault["worker"] for fault in records.faults)
-    lost = Counter(failure.worker for failure in records.failures)
+    evicted = [failure for failure in records.failures if failure.noticed_by == "checksum"]
+    if evicted and records.first_spoiled is None:
+        yield f"the state of no worker was spoiled, and lost are {evicted}"
+    lost = Counter(failure.worker for failure in records.failures if failure not in evicted)
     # A spare that hangs while it prepares a generation is given up after a while, unless the run ends before.
     noticed_s = max(event.get("time", 0.0) for event in records.events) - records.config.timeouts.rendezvous_s
     hangs = (fault for fault in records.faults if (fault["kind"], fault["phase"]) == ("hang", "preparation"))
@@ -261,7 +293,7 @@ def _returns(records: _Records) -> Iterator[str]:
         # An earlier loss may have cut a snapshot short, and the next one begins after the next step.
         if failure.policy == "snapshot" and is_first and repeated > int(records.config.snapshots.every):
             yield f"it went back from step {before} by more than snapshots.every: {failure}"
-    if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS:
+    if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS or records.undecided:
         return
     for failure in records.failures:
         lacks_owners = records.config.parallel.owners is not None and "the optimizer's state of" in failure.action

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from chameleon_ft.config import Failure, FailureKind, FailurePhase, PolicyName
+from chameleon_ft.config import SLOWNESS, Failure, FailureKind, FailurePhase, PolicyName
 
 __all__ = ["DrawnRun", "Strike", "draw"]
 
@@ -23,6 +23,8 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
     ("coordinator", "kill"),
     ("coordinator", "kill"),
     ("coordinator", "stop"),
+    ("agent", "kill"),
+    ("agent", "stop"),
     ("fork server", "kill"),
     ("fork server", "stop"),
     ("worker", "kill"),
@@ -30,6 +32,7 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
     ("launcher", "terminate"),
     ("all", "terminate"),
 )
+_LASTING: Final[tuple[FailureKind, ...]] = ("slow", "slow", "slow-link", "nan", "corrupt", "corrupt")
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
 _WITH_SNAPSHOTS: Final = 0.35  # of the runs, in some of which a failure comes while one is being taken
@@ -39,7 +42,7 @@ _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveri
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
-Target = Literal["coordinator", "fork server", "worker", "launcher", "all"]
+Target = Literal["coordinator", "agent", "fork server", "worker", "launcher", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class DrawnRun:
         seed: of the draw, the model's weights and the order of samples.
         blocks: blocks of the model, beside embedding and head.
         checkpoint_every: steps between two checkpoints; 0 for none.
-        failures: at most one per worker, unless lost workers come back.
+        failures: at most one per worker that ends it, unless lost workers come back.
         respawn: whether they do.
         precision: of the layers; bf16 in few runs, whose draw is otherwise that of a run in fp32.
         drains: workers that are to leave, each with the step after which they are told.
@@ -105,7 +108,7 @@ class DrawnRun:
         return self.dp * self.pp
 
     def __str__(self) -> str:
-        failures = ", ".join(f"{f.kind} {f.worker} in {f.phase} of {f.step}" for f in self.failures)
+        failures = ", ".join(_describe(failure) for failure in self.failures)
         words = [
             f"{self.dp} x {self.pp}",
             "split" if self.split_backward else "fused",
@@ -210,7 +213,10 @@ def _draw(seed: int, *, joins: bool) -> DrawnRun:
 
 
 def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
-    """Return the run with strikes. They take the place of its drains, and of a failure if they hit a worker."""
+    """Return the run with strikes, and with workers that become slow, or whose gradients or state are spoiled.
+
+    They take the place of its drains, and of a failure if they hit a worker.
+    """
     run = replace(run, drains=(), checkpoint_every=run.checkpoint_every or rng.choice((0, 3, 20)))
     strikes: list[Strike] = []
     failures = list(run.failures)
@@ -224,7 +230,27 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
         strikes.append(
             Strike(step=step, delay_s=rng.uniform(0, _LONGEST_DELAY_S), target=target, kind=kind, worker=worker)
         )
-    return replace(run, failures=tuple(failures), strikes=tuple(strikes))
+    run = replace(run, failures=tuple(failures), strikes=tuple(strikes))
+    return replace(run, failures=(*failures, *(_lasting(rng, run) for _ in range(rng.choice((0, 1, 2))))))
+
+
+def _lasting(rng: random.Random, run: DrawnRun) -> Failure:
+    """Draw a failure that its worker survives."""
+    # State that only one worker has is compared with no other.
+    kinds = _LASTING if run.dp > 1 and run.owners != 1 else _LASTING[:-2]
+    kind = rng.choice(kinds)
+    return Failure(
+        step=rng.randrange(1, run.steps - 5),
+        worker=rng.randrange(run.workers),
+        phase=rng.choice(_IN_A_STEP),
+        kind=kind,
+        factor=rng.uniform(0.2, 0.9) if kind in SLOWNESS else None,
+    )
+
+
+def _describe(failure: Failure) -> str:
+    kind = failure.kind if failure.factor is None else f"{failure.kind} ({failure.factor:.2f})"
+    return f"{kind} {failure.worker} in {failure.phase} of {failure.step}"
 
 
 def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:

@@ -15,6 +15,7 @@ import psutil
 from benchmarks._live_run import Tail
 from benchmarks._sequence_draws import Strike
 from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import FaultLog, RunDirectory
 from tests.harness import Command
 
@@ -89,6 +90,11 @@ class _Striker(threading.Thread):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
 
+    def _coordinator(self) -> int | None:
+        with contextlib.suppress(ConfigError):
+            return self._run.read_control().pid
+        return None
+
     def _processes(self, strike: Strike) -> list[psutil.Process]:
         """Return the processes that a signal goes to; none if there is none at the moment."""
         session = self._command.session()
@@ -98,14 +104,25 @@ class _Striker(threading.Thread):
             case "launcher":
                 return [process for process in session if process.pid == self._command.pid]
             case "coordinator":
-                with contextlib.suppress(Exception):
-                    return [process for process in session if process.pid == self._run.read_control().pid]
-                return []
+                return [process for process in session if process.pid == self._coordinator()]
+            case "agent":  # the launcher's only other child
+                coordinator = self._coordinator()
+                return [
+                    process
+                    for process in session
+                    if coordinator and process.pid != coordinator and _parent(process) == self._command.pid
+                ]
             case "fork server":  # the oldest one
                 servers = [process for process in session if _is_fork_server(process)]
                 return sorted(servers, key=lambda process: process.create_time())[:1]
             case "worker":
                 return [process for process in session if _writes(process, f"worker-{strike.worker}.log")]
+
+
+def _parent(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.Error):
+        return int(process.ppid())
+    return None
 
 
 def _is_fork_server(process: psutil.Process) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import shutil
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +27,17 @@ from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
 from benchmarks._sequence_strikes import train_under_strikes
-from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, Snapshots, TrainConfig
+from chameleon_ft.config import (
+    SLOWNESS,
+    Batch,
+    Checkpoint,
+    Health,
+    LlamaConfig,
+    Parallel,
+    Recovery,
+    Snapshots,
+    TrainConfig,
+)
 from chameleon_ft.control.requests import drain
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, StepRecord, View
@@ -36,19 +49,23 @@ __all__ = ["config_of", "run_drawn"]
 
 def main() -> int:
     given = _arguments()
-    torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
     folder = new_folder(given.out)
-    runs = []
-    for seed in range(given.seed, given.seed + given.runs):
-        drawn = draw(seed, joins=given.joins, strikes=given.strikes)
-        progress(str(drawn))
-        start = time.perf_counter()
-        findings = run_drawn(drawn, folder / f"seed-{seed}")
-        progress(f"  in {time.perf_counter() - start:.1f} s {findings}")
-        runs.append((drawn, findings))
-        if not findings.problems:
-            shutil.rmtree(folder / f"seed-{seed}")
-    return _report(runs).emit(folder, as_json=given.json)
+    seeds = range(given.seed, given.seed + given.runs)
+    runs = [draw(seed, joins=given.joins, strikes=given.strikes) for seed in seeds]
+    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
+        findings = list(processes.map(partial(_trained, folder), runs))
+    return _report(list(zip(runs, findings, strict=True))).emit(folder, as_json=given.json)
+
+
+def _trained(folder: Path, drawn: DrawnRun) -> Findings:
+    """Train a drawn run; its directory remains if it has problems."""
+    torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
+    directory, start = folder / f"seed-{drawn.seed}", time.perf_counter()
+    findings = run_drawn(drawn, directory)
+    progress(f"{drawn}\n  in {time.perf_counter() - start:.1f} s {findings}")
+    if not findings.problems:
+        shutil.rmtree(directory)
+    return findings
 
 
 def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
@@ -78,6 +95,7 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
             dropout=drawn.dropout,
         ),
         checkpoint=Checkpoint(every=drawn.checkpoint_every),
+        health=Health(detect_slow=any(failure.kind in SLOWNESS for failure in drawn.failures), slow_links="all"),
         snapshots=Snapshots(every=every, mode=mode),
         recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
         failures=drawn.failures,
@@ -138,6 +156,8 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             ("migrations", "", str(sum(findings.migrations for _, findings in runs))),
             ("transitions", "", str(sum(findings.transitions for _, findings in runs))),
             ("steps repeated", "", str(sum(findings.repeated_steps for _, findings in runs))),
+            ("disagreements of holders", "", str(sum(findings.disagreements for _, findings in runs))),
+            ("bad steps", "", str(sum(findings.bad_steps for _, findings in runs))),
             ("runs that finished", "", str(sum(findings.ended == "finished" for _, findings in runs))),
             ("runs that had to stop", "", str(sum(findings.ended == "stopped" for _, findings in runs))),
         ),
@@ -167,6 +187,7 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="sequences")
     parser.add_argument("--runs", type=int, default=50, help="how many runs")
     parser.add_argument("--seed", type=int, default=0, help="what the first is drawn from; then the next numbers")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument(
         "--joins",
         action="store_true",
@@ -175,11 +196,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--strikes",
         action="store_true",
-        help="kill, stop and terminate coordinators, fork servers, launchers and workers at random moments, too",
+        help="kill, stop and terminate coordinators, agents, fork servers, launchers and workers at random moments, "
+        "slow workers and links down, and spoil gradients and states, too",
     )
     given = parser.parse_args()
-    if given.runs < 1:
-        parser.error("--runs: must be at least 1")
+    for name in ("runs", "jobs"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: must be at least 1")
     return given
 
 

@@ -15,6 +15,8 @@ line in metrics.jsonl with the loss of the plain loop, no worker is lost but the
 Printed for each kind: the runs that passed, the seconds from the signal to the takeover (after a stop less the lease),
 and of the steps within 2 s of the takeover the longest one over the median step, in runs that lost no worker. Beside it
 is the longest of the steps in which the other checkpoints were written, because these are longer without a takeover.
+Where a worker was lost together with the coordinator, it is the time from the takeover to the first commit without that
+worker, less a median step.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class Result:
     takeover_s: float = 0.0
     longest: float | None = None  # step near the takeover, over the median
     others: float | None = None  # longest step that begins with another checkpoint, over the median
+    recovered_s: float | None = None  # from the takeover to the first commit without the worker, less a median step
 
 
 class _Experiment:
@@ -237,9 +240,14 @@ def _measured(draw: Draw, run: RunDirectory) -> Result:
     struck_s = float((run.path.parent / "struck.txt").read_text())
     took_over_s = next(event["time"] for event in run.events() if event["event"] == "took_over")
     takeover_s = took_over_s - struck_s - (_LEASE_S if draw.is_stopped else 0.0)
-    if draw.loses_a_worker:
-        return Result(draw, "", takeover_s)
     steps = run.steps()
+    median_s = statistics.median(each.step_s for each in steps)
+    if draw.loses_a_worker:
+        generation = run.failures()[0].generation
+        until_commit_s = next(each.time for each in steps if each.generation >= generation) - took_over_s
+        return Result(
+            draw, "", takeover_s, recovered_s=max(0.0, until_commit_s - median_s) if draw.kind == "worker" else None
+        )
     is_near = {each.step: struck_s - _NEAR_S <= each.time <= took_over_s + _NEAR_S for each in steps}
     near = [each.step_s for each in steps if is_near[each.step] and each.step > 2]
     others = [
@@ -247,9 +255,7 @@ def _measured(draw: Draw, run: RunDirectory) -> Result:
         for each in steps
         if draw.kind == "checkpoint" and each.step % _CHECKPOINT_EVERY == 0 and each.step > 0 and not is_near[each.step]
     ]
-    longest, longest_other = (
-        max(found) / statistics.median(each.step_s for each in steps) if found else None for found in (near, others)
-    )
+    longest, longest_other = (max(found) / median_s if found else None for found in (near, others))
     return Result(draw, "", takeover_s, longest, longest_other)
 
 
@@ -267,7 +273,7 @@ def main() -> int:
         results.append(result)
         how = "stopped" if draw.is_stopped else "killed"
         progress(f"run {number}: {draw.by}, {draw.kind}, {how} in step {draw.step}: {result.problem or 'passed'}")
-    columns = ("coordinator", "runs", "passed", "takeover s", "longest step", "with other checkpoints")
+    columns = ("coordinator", "runs", "passed", "takeover s", "longest step", "with other checkpoints", "recovered s")
     print(markdown_table(columns, _rows(results)))
     print(f"the runs are in {folder}")
     return int(any(result.problem for result in results))
@@ -284,6 +290,7 @@ def _rows(results: list[Result]) -> list[tuple[str, ...]]:
         takeovers = [each.takeover_s for each in passed]
         longest = [each.longest for each in passed if each.longest is not None]
         others = [each.others for each in passed if each.others is not None]
+        recovered = [each.recovered_s for each in passed if each.recovered_s is not None]
         rows.append(
             (
                 f"{'stopped' if is_stopped else 'killed'} ({kind}), replaced by the {by}",
@@ -292,6 +299,7 @@ def _rows(results: list[Result]) -> list[tuple[str, ...]]:
                 f"{statistics.median(takeovers):.2f}, at most {max(takeovers):.2f}" if takeovers else "-",
                 f"{max(longest):.2f} of the median" if longest else "-",
                 f"{max(others):.2f} of the median" if others else "-",
+                f"{statistics.median(recovered):.2f}, at most {max(recovered):.2f}" if recovered else "-",
             )
         )
     return rows
