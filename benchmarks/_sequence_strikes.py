@@ -38,7 +38,8 @@ def train_under_strikes(config: RunConfig, directory: Path, strikes: tuple[Strik
     file.write_text(config_to_toml(config), encoding="utf-8")
     due, left = deque(strikes), []
     while True:
-        with Command("train", file, "--output-dir", run.path, "--resume", "auto") as command:
+        arguments = ("train", file, "--output-dir", run.path, "--resume", "auto")
+        with Command(*arguments, own_interpreter=False) as command:
             striker = _Striker(command, run, due)
             striker.start()
             code = command.wait()

@@ -292,15 +292,14 @@ _MOST_LINES = 5000
 class Command:
     """A `chameleon` command in its own process and session.
 
-    In a test, that process is forked from one that has loaded all modules; otherwise it starts an interpreter, which
-    takes some seconds.
+    That process is forked from one that has loaded all modules, or starts an interpreter, which takes some seconds.
 
     Args:
         environ: changes to the environment.
         prefix: a command that executes it.
         network: namespace of the network in which it runs.
-        own_interpreter: whether it starts an interpreter in a test, too, as it does with a prefix and with other paths
-            of modules.
+        own_interpreter: whether it starts an interpreter, as it always does with a prefix and with other paths of
+            modules; None: not in a test.
     """
 
     def __init__(
@@ -309,11 +308,13 @@ class Command:
         environ: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         network: str | None = None,
-        own_interpreter: bool = False,
+        own_interpreter: bool | None = None,
     ):
         words, changes = [*map(str, arguments)], environ or {}
         self._process: subprocess.Popen[str] | ForkedCommand
-        if "PYTEST_CURRENT_TEST" not in os.environ or own_interpreter or prefix or "PYTHONPATH" in changes:
+        if own_interpreter is None:
+            own_interpreter = "PYTEST_CURRENT_TEST" not in os.environ
+        if own_interpreter or prefix or "PYTHONPATH" in changes:
             inside = () if network is None else ("ip", "netns", "exec", network)
             self._process = subprocess.Popen(
                 [*inside, *prefix, sys.executable, "-m", "chameleon_ft", *words],
