@@ -231,7 +231,8 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
             Strike(step=step, delay_s=rng.uniform(0, _LONGEST_DELAY_S), target=target, kind=kind, worker=worker)
         )
     run = replace(run, failures=tuple(failures), strikes=tuple(strikes))
-    return replace(run, failures=(*failures, *(_lasting(rng, run) for _ in range(rng.choice((0, 1, 2))))))
+    # First, and so of the first process of each worker: the order of failures is that of processes.
+    return replace(run, failures=(*(_lasting(rng, run) for _ in range(rng.choice((0, 1, 2)))), *failures))
 
 
 def _lasting(rng: random.Random, run: DrawnRun) -> Failure:
