@@ -220,8 +220,10 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
     run = replace(run, drains=(), checkpoint_every=run.checkpoint_every or rng.choice((0, 3, 20)))
     strikes: list[Strike] = []
     failures = list(run.failures)
-    for step in sorted(rng.sample(range(run.steps - 5), rng.randint(1, 3))):
-        target, kind = rng.choice(_STRIKES)
+    steps = sorted(rng.sample(range(run.steps - 5), rng.randint(1, 3)))
+    # Signals that end the run come last, because a resumed run injects no failures.
+    drawn = sorted((rng.choice(_STRIKES) for _ in steps), key=lambda each: each[1] == "terminate")
+    for step, (target, kind) in zip(steps, drawn, strict=True):
         worker = None
         if target == "worker":
             if not failures:
