@@ -189,6 +189,7 @@ SURFACE = {
         "mark_damaged",
         "open_for_appending",
         "prune_checkpoints",
+        "require_sound",
         "read_generation_plans",
         "read_lines",
         "read_recorded_steps",

@@ -27,7 +27,7 @@ from chameleon_ft.control.wire.messages import (
     Welcome,
 )
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import complete_checkpoints
+from chameleon_ft.observe import complete_checkpoints, layer_directory
 from tests.control.stage import Puppet, Stage, scene
 
 # --- gathering -------------------------------------------------------------------------------------------------------
@@ -300,6 +300,29 @@ def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
         before, after = stage.events("started")
         assert (before["first_step"], before["checkpoint"]) == (0, None)
         assert (after["first_step"], after["checkpoint"]) == (4, 4)
+
+    first(tmp_path)
+    second(tmp_path)
+
+
+def test_a_checkpoint_that_this_host_cannot_read_is_left_out_and_keeps_its_mark(tmp_path: Path) -> None:
+    @scene()
+    async def first(stage: Stage) -> None:
+        stage.train(steps=5)
+        stage.save(2, 0, 0, 1, 2, 3)
+        stage.save(4, 0, 0, 1, 2, 3)
+
+    @scene(resume=True)
+    async def second(stage: Stage) -> None:
+        checksums = layer_directory(stage.run.checkpoints, 4, 1) / "checksums.json"
+        checksums.unlink()
+        checksums.symlink_to(checksums.name)
+        stage.gather(4)
+        assert (stage.order().first_step, stage.order().load) == (2, 2)
+        (event,) = stage.events("checkpoint_unreadable")
+        assert event["message"].startswith("that of step 4 cannot be read now and is not used: [Errno 40] Too many")
+        assert str(checksums) in event["message"]
+        assert complete_checkpoints(stage.run.checkpoints) == [2, 4]
 
     first(tmp_path)
     second(tmp_path)

@@ -75,8 +75,11 @@ class DecisionTasks:
             if found.damage is None:
                 self._report_checkpoint(state, step, found)
                 return answer
-            self._checkpoints.mark_damaged(step)
-            message = describe_unreadable(step, found.damage)
+            if found.is_damaged:
+                self._checkpoints.mark_damaged(step)
+                message = describe_unreadable(step, found.damage)
+            else:  # it is looked at again when it is needed again
+                message = f"that of step {step} cannot be read now and is not used: {found.damage}"
             self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
             return self.decide(state, {**damages, step: found.damage})
 

@@ -12,19 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
-from chameleon_ft.errors import StoreError
+from chameleon_ft.errors import DamagedCheckpointError, StoreError
 from chameleon_ft.observe import (
     Directory,
     FileQueue,
     Storage,
     complete_checkpoints,
-    damage_of,
     discard_checkpoint,
     has_checksums,
     incomplete_checkpoints,
     mark_complete,
     mark_damaged,
     prune_checkpoints,
+    require_sound,
 )
 
 __all__ = ["Examined", "RunCheckpoints"]
@@ -37,12 +37,14 @@ class Examined:
     """Findings about a complete checkpoint without reading its tensors.
 
     Attributes:
-        damage: None if there is none.
+        damage: why it cannot be used; None if it can.
+        is_damaged: whether its files are not as they were written; otherwise this host cannot read them.
         has_checksums: whether it can be checked when it is read.
         incomplete: steps of checkpoints that are not complete.
     """
 
     damage: str | None = None
+    is_damaged: bool = False
     has_checksums: bool = True
     incomplete: tuple[int, ...] = ()
 
@@ -53,11 +55,13 @@ class Examined:
         They check what they read, too.
         """
         try:
-            damage = damage_of(checkpoints, step)
-            checked = damage is None and has_checksums(checkpoints, step)
-            return cls(damage, checked, tuple(incomplete_checkpoints(checkpoints)))
+            require_sound(checkpoints, step)
+            checked = has_checksums(checkpoints, step)
+            return cls(has_checksums=checked, incomplete=tuple(incomplete_checkpoints(checkpoints)))
         except StoreError:
             return cls()
+        except (DamagedCheckpointError, OSError) as error:
+            return cls(str(error), is_damaged=isinstance(error, DamagedCheckpointError))
 
 
 class RunCheckpoints:

@@ -35,6 +35,7 @@ __all__ = [
     "mark_complete",
     "mark_damaged",
     "prune_checkpoints",
+    "require_sound",
     "seal_layer",
     "slice_directory",
     "slice_part",
@@ -179,27 +180,37 @@ def sound_checkpoint(checkpoints: Path | Storage) -> tuple[int | None, dict[int,
 
 
 def damage_of(checkpoints: Path | Storage, step: int) -> str | None:
-    """Return the damage of a complete checkpoint that shows without reading its tensors; None if there is none.
-
-    These are files that are missing, of another size, or that describe others and are not as they were written.
+    """Return why `require_sound` rejects a complete checkpoint; None if it does not.
 
     Raises StoreError if an object store does not answer, or refuses: then nothing is known.
     """
-    storage, folder = storage_of(checkpoints), _folder(step)
     try:
-        found = storage.sizes(folder)
-        for name, num_bytes in _sizes_of_files(storage, step).items():
-            if name not in found:
-                return f"{storage.place(f'{folder}/{name}')} is missing"
-            if found[name] != num_bytes:
-                return f"{storage.place(f'{folder}/{name}')} has {found[name]:,} bytes instead of {num_bytes:,}"
+        require_sound(checkpoints, step)
     except StoreError:
         raise
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
     except (DamagedCheckpointError, OSError) as error:
         return str(error)
     return None
+
+
+def require_sound(checkpoints: Path | Storage, step: int) -> None:
+    """Look for damage of a complete checkpoint that shows without reading its tensors.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, of another size, or describes others and is not as it was written.
+        OSError: a file cannot be read here, and maybe elsewhere, or later.
+    """
+    storage, folder = storage_of(checkpoints), _folder(step)
+    try:
+        found, expected = storage.sizes(folder), _sizes_of_files(storage, step)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{error.filename} is missing") from None
+    for name, num_bytes in expected.items():
+        if name not in found:
+            raise DamagedCheckpointError(f"{storage.place(f'{folder}/{name}')} is missing")
+        if found[name] != num_bytes:
+            place = storage.place(f"{folder}/{name}")
+            raise DamagedCheckpointError(f"{place} has {found[name]:,} bytes instead of {num_bytes:,}")
 
 
 def _sizes_of_files(storage: Storage, step: int) -> dict[str, int]:

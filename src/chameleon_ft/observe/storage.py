@@ -38,7 +38,7 @@ class Storage(Protocol):
         """Return the bytes of all files in a folder and in the folders in it, by their names relative to it."""
 
     def exists(self, name: str) -> bool:
-        """Return whether there is a file of this name."""
+        """Return whether there is a file of this name, or it cannot be found out here: then reading it tells why."""
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
@@ -84,14 +84,22 @@ class Directory:
 
     def sizes(self, folder: str) -> Mapping[str, int]:
         root, sizes = self.path / folder, {}
-        for directory, _, names in os.walk(root):
+
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # a draft of another rank
+                raise error
+
+        for directory, _, names in os.walk(root, onerror=refuse):
             for file in (Path(directory, name) for name in names):
                 with suppress(FileNotFoundError):  # a draft of another rank
                     sizes[str(file.relative_to(root))] = file.stat().st_size
         return sizes
 
     def exists(self, name: str) -> bool:
-        return (self.path / name).exists()
+        try:
+            return (self.path / name).exists()
+        except PermissionError:
+            return True
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
