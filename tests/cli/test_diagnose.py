@@ -341,3 +341,47 @@ def test_every_event_is_routine_or_described() -> None:
     kinds = {kind for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for kind in re.findall(r"`(\w+)`", row)}
     assert len(kinds) > 40
     assert kinds - ROUTINE - _DESCRIBE.keys() == {"no_checkpoints"}, "its message says all there is to say"
+
+
+@pytest.mark.parametrize(
+    ("then", "actions"),
+    [
+        (
+            "plan",
+            [
+                "an older one was read",
+                "all returned to a checkpoint of step 40 or before",
+                "all returned to the newest checkpoint, and its samples were left out",
+            ],
+        ),
+        ("finished", ["the run ended"] * 3),
+        (None, ["none"] * 3),
+    ],
+)
+def test_what_was_done_is_what_came_next(
+    write: Any, chameleon: CommandLine, then: str | None, actions: list[str]
+) -> None:
+    """Not what would have been done, if there had been another checkpoint, or in a later start of the run."""
+    ends = {
+        "plan": [{**planned(9, "reroute"), "time": NOON + 4}],
+        "finished": [happened("finished", 4, status="failed", reason="no checkpoint is left"), started()],
+    }
+    later = [] if then is None else [*ends[then], {**planned(10, "reroute"), "time": NOON + 5}]
+    bad = {"step": 41, "why": "the loss is nan", "is_bad_again": True, "changed": [], "origins": []}
+    run = write(
+        [
+            started(),
+            happened("checkpoint_unreadable", 1, step=45, error="layer 1: a file is missing"),
+            happened("state_differs", 2, step=50, agreed=40, odd={}, undecided={"1": [0, 2]}),
+            happened("bad_step", 3, action="rollback", **bad),
+            *later,
+        ]
+    )
+    conditions = json.loads(told(chameleon, run, "--json"))["conditions"]
+    assert [condition["action"] for condition in conditions] == actions
+
+
+@pytest.mark.parametrize(("status", "how"), [("failed", "failed"), ("terminated", "ended"), ("interrupted", "ended")])
+def test_why_a_run_has_ended_before_its_last_step(write: Any, chameleon: CommandLine, status: str, how: str) -> None:
+    run = write([started(), happened("finished", 1, status=status, reason="a reason")])
+    assert told(chameleon, run).endswith(f"\n\nthe run {how}: a reason\n")

@@ -183,12 +183,11 @@ def _state_differs(event: Event, later: Sequence[Event], _: Event | None) -> Des
     layers = {int(layer): workers for layer, workers in event["undecided"].items()}
     workers = sorted({worker for each in layers.values() for worker in each})
     why = f"{listed('worker', workers)} have different states of it after {event['step']} updates, without a majority"
-    has_returned = bool(_of("plan", later))
-    action = f"all returned to a checkpoint of step {event['agreed']} or before" if has_returned else "the run ended"
+    action = _unless_ended(f"all returned to a checkpoint of step {event['agreed']} or before", later)
     return f"{'layer' if len(layers) == 1 else 'layers'} {in_ranges(sorted(layers))}", why, action
 
 
-def _bad_step(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+def _bad_step(event: Event, later: Sequence[Event], _: Event | None) -> Described:
     if not event["is_bad_again"]:
         who = f"the contribution of {listed('worker', event['changed'])} was another one"
         why = f"{event['why']}, but not when it was computed again: {who if event['changed'] else 'no worker is known'}"
@@ -196,7 +195,8 @@ def _bad_step(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     why = f"{event['why']}, also when it was computed again"
     for place in event["origins"][:1]:
         why += f", first in the {place['where']} of micro-batch {place['micro_batch']} on worker {place['worker']}"
-    return f"step {event['step']}", why, _BAD_STEP.get(event["action"], "none")
+    action = _BAD_STEP.get(event["action"], "none")
+    return f"step {event['step']}", why, _unless_ended(action, later) if event["action"] == "rollback" else action
 
 
 def _join_failed(event: Event, later: Sequence[Event], _: Event | None) -> Described:
@@ -249,6 +249,10 @@ def _checkpoint(
         return f"the {kind} of step {event['step']}", event.get("error") or why, action
 
     return describe
+
+
+def _checkpoint_unreadable(event: Event, later: Sequence[Event], _: Event | None) -> Described:
+    return f"the checkpoint of step {event['step']}", event["error"], _unless_ended("an older one was read", later)
 
 
 def _snapshots_off(event: Event, _: Sequence[Event], __: Event | None) -> Described:
@@ -308,7 +312,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "not_ended": _not_ended,
     "checkpoint_late": _checkpoint("it was not written when the next one was due", "the next one waited for it"),
     "checkpoint_failed": _checkpoint("", "what was written of it is removed; the one before stays the newest"),
-    "checkpoint_unreadable": _checkpoint("", "an older one was read"),
+    "checkpoint_unreadable": _checkpoint_unreadable,
     "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
     "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
@@ -321,6 +325,12 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
 
 def _of(kind: str, events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event["event"] == kind]
+
+
+def _unless_ended(action: str, later: Sequence[Event]) -> str:
+    """Return what was done, or that the run ended before a generation was planned that does it."""
+    ends = (each["event"] for each in later if each["event"] in ("plan", "finished"))
+    return {"plan": action, "finished": "the run ended"}.get(next(ends, ""), "none")
 
 
 def _is_same(one: Event, other: Event, *fields: str) -> bool:

@@ -84,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
         out.text(f"{title}: {condition.subject}", "bold")
         out.facts(_facts_about(condition))
     for event in events[-1:]:
-        if event["event"] == "finished" and event["status"] == "failed":
+        if event["event"] == "finished" and event["status"] != "finished":
             out.text("")
-            out.text(f"the run failed: {event['reason']}")
+            out.text(f"the run {'failed' if event['status'] == 'failed' else 'ended'}: {event['reason']}")
     return 0
 
 
