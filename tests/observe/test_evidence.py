@@ -58,6 +58,27 @@ def test_the_training_thread_is_told_by_where_it_began() -> None:
     assert place('"/home/me/model.py", line 7 in forward', current="Thread") == "/home/me/model.py:7 in forward"
 
 
+def test_on_an_accelerator_the_line_is_one_of_the_thread_that_runs_the_backward() -> None:
+    waits = '"/venv/lib/python3.12/site-packages/torch/autograd/graph.py", line 829 in _engine_run_backward'
+    runs = """\
+Thread 0x00007f704e7fc6c0 (most recent call first):
+  File "/home/me/model.py", line 12 in backward
+  File "/venv/lib/python3.12/site-packages/torch/autograd/function.py", line 311 in apply
+
+"""
+    layer = '"/home/me/model.py", line 30 in forward'
+    started = WAITER.replace("_bootstrap_inner", '_bootstrap_inner\n  File "/usr/threading.py", line 1 in _bootstrap')
+    assert place(waits, layer, before=started + runs) == "/home/me/model.py:12 in backward"
+    assert place(waits, layer, before=started) == "/home/me/model.py:30 in forward", "no other thread runs one"
+    inner = '"/home/me/model.py", line 7 in hook'
+    assert place(inner, waits, before=started + runs) == "/home/me/model.py:7 in hook", "it runs the backward itself"
+
+
+def test_names_in_other_scripts_are_as_the_user_has_written_them() -> None:
+    escaped = r'"/home/me/Mod\xe8le \u6a21\U0001f40d/net.py", line 7 in vorw\xe4rts'
+    assert place(escaped) == "/home/me/Mod\xe8le \u6a21\U0001f40d/net.py:7 in vorw\xe4rts"
+
+
 def test_the_stacks_of_py_spy() -> None:
     text = """
 Process 62: python

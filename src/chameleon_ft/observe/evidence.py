@@ -43,6 +43,10 @@ _STANDARD_LIBRARY: Final = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist
 # wandb replaces `sys.exit`.
 _FRAMEWORK: Final = re.compile(r"/(?:site|dist)-packages/(?:torch|wandb)/|/chameleon_ft/(?!models/|data/|optim\.py)")
 _ENTRY_POINT: Final = "rank_main"  # a function of the training thread
+_BACKWARD: Final = "_engine_run_backward"  # the function of torch that waits for a backward, or runs it
+_BOOTSTRAP: Final = "_bootstrap"  # the function in which a thread begins that Python has started
+# faulthandler writes other characters than those of ASCII like this.
+_ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u((?!d[89a-f])[0-9a-f]{4})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))")
 
 
 def activity_entry(time: float = 0.0, doing: str = "", *, waiting: bool = False) -> bytes:
@@ -116,16 +120,33 @@ class Evidence:
         return next((str(frame) for frame in (*of_the_job, *own, *frames)), None)
 
     def _training_frames(self) -> Iterator[_Frame]:
-        """Yield the frames of the training thread, innermost first."""
+        """Yield the frames of the training thread, innermost first, and before them those of a backward it waits for.
+
+        On an accelerator, a thread that torch has started runs the backward, and what Python code is in it.
+        """
         threads = [thread for thread in _THREAD.split(self.stacks) if thread]
         # The outermost frames of a deep stack are left out. The signal goes to the main thread, which is the oldest.
         training = [thread for thread in threads if _ENTRY_POINT in thread]
         current = [thread for thread in threads if thread.startswith("Current")]
         for thread in (training or current or threads)[-1:]:
-            for found in map(_FRAME.match, thread.splitlines()):
-                if found:
-                    yield _Frame(
-                        found["file"] or found["file2"],
-                        found["line"] or found["line2"],
-                        found["function"] or found["function2"],
-                    )
+            frames = list(_frames_of(thread))
+            if frames and frames[0].function == _BACKWARD:
+                for other in threads:
+                    backward = list(_frames_of(other))
+                    is_of_torch = other is not thread and bool(backward) and backward[-1].function != _BOOTSTRAP
+                    if is_of_torch and any(frame.is_of_the_job for frame in backward):
+                        yield from backward
+            yield from frames
+
+
+def _frames_of(thread: str) -> Iterator[_Frame]:
+    """Yield the frames of a thread, innermost first."""
+    for found in map(_FRAME.match, thread.splitlines()):
+        if found and found["file"]:
+            yield _Frame(_unescaped(found["file"]), found["line"], _unescaped(found["function"]))
+        elif found:
+            yield _Frame(found["file2"], found["line2"], found["function2"])
+
+
+def _unescaped(text: str) -> str:
+    return _ESCAPED.sub(lambda found: chr(int("".join(filter(None, found.groups())), 16)), text)
