@@ -315,3 +315,13 @@ def test_all_workers_stop_if_one_cannot_read_the_checkpoint(is_damaged: bool) ->
     history.happen(Decided(at=history.at, question=question.question, plan=replace(a_plan([0], first_step=2), load=2)))
     assert history.state.committed == 2
     assert not history.state.checkpoints.is_reread
+
+
+def test_a_checkpoint_that_is_written_again_can_be_read_again() -> None:
+    history = training()
+    state = history.state
+    history.state = replace(state, checkpoints=replace(state.checkpoints, unreadable={1: "a file is missing"}))
+    history.commit()
+    save(history, 1, copy_s=0.0)
+    assert CompleteCheckpoint(1, agreed=history.state.health.agreed) in history.commands
+    assert not history.state.checkpoints.unreadable

@@ -43,3 +43,25 @@ def test_an_error_in_the_code_of_a_store_is_raised(tmp_path: Path) -> None:
         assert asyncio.run(checkpoints.why_unmarked(5, 30.0)) is None, "the store has answered"
         with pytest.raises(TypeError, match="a mistake"):
             checkpoints.watch()
+
+
+def test_a_checkpoint_that_cannot_be_marked_is_reported(tmp_path: Path) -> None:
+    told: list[tuple[int, str]] = []
+    with FileQueue() as files:
+        checkpoints = RunCheckpoints(
+            Directory(tmp_path),
+            files,
+            model="a model",
+            num_layers=1,
+            keep=2,
+            base=None,
+            not_marked=lambda step, reason: told.append((step, reason)),
+            copy_records=lambda: None,
+            takes_over=False,
+        )
+        checkpoints.complete(5, agreed=None)
+        why = asyncio.run(checkpoints.why_unmarked(5, 1.0))
+        assert why is not None
+        assert "No such file or directory" in why
+        assert told == [(5, why)]
+        assert checkpoints.steps() == []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,25 +13,8 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.observe import FileQueue, Recorder, RunDirectory, Summary, View, detach, file_queue
 from chameleon_ft.observe.file_queue import CaughtUp, Late
 from tests.mounts import fill, small_disk
+from tests.observe.queues import hanging, until
 from tests.observe.records import step_record
-
-
-@contextmanager
-def hanging(files: FileQueue, path: Path) -> Iterator[None]:
-    """Have the queue stuck in one operation inside the block."""
-    answered = threading.Event()
-    files.submit(path, answered.wait)
-    try:
-        yield
-    finally:
-        answered.set()
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for something that the thread of a queue does."""
-    changed = threading.Event()
-    while not condition():
-        changed.wait(0.01)
 
 
 def test_everything_is_done_in_its_order_when_a_method_returns(tmp_path: Path) -> None:

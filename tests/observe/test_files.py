@@ -100,6 +100,15 @@ def test_the_address_survives_a_loss_of_power(run: RunDirectory, monkeypatch: py
     assert on_disk == [run.control_file.stat().st_size]
 
 
+def test_a_process_that_has_ended_is_none_though_no_other_has_reaped_it(run: RunDirectory) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=process.pid))
+        assert run.read_control().has_process_here()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert run.read_control().has_process_here() is False
+
+
 def test_a_run_that_is_not_live_has_no_address(run: RunDirectory) -> None:
     run.write_control(CONTROL)
     run.remove_control()

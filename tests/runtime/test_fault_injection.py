@@ -76,6 +76,13 @@ def test_a_disconnect_is_noted_and_carried_out(tmp_path: Path) -> None:
     assert (noted["kind"], noted["phase"], noted["step"]) == ("disconnect", "vote", 1)
 
 
+def test_a_failure_that_cannot_be_noted_happens_all_the_same(tmp_path: Path) -> None:
+    cut = threading.Event()
+    log = FaultLog(tmp_path / "no folder" / "faults.jsonl")
+    FaultInjector(2, [], log=log, disconnect=cut.set).fail("disconnect", phase=None, step=None)
+    assert cut.is_set()
+
+
 def test_a_worker_computes_at_the_injected_speed_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import pytest
 
 from chameleon_ft.control.host_process import HostProcess
 from chameleon_ft.errors import ControlError
+from chameleon_ft.runtime import fork_server
 from chameleon_ft.runtime.fork_server import ForkServer
 from tests.harness import every_process_ends
+from tests.runtime import failing_server
 
 pytestmark = pytest.mark.multiprocess
 
@@ -97,11 +100,62 @@ def test_one_that_is_stopped_while_it_loads_is_replaced() -> None:
     server.end()
 
 
+def test_one_that_a_debugger_stops_now_and_then_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = cycle([True, False])
+    monkeypatch.setattr(fork_server, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(fork_server, "is_stopped", lambda _: next(looks))
+    server = ForkServer("torch")  # which takes a while
+    pid = server.pid
+    asyncio.run(ask(server))
+    assert server.pid == pid
+    server.end()
+
+
 def test_a_module_that_cannot_be_loaded_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     server = ForkServer("no_such_module")
     with pytest.raises(ControlError, match=r"3 fork servers in a row failed.* has ended with exit code 1"):
         asyncio.run(server.fork(f"{FUNCTIONS}:sleep"))
     assert "No module named 'no_such_module'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("deaf", "does not answer for 0 s"), ("unable", "cannot fork: Resource temporarily unavailable")],
+)
+def test_one_that_does_not_answer_or_cannot_fork_is_replaced(
+    how: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failing_server.FAILS, how)
+    if how == "deaf":
+        monkeypatch.setattr(fork_server, "_ANSWER_S", 0.1)
+    server = ForkServer(failing_server.__name__)
+    with pytest.raises(ControlError, match=f"3 fork servers in a row failed, and the last one {why}"):
+        asyncio.run(server.fork(f"{FUNCTIONS}:sleep"))
+    server.end()
+
+
+def test_a_process_that_does_not_take_its_call_is_not_left_behind(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped before it reads which function it is to call, and the request is given up."""
+    forked = list[psutil.Process]()
+
+    def stopped(pid: int) -> HostProcess:
+        forked.append(psutil.Process(pid))
+        forked[0].suspend()
+        return HostProcess(pid)
+
+    async def scene() -> None:
+        asking = asyncio.create_task(server.fork(f"{FUNCTIONS}:echo", text="a" * 10_000_000))
+        while not forked:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    monkeypatch.setattr(fork_server, "HostProcess", stopped)
+    asyncio.run(scene())
+    with every_process_ends(forked):
+        pass
 
 
 def test_a_request_that_is_given_up_leaves_no_process() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.control.wire.parts import OperationTimes
-from chameleon_ft.observe import RecordedReduction, TimelineLog, read_recorded_steps
+from chameleon_ft.observe import RecordedReduction, TimelineLog, read_recorded_steps, timelines
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats, TimedReduction
 from chameleon_ft.schedule import OperationKind
@@ -72,6 +72,23 @@ def test_what_cannot_be_written_does_not_stop_training(tmp_path: Path) -> None:
     written = threading.Event()
     while [step.step for step in read_recorded_steps(folder)] != [40, 41]:
         written.wait(0.01)
+
+
+def test_of_what_cannot_be_written_a_few_megabytes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "_LONGEST_BYTES", 1000)
+    folder = tmp_path / "no" / "folder"
+    steps = recorder(folder)
+    for step in range(40, 60):
+        steps.record(step, STATS, generation=2, start_s=100.0, start_unix_s=1_750_000_000.0)
+    folder.mkdir(parents=True)
+    written = threading.Event()
+    while not (found := read_recorded_steps(folder)):
+        written.wait(0.01)
+    while steps.log._files.num_waiting:
+        written.wait(0.01)
+    found = read_recorded_steps(folder)
+    assert 0 < len(found) < 10
+    assert [step.step for step in found] == list(range(40, 40 + len(found)))
 
 
 def test_the_halves_of_a_split_backward_count_as_one() -> None:
