@@ -18,6 +18,7 @@ _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "v
 _IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "preparation", "transfer", "confirm", "switch")
 _STEPS: Final = (7, 10)
 _STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches during training, and for the switches that follow
+_STEPS_WITH_STRIKES: Final = (40, 100)
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
 _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]] = (
     ("coordinator", "kill"),
@@ -140,8 +141,13 @@ def draw(seed: int, *, joins: bool = False, strikes: bool = False) -> DrawnRun:
         strikes: whether its other processes are hit, too, at moments that are no named phases.
     """
     if strikes:
-        return _struck(random.Random(f"strikes {seed}"), draw(seed, joins=True))
-    run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, joins=joins))
+        return _struck(random.Random(f"strikes {seed}"), _drawn(seed, _STEPS_WITH_STRIKES, joins=True))
+    return _drawn(seed, _STEPS_WITH_JOINS if joins else _STEPS, joins=joins)
+
+
+def _drawn(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
+    """Return a run without strikes, of a number of steps between two."""
+    run = _in_slices(random.Random(f"slices {seed}"), _draw(seed, steps, joins=joins))
     return _with_snapshots(random.Random(f"snapshots {seed}"), run)
 
 
@@ -176,7 +182,7 @@ def _in_slices(rng: random.Random, run: DrawnRun) -> DrawnRun:
     return replace(run, owners=owners, failures=failures)
 
 
-def _draw(seed: int, *, joins: bool) -> DrawnRun:
+def _draw(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     rng = random.Random(seed)
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
     # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
@@ -195,7 +201,7 @@ def _draw(seed: int, *, joins: bool) -> DrawnRun:
         micro_batch_size=rng.randint(1, 2),
         blocks=rng.randint(max(1, pp - 2), 4),
         dropout=rng.choice((0.0, 0.0, 0.2)),
-        steps=rng.randint(*(_STEPS_WITH_JOINS if joins else _STEPS)),
+        steps=rng.randint(*steps),
         checkpoint_every=checkpoint_every,
         failures=(),
         precision="bf16" if random.Random(f"precision {seed}").random() < _IN_BF16 else "fp32",
@@ -206,10 +212,10 @@ def _draw(seed: int, *, joins: bool) -> DrawnRun:
     run = replace(run, failures=_failures(rng, run, count))
     if not joins or rng.random() < 0.5:
         return run
-    steps = sorted(rng.sample(range(1, run.steps // 2), rng.randint(1, 2)))
+    told = sorted(rng.sample(range(1, run.steps // 2), rng.randint(1, 2)))
     if not run.respawn:
-        steps = steps[: run.workers - 1 - count]  # one worker is left
-    return replace(run, drains=tuple((step, rng.randrange(run.workers)) for step in steps))
+        told = told[: run.workers - 1 - count]  # one worker is left
+    return replace(run, drains=tuple((step, rng.randrange(run.workers)) for step in told))
 
 
 def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
@@ -245,7 +251,8 @@ def _lasting(rng: random.Random, run: DrawnRun) -> Failure:
     return Failure(
         step=rng.randrange(1, run.steps - 5),
         worker=rng.randrange(run.workers),
-        phase=rng.choice(_IN_A_STEP),
+        # A gradient that is spoiled once all have its sum spoils the state.
+        phase=rng.choice(("forward", "backward") if kind == "nan" else _IN_A_STEP),
         kind=kind,
         factor=rng.uniform(0.2, 0.9) if kind in SLOWNESS else None,
     )

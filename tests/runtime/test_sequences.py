@@ -21,7 +21,7 @@ def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: i
     assert not findings.problems
 
 
-@pytest.mark.parametrize("seed", [132, 534])  # strikes at most kinds of processes, and workers that are slow or wrong
+@pytest.mark.parametrize("seed", [83, 302])  # strikes at most kinds of processes, and workers that are slow or wrong
 def test_a_drawn_run_outlives_its_other_processes(tmp_path: Path, seed: int) -> None:
     drawn = draw(seed, strikes=True)
     print(drawn)  # to repeat it: python -m benchmarks.sequences --runs 1 --strikes --seed N
