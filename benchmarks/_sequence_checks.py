@@ -77,13 +77,14 @@ class Findings:
         return "\n".join(["; ".join(said), *(f"  PROBLEM {problem}" for problem in self.problems)])
 
 
-def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
+def look_at(run: RunDirectory, *, exit_code: int, first_spoiled: int | None = None) -> Findings:
     """Read all records of a run that has ended, repeat it in a plain loop, and compare.
 
-    Losses are compared up to the first step in which the state of a worker is spoiled: until that is found, its
-    gradients are part of all sums.
+    Args:
+        first_spoiled: the first step in which the state of a worker is spoiled. Losses are compared up to this one:
+            until it is found, the gradients of that worker are part of all sums.
     """
-    records = _Records(run)
+    records = _Records(run, first_spoiled)
     verification = Verification.of(
         repeat_run(run, limit=records.first_spoiled), tolerance=TOLERANCES[run.config().precision]
     )
@@ -116,7 +117,7 @@ def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
 class _Records:
     """The records of a run."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, first_spoiled: int | None) -> None:
         config = run.config()
         assert isinstance(config, TrainConfig)
         self.run = run
@@ -129,7 +130,7 @@ class _Records:
         faults = run.faults_file
         lines = faults.read_text().splitlines() if faults.exists() else []
         self.faults: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        self.first_spoiled: int | None = min((f.step for f in config.failures if f.kind == "corrupt"), default=None)
+        self.first_spoiled = first_spoiled
 
     def of_kind(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]

@@ -107,7 +107,8 @@ def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
     directory.mkdir()
     if drawn.strikes:
         code, left = train_under_strikes(config_of(drawn, directory), directory, drawn.strikes)
-        findings = look_at(RunDirectory(directory / "run"), exit_code=code)
+        spoiled = min((failure.step for failure in drawn.failures if failure.kind == "corrupt"), default=None)
+        findings = look_at(RunDirectory(directory / "run"), exit_code=code, first_spoiled=spoiled)
         return replace(findings, problems=(*findings.problems, *left))
     view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
     ended = train_here(config_of(drawn, directory), directory / "run", view=view)
