@@ -24,6 +24,7 @@ from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.communicators.tags import Tag
+from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps
 from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
 from chameleon_ft.runtime.execution.gather import ParameterExchange
@@ -66,6 +67,18 @@ class Slow(Line):
 
 
 @dataclass
+class Doubtful(RecentSteps):
+    """Finds every step to be bad the first time."""
+
+    factor: float = 0.0
+    is_second: bool = True
+
+    def why_bad(self, loss: float, grad_norm: float, sums: Sequence[float]) -> str | None:
+        self.is_second = not self.is_second
+        return None if self.is_second else "it is to be computed again"
+
+
+@dataclass
 class Rank:
     """A rank without a process, which trains from the beginning or is a shadow holder only."""
 
@@ -75,6 +88,7 @@ class Rank:
     buffers: GradientBuffers
     operations: tuple[Operation, ...]
     stand_in_scale: int | None = None
+    repeats: bool = False  # computes each step twice
     sums: list[tuple[int, int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     current: list[frozenset[int]] = field(default_factory=list)
@@ -114,6 +128,7 @@ class Rank:
             committed=0,
             activity=Activity(),
             faults=faults,
+            recent=Doubtful() if self.repeats else RecentSteps(0.0),
         )
         if sharding is not None:
             shards = {layer: sharding.layers[layer] for layer in self.held.layers}
@@ -146,14 +161,18 @@ class Rank:
         beginning.start()
         try:
             with Reductions(self.buffers, self.operations, line) as reductions:
-                for _ in range(steps):
+                while committer.committed < steps:
                     state = committer.begin()
                     stats = executor.run(state, self.operations, after=reductions.after)
-                    applied = committer.commit(
-                        ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions()),
-                        CommitContext(communicators=line, members=tuple(members), migration=layers),
-                        lambda: Wishes(switch=self.is_ending.is_set()),
-                    )
+                    try:
+                        applied = committer.commit(
+                            ComputedStep(stats=stats, reductions=reductions, contributions=state.contributions()),
+                            CommitContext(communicators=line, members=tuple(members), migration=layers),
+                            lambda: Wishes(switch=self.is_ending.is_set()),
+                        )
+                    except BadStepError:
+                        layers.resume(applied=False)
+                        continue
                     committer.begin_exchange()
                     if layers.has_shadow_holders:
                         committer.await_parameters(migration=layers)
@@ -189,6 +208,7 @@ def train(
     delays_s: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
     switches_after_s: float | None = None,
     stand_in_scale: int | None = None,
+    repeats: bool = False,
     precision: Precision = Precision(),
     sharding: Sharding | None = None,
 ) -> list[Rank]:
@@ -217,7 +237,7 @@ def train(
         owned = None if sharding is None else sharding.owned_by(worker)
         own = HeldLayers(job, held.get(worker, ()), seed=SEED, device=CPU, owned=owned)
         operations = program.of(worker) if worker in held else ()
-        ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations, stand_in_scale))
+        ranks.append(Rank(worker, job, own, GradientBuffers(own, segments), operations, stand_in_scale, repeats))
     lines = [Slow(rank.worker, board, message_s=message_s, spoiled_tag=spoiled_tag) for rank in ranks]
     threads = [
         threading.Thread(
@@ -306,13 +326,14 @@ def test_slices_migrate_with_layers(tied: bool, precision: Precision) -> None:
     assert found_any
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_ranks_need_not_begin_in_the_same_step(tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "repeats"), [(False, False), (True, False), (False, True)])
+def test_ranks_need_not_begin_in_the_same_step(tied: bool, repeats: bool) -> None:
+    """Nor in the same computation of a step, if that is computed twice."""
     random = Random(1 + tied)
     for _ in range(12):
         delays_s = [random.uniform(0.0, 0.06) for _ in range(4)]
         order = move((0, 2, 0, 100), (1, 2, 3, 100), (0, 3, 4, 100))
-        ranks = train(order, steps=40, tied=tied, delays_s=delays_s)
+        ranks = train(order, steps=40, tied=tied, delays_s=delays_s, repeats=repeats)
         assert [rank.error for rank in ranks] == [None] * 4
         assert [set(rank.held.layers) for rank in ranks[2:]] == [{0, 3}, {4}], delays_s
         for rank in ranks[2:]:

@@ -106,6 +106,7 @@ class LayerMigration:
         self._await_parameters = await_parameters
         self._condition = threading.Condition()
         self._committed = committed
+        self._votes = 0  # of the generation so far; those on steps that are computed again count, too
         self._summed = False  # whether this rank's sums are complete
         self._announced = False  # whether its destinations know
         self._pulling = False
@@ -216,6 +217,7 @@ class LayerMigration:
         """Note that the update has been applied; or that the step is computed again, and has other sums."""
         with self._condition:
             self._committed += applied
+            self._votes += 1
             self._summed = self._announced = False
             self._given = 0
             self._window.next_step()
@@ -298,9 +300,9 @@ class LayerMigration:
         self._communicators.send(request, peer=source, tag=Tag.PULL_REQUEST).wait()
 
     def _await_sums_of(self, source: int) -> None:
-        """Wait until a source has the sums of this step; it may have begun to announce them in an earlier one."""
+        """Wait until a source has the sums for this vote; it may have begun to announce them before an earlier one."""
         announced = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        while int(announced) < self._committed:
+        while int(announced) < self._votes:
             self._receive(announced, source).wait()
 
     def _receive(self, tensor: Tensor, source: int) -> InFlight:
@@ -343,7 +345,7 @@ class LayerMigration:
                     self._condition.notify_all()
 
     def _give_sums(self) -> None:
-        """Announce in each step that the sums are complete, and send those of the layers that have been served."""
+        """Announce before each vote that the sums are complete, and send those of the layers that have been served."""
         announcing: list[InFlight] = []  # a destination that has not begun receives none
         sending: list[InFlight] = []
         while True:
@@ -354,10 +356,10 @@ class LayerMigration:
                 told = () if self._announced else self._destinations
                 self._announced = True
                 due, self._given = self._served[self._given :], len(self._served)
-                step = torch.tensor([self._committed], dtype=torch.int64, device=self._device)
+                vote = torch.tensor([self._votes], dtype=torch.int64, device=self._device)
             if told:
                 sending.clear()  # after the vote of the step before, all have arrived
-            announcing += [self._communicators.send(step, peer=peer, tag=Tag.PULLED_SUM) for peer in told]
+            announcing += [self._communicators.send(vote, peer=peer, tag=Tag.PULLED_SUM) for peer in told]
             for peer, layer in due:
                 for buffer in self._buffers.of_layer(layer):
                     num_bytes = buffer.nbytes * (self._stand_in_scale or 1)
