@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = ["Findings", "look_at"]
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
 _SPOILED_FOR_GOOD: Final = ("differs between", "in a row were bad")
+_LOST_NEWCOMER: Final = re.compile(r"worker \d+ is lost")
 _ABSENCES: Final = ("stalled", "took_over", "reclaimed")  # of a coordinator
 
 
@@ -251,8 +253,10 @@ def _lost_workers(records: _Records) -> Iterator[str]:
         gone = sorted(worker for worker, count in losses.items() if count > 0)
         if set(gone).intersection(records.plans[event["generation"]].plan.workers):
             yield f"the plan of generation {event['generation']} has workers that are lost: {gone}"
-    for name in ("refused", "messages_failed"):
-        for event in records.of_kind(name):
+    for event in (*records.of_kind("refused"), *records.of_kind("messages_failed")):
+        # A newcomer whose agent ends before it has connected is not waited for, and may connect then.
+        is_orphan = records.of_kind("host_lost") and _LOST_NEWCOMER.fullmatch(event.get("reason", ""))
+        if not is_orphan:
             yield f"a message was not understood, or failed without an explanation: {event}"
 
 
