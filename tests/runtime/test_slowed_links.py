@@ -13,6 +13,7 @@ import torch
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.runtime.communicators import CommunicationError, Membership, Rendezvous
 from chameleon_ft.runtime.communicators.slowed import SlowedLinks
+from chameleon_ft.runtime.communicators.tags import Tag
 from tests.runtime.switchboard import Line, Switchboard
 
 LINK = Link(latency_s=0.0, bytes_per_s=40_000.0)  # ten numbers of 4 bytes take a millisecond
@@ -63,6 +64,24 @@ def test_messages_take_the_rest_of_their_time_and_keep_their_order(slow: int) ->
         shares[slow][0] = 1.0
         exchange(8)
     assert arrived == [float(each) for each in range(12)]
+
+
+def test_messages_of_other_threads_are_not_waited_for() -> None:
+    """A worker that trains may wait all the time for a request of another worker, which trains as well."""
+    switchboard = Switchboard()
+    with links(switchboard, 0, [1.0]) as sender, links(switchboard, 1, [0.5]) as receiver:
+        requested, request = torch.empty(10), torch.ones(10)
+        later = receiver.receive(requested, peer=0, tag=Tag.PULL_REQUEST)
+        threads = threading.active_count()
+        for number in range(4):
+            sender.send(torch.full((10,), float(number)), peer=1, tag=2 * number)
+            into = torch.empty(10)
+            receiver.receive(into, peer=0, tag=2 * number).wait()
+            assert float(into[0]) == number
+        assert threading.active_count() <= threads + 1, "results of operations share a thread"
+        sender.send(request, peer=1, tag=Tag.PULL_REQUEST)
+        later.wait()
+        assert torch.equal(requested, request)
 
 
 def test_a_worker_that_waits_for_a_slow_message_leaves_it_when_the_generation_is_over() -> None:

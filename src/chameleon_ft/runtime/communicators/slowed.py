@@ -12,6 +12,7 @@ from torch import Tensor
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.runtime.communicators.base import Communicators, InFlight
 from chameleon_ft.runtime.communicators.delayed import Deferred, DelayedLinks
+from chameleon_ft.runtime.communicators.tags import Tag
 
 __all__ = ["SlowedLinks"]
 
@@ -37,28 +38,33 @@ class SlowedLinks(DelayedLinks):
     ) -> None:
         super().__init__(inner, cluster_of, scale=scale)
         self._share = share
-        self._lanes: dict[tuple[int, bool], _Lane] = {}  # (peer, whether sending) -> its messages, one by one
+        self._lock = threading.Lock()
+        self._lanes: dict[_LaneKey, _Lane] = {}
+        self._links: dict[
+            tuple[int, bool], threading.Lock
+        ] = {}  # (peer, whether sending) -> while it carries a message
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         def send() -> InFlight:
             return self._inner.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes)
 
         more_s = self._more_s(peer, tensor.nbytes * self._scale if stands_for_bytes is None else stands_for_bytes)
-        if not more_s and (peer, True) not in self._lanes:
+        key = (peer, True, _stream_of(tag))
+        if not more_s and key not in self._lanes:
             return send()
-        return self._lane(peer, sends=True).put(lambda: self._later(more_s, send))
+        return self._lane(key).put(lambda: self._later(more_s, send, key))
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         arriving = self._inner.receive(tensor, peer=peer, tag=tag)
-        more_s = self._more_s(peer, tensor.nbytes * self._scale)
-        if not more_s and (peer, False) not in self._lanes:
+        more_s, key = self._more_s(peer, tensor.nbytes * self._scale), (peer, False, _stream_of(tag))
+        if not more_s and key not in self._lanes:
             return arriving
 
         def receive() -> InFlight:
             arriving.wait()
-            return self._later(more_s, lambda: _ARRIVED)
+            return self._later(more_s, lambda: _ARRIVED, key)
 
-        return self._lane(peer, sends=False).put(receive)
+        return self._lane(key).put(receive)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         reducing, share = self._inner.all_reduce(tensor, group), self._share()
@@ -82,12 +88,31 @@ class SlowedLinks(DelayedLinks):
         share = self._share()
         return 0.0 if share == 1 else num_bytes / self._cluster.link(self._worker, peer).bytes_per_s * (1 / share - 1)
 
-    def _lane(self, peer: int, *, sends: bool) -> _Lane:
-        return self._lanes.setdefault((peer, sends), _Lane())
+    def _lane(self, key: _LaneKey) -> _Lane:
+        with self._lock:
+            if key not in self._lanes:
+                self._lanes[key] = _Lane()
+            return self._lanes[key]
 
-    def _later(self, seconds: float, act: Callable[[], InFlight]) -> InFlight:
-        self._sleep(seconds)
+    def _later(self, seconds: float, act: Callable[[], InFlight], key: _LaneKey) -> InFlight:
+        peer, sends, _ = key
+        with self._lock:
+            link = self._links.setdefault((peer, sends), threading.Lock())
+        with link:
+            self._sleep(seconds)
         return act()
+
+
+_LaneKey = tuple[int, bool, int | None]
+"""(peer, whether sending, stream)"""
+
+
+def _stream_of(tag: int) -> int | None:
+    """Return which messages one is in line with: those of its tag, or the results of operations, which are of many.
+
+    Other threads than the one that trains wait for the other tags, for some of them long before they are sent.
+    """
+    return tag if tag >= Tag.VOTE else None
 
 
 _ARRIVED = Deferred(lambda: None)
@@ -111,7 +136,7 @@ class _Queued:
 
 
 class _Lane:
-    """A thread that handles the messages with one peer in one direction, one after the other."""
+    """A thread that handles the messages of a stream, with one peer in one direction, one after the other."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
