@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_ft.runtime.execution.saved_activations import input_gradient
+from chameleon_ft.runtime.execution.split_backward import input_gradient
 
 
 class Stage(nn.Module):
@@ -26,6 +27,13 @@ class Stage(nn.Module):
         return self.run(x, self.linear, self.value)
 
 
+def _halved_by_a_hook(x: Tensor) -> Tensor:
+    """Return a tensor whose gradient is halved by a hook, as some models do to the gradients of attention."""
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient / 2)
+    return x
+
+
 _compiled_scale: Callable[[Tensor], Tensor] = torch.compile(lambda value: value.exp().sin(), backend="aot_eager")
 
 STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
@@ -34,6 +42,8 @@ STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
     "a weight used below and above another one": lambda x, linear, value: (
         (y := x + torch.tanh(linear(torch.tanh(x * value)))) * value + y
     ),
+    "a weight used by parts beside each other": lambda x, linear, value: linear(x) * value + linear(x.sin()),
+    "a weight used three times": lambda x, linear, value: linear(torch.tanh(linear(torch.tanh(linear(x * value))))),
     "a weight on a way of its own": lambda x, linear, value: linear(x) * value.exp() + value,
     "weights that are not used": lambda x, linear, value: x.sin(),
     "the input handed through": lambda x, linear, value: x + 0,
@@ -48,6 +58,16 @@ STAGES: dict[str, Callable[[Tensor, nn.Linear, Tensor], Tensor]] = {
         lambda x, linear, value: functional.gelu(linear(x).exp()) * value, backend="aot_eager"
     ),
     "a weight that a compiled function computes": lambda x, linear, value: linear(x * _compiled_scale(value)),
+    "such a weight beside one used twice": lambda x, linear, value: (
+        linear(torch.tanh(linear(x))) * _compiled_scale(value)
+    ),
+    "a weight that a compiled function computes, used twice": lambda x, linear, value: (
+        (scale := _compiled_scale(value)) * linear(torch.tanh(x * scale))
+    ),
+    "a hook on the output of a matrix": lambda x, linear, value: torch.tanh(_halved_by_a_hook(linear(x))) * value,
+    "a hook on a weight used twice": lambda x, linear, value: (
+        torch.tanh(linear(x) * (scale := _halved_by_a_hook(value.exp()))) * scale
+    ),
     "a scalar": lambda x, linear, value: (linear(x) * value).sum(),
 }
 
@@ -98,6 +118,53 @@ def test_the_weight_half_accumulates_gradients(name: str) -> None:
     )
     for buffer, wanted in zip(buffers, expected, strict=True):
         torch.testing.assert_close(buffer, wanted)
+
+
+class _CountedProduct(torch.autograd.Function):
+    """x * weight. It counts its backwards, in the second of which its tensors are gone."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        _CountedProduct.backwards += 1
+        x, weight = ctx.x, ctx.weight
+        del ctx.x, ctx.weight
+        return gradients[0] * weight, (gradients[0] * x).sum(0)
+
+
+_product: Callable[[Tensor, Tensor], Tensor] = _CountedProduct.apply
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, linear, value: torch.tanh(linear(_product(torch.tanh(linear(x)), torch.ones(4)))),
+        lambda x, linear, value: torch.tanh(linear(_product(torch.tanh(x), value))),
+        lambda x, linear, value: linear(x) * _product(torch.ones(3, 4), value),
+        lambda x, linear, value: _product(linear(_product(x, torch.ones(4))), torch.ones(4)),
+    ],
+    ids=["between two uses of a weight", "with a weight", "beside the way to the input", "above and below a weight"],
+)
+def test_a_function_of_python_runs_once(run: Callable[[Tensor, nn.Linear, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    _CountedProduct.backwards = 0
+    stage, boundary = Stage(run), torch.randn(3, 4, requires_grad=True)
+    parameters = list(stage.parameters())
+    first = torch.autograd.grad(stage(boundary).sum(), [boundary, *parameters], allow_unused=True)
+    number = _CountedProduct.backwards
+
+    passed_back, weights = input_gradient(stage(boundary).sum(), None, boundary, parameters)
+    weights()
+
+    assert _CountedProduct.backwards == 2 * number
+    for found, wanted in zip([passed_back, *(each.grad for each in parameters)], first, strict=True):
+        assert_equal(found, wanted)
 
 
 def assert_equal(found: Tensor | None, wanted: Tensor | None) -> None:

@@ -1,30 +1,21 @@
-"""Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
-
-Torch's pipelining package splits a backward into I (gradient of the input) and W (gradients of the weights). The split
-is private there, and only this file uses it. Where it fails, I is the whole backward.
-"""
+"""Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch import Tensor
 
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.execution.gradients import without_gradients
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.split_backward import WeightHalf, input_gradient, whole_backward
 from chameleon_ft.schedule import Operation
 from chameleon_ft.workload import is_recomputed
 
-__all__ = ["SavedActivations", "WeightHalf", "input_gradient"]
-
-WeightHalf = Callable[[], object]
-"""The W of a split backward. A single call adds to the gradients of the parameters."""
+__all__ = ["SavedActivations"]
 
 
 @dataclass(slots=True)
@@ -79,7 +70,7 @@ class SavedActivations:
         """
         while self._parts:
             part = self._parts.pop()
-            _backward(self._output(part), gradient)
+            whole_backward(self._output(part), gradient)
             gradient = part.boundary.grad
             if gradient is None:  # the layers below do not contribute to the loss
                 self._parts.clear()
@@ -108,64 +99,6 @@ class SavedActivations:
 
     def _output(self, part: _Part) -> Tensor:
         return self._run(part.layers, part.boundary) if part.output is None else part.output
-
-
-def input_gradient(
-    output: Tensor, output_gradient: Tensor | None, boundary: Tensor, parameters: list[nn.Parameter]
-) -> tuple[Tensor | None, WeightHalf]:
-    """Compute the gradient of `boundary` and save what W needs.
-
-    Args:
-        output: the output of some layers, or the scalar loss.
-        output_gradient: gradient of `output`; None for the loss.
-        boundary: the input of the layers. If it needs no gradient, W is the whole backward.
-        parameters: the trained parameters of the layers.
-    """
-    if not boundary.requires_grad:
-        return None, partial(_backward, output, output_gradient)
-    if output._is_view():
-        output = output.clone()  # torch detaches the output in place, which a view does not allow
-    whole = partial(_backward, output.view_as(output), output_gradient)
-    gradients = None if output_gradient is None else [output_gradient]
-    try:
-        (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
-    except RuntimeError:  # a part of the graph runs as a whole only
-        return _both_at_once(whole, boundary, parameters)
-    # Torch also stores the gradient here, where it would stay as long as W keeps the input.
-    boundary.grad = None
-    # Torch looks for weights on the path from the output to the input; without such a path it finds none.
-    if gradient is None:
-        return None, whole
-    # The way to a weight that is used below and above others goes through the graph of these, so it is kept to the end.
-    # Not otherwise: functions of torch.compile, such as one that computes a weight from a parameter, refuse that.
-    is_used_twice = any(len(group["intermediates"]) > 1 for group in groups)
-    return gradient, partial(stage_backward_weight, iter(parameters), groups, retain_graph=is_used_twice)
-
-
-def _backward(output: Tensor, gradient: Tensor | None) -> None:
-    if output.requires_grad:
-        torch.autograd.backward(output, gradient)
-
-
-def _both_at_once(
-    whole: Callable[[], None], boundary: Tensor, parameters: list[nn.Parameter]
-) -> tuple[Tensor | None, WeightHalf]:
-    """Run a backward that torch cannot divide; W adds the gradients of parameters, which are kept until then.
-
-    Functions of torch.compile and reentrant checkpoints have such a backward.
-    """
-    with without_gradients(parameters):
-        whole()
-        kept = [parameter.grad for parameter in parameters]
-    gradient, boundary.grad = boundary.grad, None
-    return gradient, partial(_add_gradients, parameters, kept)
-
-
-def _add_gradients(parameters: list[nn.Parameter], kept: list[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, kept, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    kept.clear()
 
 
 def _run_all(halves: list[WeightHalf]) -> None:

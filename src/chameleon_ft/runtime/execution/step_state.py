@@ -11,7 +11,8 @@ from torch import Tensor
 
 from chameleon_ft.plan.rest import GradientKey, HopKey, StepProgress
 from chameleon_ft.runtime.communicators import InFlight
-from chameleon_ft.runtime.execution.saved_activations import SavedActivations, WeightHalf
+from chameleon_ft.runtime.execution.saved_activations import SavedActivations
+from chameleon_ft.runtime.execution.split_backward import WeightHalf
 from chameleon_ft.schedule import Operation, OperationKind
 
 __all__ = ["CountedLoss", "Result", "Span", "StepState", "hop_of"]

@@ -18,7 +18,7 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.saved_activations import input_gradient
+from chameleon_ft.runtime.execution.split_backward import input_gradient
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.sync import Segment
 
