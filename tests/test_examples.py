@@ -11,7 +11,8 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import boundary_specs, build_layer
+from chameleon_ft.models.build import build_layer
+from chameleon_ft.models.outputs import boundary_specs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -183,6 +183,41 @@ def test_what_a_file_defines_is_one_thing_however_often_it_is_loaded(job_file: P
     assert type(pickle.loads(pickle.dumps(first))) is type(first)
 
 
+DRAWN_JOB = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from chameleon_ft import Job
+
+EARLY = torch.randn(3)
+
+def job():
+    data = [(torch.randn(3) + EARLY, torch.tensor([random.random(), np.random.rand()])) for _ in range(4)]
+    model = nn.Linear(3, 3)
+    return Job(layers=[lambda: model], loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
+"""
+
+
+def test_what_a_job_draws_itself_is_equal_in_all_processes(tmp_path: Path) -> None:
+    for name in ("one", "other"):  # two files, as in two processes
+        (tmp_path / f"{name}.py").write_text(DRAWN_JOB)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    first, again, other = (load_job(str(tmp_path / f"{name}.py"), RUN) for name in ("one", "one", "other"))
+
+    assert torch.equal(torch.rand(2), expected), "the caller's generator goes on as it was"
+    for job in (again, other):
+        assert torch.equal(job.layers[0]().get_parameter("weight"), first.layers[0]().get_parameter("weight"))
+        for index in range(4):
+            for one, two in zip(job.dataset[index], first.dataset[index], strict=True):
+                assert torch.equal(one, two)
+    seeded = load_job(str(tmp_path / "one.py"), RUN.model_copy(update={"seed": 1}))
+    assert not torch.equal(seeded.dataset[0][0], first.dataset[0][0])
+
+
 @pytest.mark.parametrize(
     ("reference", "message"),
     [

@@ -10,8 +10,10 @@ import importlib
 import importlib.util
 import inspect
 import math
+import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.keys import random_key
+from chameleon_ft.keys import Purpose, random_key
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -214,6 +216,9 @@ def check_job_reference(reference: str) -> None:
 def load_job(reference: str, config: RunConfig) -> Job:
     """Call the function that `reference` names and return its job, with the precision of `config`.
 
+    Torch's, Python's and NumPy's random generators are seeded before its module is loaded and before it is called, so
+    that every worker gets the same data, and the same modules if the function builds them itself.
+
     Args:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
             Modules are also looked for in the working directory. The folder of a file is put on the import path, as
@@ -225,16 +230,36 @@ def load_job(reference: str, config: RunConfig) -> Job:
     """
     check_job_reference(reference)
     location, name = _split_reference(reference)
-    module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
+    with _seeded(config.seed):
+        module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"job {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
     if not callable(function):
         raise ConfigError(f"job {reference!r}: {name!r} is no function; name one that returns a Job")
-    job = function(*((config,) if _needs_an_argument(function) else ()))
+    with _seeded(config.seed):
+        job = function(*((config,) if _needs_an_argument(function) else ()))
     if not isinstance(job, Job):
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
     return replace(job, precision=Precision(config.precision, config.fp32_modules))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators inside the block, and restore their states after it."""
+    import numpy as np
+    import torch
+
+    key, states = random_key(seed, Purpose.JOB), (random.getstate(), np.random.get_state())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(key)
+            random.seed(key)
+            np.random.seed(key % 2**32)
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

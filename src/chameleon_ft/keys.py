@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     INIT = 1
     STEP = 2
     SHUFFLE = 3
+    JOB = 4
 
 
 def random_key(seed: int, *parts: int) -> int:

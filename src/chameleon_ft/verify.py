@@ -209,7 +209,7 @@ class _PlainLoop:
             loss.backward()
             loss_sum += loss.item()
             terms += int(self._job.loss_terms(targets))  # which may count them in a tensor
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = self._dense_gradients()
         grad_norm = _norm(gradients) / terms
         largest = math.inf if self._job.clip_norm is None else self._job.clip_norm
         # One factor instead of two roundings: in bf16 the last bit of a gradient makes another trajectory.
@@ -226,6 +226,16 @@ class _PlainLoop:
             for parameter, master in self._masters.items():
                 parameter.copy_(master)
         return loss_sum / terms, grad_norm
+
+    def _dense_gradients(self) -> list[torch.Tensor]:
+        """Return all gradients, once they are dense, as those that workers send to each other."""
+        gradients = []
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+                gradients.append(parameter.grad)
+        return gradients
 
     def _updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the master of a parameter; the parameter itself if it has none."""

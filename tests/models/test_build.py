@@ -1,4 +1,4 @@
-"""Layers are equal in every process, and their boundaries are found by running them."""
+"""Layers are equal in every process, and sizes are those of the built layers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import (
-    blank_layer,
-    boundary_specs,
-    build_layer,
-    param_bytes,
-    seed_forward,
-    state_bytes,
-)
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import blank_layer, build_layer, param_bytes, seed_forward, state_bytes
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.optim import adamw
 from tests.models.jobs import CONFIG, LLAMA, Zeros, make_job
@@ -112,152 +105,6 @@ def test_dropout_drops_in_training_only_and_by_its_share() -> None:
     assert not (embedding.eval()(ids) == 0).any()
 
 
-def test_boundaries_of_a_llama() -> None:
-    hidden = BoundarySpec((3, 8, 16), torch.float32)
-
-    assert boundary_specs(LLAMA, 3) == (hidden, hidden, hidden, BoundarySpec((3, 8, 50), torch.float32))
-    assert hidden.num_bytes == 3 * 8 * 16 * 4
-
-
-def test_boundaries_are_those_of_real_runs_for_layers_that_share_a_factory() -> None:
-    class Halve(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[..., ::2]
-
-    job = make_job([Halve, Halve, lambda: nn.Flatten(), lambda: nn.Linear(2, 5)], Zeros(1, 8))
-
-    assert [spec.shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
-
-
-def test_forward_may_create_a_tensor() -> None:
-    class AddPositions(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.arange(x.shape[1])
-
-    assert boundary_specs(make_job([AddPositions], Zeros(4)), 2) == (BoundarySpec((2, 4), torch.float32),)
-
-
-class KeepPositive(nn.Module):
-    """Its output has a shape that depends on values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > -1]
-
-
-class Autocasting(nn.Module):
-    """Returns bfloat16 where autocast works, which it does not on the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            output: Tensor = self.inner(x)
-        return output
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-@pytest.mark.parametrize(
-    ("layer", "spec"),
-    [
-        (Autocasting, BoundarySpec((2, 4), torch.bfloat16)),
-        (KeepPositive, BoundarySpec((8,), torch.float32)),
-        (lambda: nn.Unflatten(1, (2, 2)), BoundarySpec((2, 2, 2), torch.float32)),
-    ],
-)
-def test_boundaries_are_those_of_a_run(layer: Callable[[], nn.Module], spec: BoundarySpec) -> None:
-    assert boundary_specs(make_job([nn.Identity, layer], Zeros(4)), 2)[1] == spec
-
-
-def test_autocast_is_not_seen_on_the_meta_device() -> None:
-    job = make_job([Autocasting], Zeros(4))
-
-    assert boundary_specs(job, 2, device=torch.device("meta")) == (BoundarySpec((2, 4), torch.float32),)
-
-
-def test_the_type_of_one_layer_is_the_input_of_the_next() -> None:
-    class Same(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1
-
-    types = [spec.dtype for spec in boundary_specs(make_job([Same, Autocasting, Same, Same], Zeros(4)), 2)]
-    assert types == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
-
-
-def test_a_layer_that_cannot_be_run_is_named_and_can_be_stated_instead() -> None:
-    layers, meta = [nn.Identity, KeepPositive], torch.device("meta")
-    with pytest.raises(ConfigError, match=r"layer 1 \(KeepPositive\) cannot be run on .*\(2, 4\).* `boundaries`"):
-        boundary_specs(make_job(layers, Zeros(4)), 2, device=meta)
-
-    stated = BoundarySpec((2, 4), torch.float32)
-    for device in (meta, torch.device("cpu")):
-        job = make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size)
-        assert boundary_specs(job, 2, device=device) == (stated, stated)
-    with pytest.raises(ConfigError, match="3 shapes for 2 layers"):
-        boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * 3), 2)
-
-
-def test_samples_of_several_shapes_are_refused() -> None:
-    class Growing(Zeros):
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            return torch.zeros(index + 1), torch.zeros(1)
-
-    with pytest.raises(ConfigError, match=r"samples cannot be stacked .* one shape for all i"):
-        boundary_specs(make_job([nn.Identity], Growing()), 2)
-
-
-def test_layers_that_do_not_fit_together_are_named() -> None:
-    job = make_job([lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 2)], Zeros(4))
-
-    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be run on an input of shape \(2, 6\)"):
-        boundary_specs(job, 2)
-
-
-def test_a_layer_that_returns_several_tensors_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layer 0 \(LSTM\) returned tuple: a layer returns one tensor"):
-        boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
-
-
-class Running(nn.Module):
-    """Subtracts a running mean, which it keeps in a buffer."""
-
-    def __init__(self, *, persistent: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.register_buffer("mean", torch.zeros(4), persistent=persistent)
-
-    def forward(self, boundary: Tensor) -> Tensor:
-        mean = self.get_buffer("mean")
-        with torch.no_grad():
-            mean.mul_(0.9).add_(boundary.mean(0), alpha=0.1)
-        return (boundary - mean) * self.weight
-
-
-@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")], ids=str)
-def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.device) -> None:
-    job = make_job([nn.Identity, partial(Running, persistent=True)], Zeros(4))
-    with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes its buffer 'mean' in its forward"):
-        boundary_specs(job, 2, device=device)
-    boundary_specs(make_job([partial(Running, persistent=False)], Zeros(4)), 2, device=device)
-
-
-@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_that_changes_its_input_in_place_is_refused(layer: int, device: torch.device) -> None:
-    layers: list[Callable[[], nn.Module]] = [nn.Identity, nn.Identity, lambda: nn.Linear(8, 8)]
-    layers[layer] = InPlace
-    with pytest.raises(ConfigError, match=rf"layer {layer} \(InPlace\) changes its input in place"):
-        boundary_specs(make_job(layers, Zeros(8)), 2, device=device)
-    # What a layer has made itself it may change.
-    layers[layer] = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
-    assert len(boundary_specs(make_job(layers, Zeros(8)), 2, device=device)) == 3
-
-
 def test_complex_parameters_are_refused_if_they_are_trained() -> None:
     class Rotated(nn.Module):
         def __init__(self, *, trained: bool) -> None:
@@ -269,14 +116,21 @@ def test_complex_parameters_are_refused_if_they_are_trained() -> None:
     assert param_bytes(make_job([partial(Rotated, trained=False)], Zeros(4))) == (32,)
 
 
-@pytest.mark.parametrize("sample", [torch.zeros(2), (torch.zeros(2), 1), (torch.zeros(2),)])
-def test_samples_that_are_no_pairs_of_tensors_are_refused(sample: Any) -> None:
-    class Samples(Zeros):
-        def __getitem__(self, index: int) -> Any:
-            return sample
+def test_a_parameter_whose_sum_of_gradients_is_changed_by_a_hook_is_refused() -> None:
+    """The sum at that moment depends on the plan."""
 
-    with pytest.raises(ConfigError, match=r"samples must be pairs of tensors"):
-        boundary_specs(make_job([nn.Identity], Samples()), 2)
+    class Clipped(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    with pytest.raises(ConfigError, match=r"layer 1 has a hook on the sum of the gradients of 'weight'"):
+        param_bytes(make_job([nn.Identity, Clipped], Zeros(4)))
+
+
+def test_a_layer_without_sizes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer 1 has the parameter 'weight' without a size"):
+        param_bytes(make_job([nn.Identity, partial(nn.LazyLinear, 4)], Zeros(4)))
 
 
 def test_a_factory_that_fails_is_named() -> None:

@@ -15,9 +15,10 @@ from torch.nn import functional
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import boundary_specs, param_bytes
-from chameleon_ft.models.checks import check_learning_rate, check_loss
+from chameleon_ft.models.build import param_bytes, state_bytes
+from chameleon_ft.models.checks import check_learning_rate, check_loss, check_optimizer, check_separate_parameters
 from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.runtime.inspection import inspect_job
 
 OUTPUT = BoundarySpec((2, 4), torch.float32)
@@ -93,3 +94,55 @@ def test_a_run_is_refused_for_them_before_it_starts(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"`loss` returned a tensor of shape \(2, 4\)"):
         inspect_job(RunConfig(job=str(path)))
+
+
+class _Shared(nn.Module):
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("is_one_factory", [False, True])
+def test_a_parameter_of_two_layers_is_refused_unless_they_are_tied(is_one_factory: bool, tied: bool) -> None:
+    shared = nn.Linear(4, 4)
+    factories: list[Callable[[], nn.Module]] = [partial(_Shared, shared)] * 2
+    if not is_one_factory:
+        factories = [partial(_Shared, shared), partial(_Shared, shared)]
+    names = [f"shared.{name}" for name, _ in shared.named_parameters()]
+    copies = [[(0, name), (1, name)] for name in names] if tied else []
+    if tied:
+        check_separate_parameters(job(layers=factories, tied=copies))
+    else:
+        with pytest.raises(ConfigError, match=r"layers 0 and 1 share the parameter 'shared.weight'.* `tied`"):
+            check_separate_parameters(job(layers=factories))
+
+
+def test_layers_may_share_what_is_not_trained_and_a_layer_may_exist_already() -> None:
+    frozen, built = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    check_separate_parameters(job(layers=[partial(_Shared, frozen), partial(_Shared, frozen), lambda: built]))
+
+
+def test_sizes_of_a_layer_that_exists_already_leave_its_weights_alone() -> None:
+    built = nn.Linear(4, 4)
+    before = built.weight.detach().clone()
+    state_bytes(job(layers=[lambda: built], optimizer=partial(torch.optim.AdamW, lr=1.0)))
+    assert torch.equal(built.weight, before)
+    assert built.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.LBFGS, r"LBFGS, which cannot make an update \(TypeError: .*closure.* without a closure"),
+        (lambda ps: torch.optim.SparseAdam(list(ps)), r"SparseAdam, which cannot .* all gradients are dense"),
+    ],
+)
+def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(job(optimizer=optimizer), device=CPU)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor])
+def test_an_optimizer_that_makes_an_update_is_taken(optimizer: Any) -> None:
+    check_optimizer(job(optimizer=optimizer), device=CPU)

@@ -12,7 +12,7 @@ import torch
 
 from chameleon_ft.config import Batch
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.rest import StepProgress

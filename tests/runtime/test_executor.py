@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute

@@ -69,10 +69,11 @@ def test_an_error_that_every_worker_meets_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    trap = "if self.calls > 1: raise ValueError('the second time')"  # the first time is before training
-    ended = train_here(broken_job(tmp_path, trap=trap), tmp_path / "run")
+    trap = "if self.calls > 2: raise ValueError('the third time')"  # the first two times are before training
+    config = broken_job(tmp_path, trap=trap).model_copy(update={"batch": Batch(micro_batches=8, micro_batch_size=2)})
+    ended = train_here(config, tmp_path / "run")
     assert (ended.code, ended.steps) == (1, [])
-    assert "failed in step 0: ValueError: the second time" in ended.summary["reason"]
+    assert "failed in step 0: ValueError: the third time" in ended.summary["reason"]
 
 
 def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from chameleon_ft.config import Batch, RunConfig
 from chameleon_ft.control.wire.messages import Migrate
 from chameleon_ft.job import Job, Precision
-from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.shards import UNITS, Sharding, SliceMove, shard_optimizer

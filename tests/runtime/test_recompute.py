@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import Batch, LlamaConfig
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.models.llama import llama_layers, next_token_loss
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan

@@ -1,20 +1,18 @@
-"""Building a job's layers, seeding their forwards, and finding the sizes of their states and outputs."""
+"""Building a job's layers, seeding their forwards, and finding the sizes of their states."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.models.precision import cast_layer
 
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "blank_layer",
-    "boundary_specs",
     "build_layer",
+    "build_on_meta",
     "generator_lock",
     "gradient_bytes",
     "param_bytes",
@@ -129,116 +127,9 @@ def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: 
             module.manual_seed(key)
 
 
-# --- outputs, found by running the layers -----------------------------------------------------------------------------
-
-_CPU, _META = torch.device("cpu"), torch.device("meta")
-
-
-def boundary_specs(
-    job: Job, micro_batch_size: int, *, device: torch.device = _CPU, seed: int = 0
-) -> tuple[BoundarySpec, ...]:
-    """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
-
-    It is `job.boundaries` if set, with bfloat16 for float32 under bf16, and otherwise found by running one micro-batch
-    through the layers on `device`, as a worker does. Only one layer is in memory at a time, and layers with the same
-    factory and the same kind of input run once. The meta device computes nothing, but does not see what depends on the
-    device or on values, such as autocast.
-
-    Raises:
-        ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
-            or does not return one tensor.
-    """
-    inputs = _first_inputs(job, micro_batch_size)
-    if job.boundaries is not None:
-        stated = tuple(job.boundaries(micro_batch_size))
-        if not all(isinstance(each, BoundarySpec) for each in stated):
-            raise ConfigError("`boundaries` returns a list of BoundarySpec, one for the output of each layer")
-        if len(stated) != job.num_layers:
-            raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
-        return tuple(_cast(spec, job) for spec in stated)
-    boundary = inputs.to(device)
-    specs: list[BoundarySpec] = []
-    outputs: dict[tuple[int, BoundarySpec], torch.Tensor] = {}  # the blocks of a model mostly share one factory
-    for layer, factory in enumerate(job.layers):
-        key = (id(factory), BoundarySpec.of(boundary))
-        if key not in outputs:
-            outputs[key] = _output(job, layer, boundary, seed=seed)
-        boundary = outputs[key]
-        specs.append(BoundarySpec.of(boundary))
-    return tuple(specs)
-
-
-def _cast(spec: BoundarySpec, job: Job) -> BoundarySpec:
-    is_cast = job.precision.is_lower and spec.dtype == torch.float32
-    return BoundarySpec(spec.shape, torch.bfloat16) if is_cast else spec
-
-
-def _first_inputs(job: Job, micro_batch_size: int) -> torch.Tensor:
-    sample: Any = job.dataset[0]  # a user's dataset may hold anything
-    match sample:
-        case (torch.Tensor(), torch.Tensor()):
-            pass
-        case _:
-            message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
-            raise ConfigError(message)
-    try:
-        inputs, _ = load_micro_batch(job.dataset, [index % len(job.dataset) for index in range(micro_batch_size)])
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let __getitem__(i) return tensors of "
-            "one shape for all i, for example by padding"
-        ) from error
-    return inputs
-
-
-def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
-    device = boundary.device
-    module = _build_on_meta(job, layer) if device == _META else _initialize(job, layer, seed).to(device).train()
-    cast_layer(module, job.precision, is_first=layer == 0)
-    if layer:
-        boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
-    boundary = boundary.clone()  # not a leaf, so that a layer that changes it in place runs, and is refused below
-    before = {name: (buffer, buffer._version) for name, buffer in _persistent_buffers(module)}
-    try:
-        # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
-        with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
-            seed_forward(seed, step=0, micro_batch=0, layer=layer)
-            output = module(boundary)
-    except Exception as error:
-        raise ConfigError(
-            f"layer {layer} ({type(module).__name__}) cannot be run on an input of shape {tuple(boundary.shape)} and "
-            f"{boundary.dtype} on the device {device} ({type(error).__name__}: {error}); check that it takes what "
-            "the layer before it returns, or set the job's `boundaries`"
-        ) from error
-    if boundary._version:
-        raise ConfigError(
-            f"layer {layer} ({type(module).__name__}) changes its input in place, which torch refuses on a worker "
-            "whose layers begin there, and which a layer that is run again would find changed; return a new tensor, "
-            "for example by inplace=False or x = x + y"
-        )
-    for name, buffer in _persistent_buffers(module):
-        old, version = before.get(name, (None, 0))
-        if buffer.is_floating_point() and (buffer is not old or buffer._version != version):
-            raise ConfigError(
-                f"layer {layer} ({type(module).__name__}) changes its buffer {name!r} in its forward, which would come "
-                "out differently on each worker that holds it; compute it from the input or, if no output depends on "
-                "it, register it with persistent=False"
-            )
-    if not isinstance(output, torch.Tensor):
-        raise ConfigError(
-            f"layer {layer} ({type(module).__name__}) returned {type(output).__name__}: a layer returns one tensor; "
-            "pack several into one, or put both users of them into the same layer"
-        )
-    return output.detach()
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    persistent = module.state_dict(keep_vars=True)
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
-
-
 # --- sizes, found on the meta device, which computes and allocates nothing -----------------------------------------
+
+_META = torch.device("meta")
 
 
 def param_bytes(job: Job) -> tuple[int, ...]:
@@ -307,9 +198,11 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
 
 
 def _optimizer_bytes(job: Job, module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
-    parameters = [masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    if not parameters:
+    trained = [masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    if not trained:
         return 0
+    # Copies, because a factory may return a module that exists already, with real parameters.
+    parameters = [torch.nn.Parameter(torch.empty_like(each, device=_META)) for each in trained]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     state: Mapping[Any, Mapping[str, Any]] = {}
@@ -329,11 +222,12 @@ def _tensor_bytes(values: Mapping[str, Any]) -> int:
 
 
 def _cast_on_meta(job: Job, layer: int) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    module = _build_on_meta(job, layer)
+    module = build_on_meta(job, layer)
     return module, cast_layer(module, job.precision, is_first=layer == 0)
 
 
-def _build_on_meta(job: Job, layer: int) -> nn.Module:
+def build_on_meta(job: Job, layer: int) -> nn.Module:
+    """Build a layer on the meta device. Raises ConfigError if it cannot be built there, or not be trained."""
     try:
         with _META:
             built = job.layers[layer]()
@@ -350,6 +244,16 @@ def _build_on_meta(job: Job, layer: int) -> nn.Module:
                 "differently on each worker that holds it; take GroupNorm or LayerNorm, or track_running_stats=False"
             )
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"layer {layer} has the parameter {name!r} without a size, which is known only after a forward; build "
+                "it with its size, such as nn.Linear instead of nn.LazyLinear"
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"layer {layer} has a hook on the sum of the gradients of {name!r}, of which each worker has a part; "
+                "take register_hook, which sees the gradient of each micro-batch, or clip by the job's `clip_norm`"
+            )
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigError(
                 f"layer {layer} trains the complex parameter {name!r}, which workers cannot share; train its real and "

@@ -1,20 +1,66 @@
-"""Checks of the functions of a job by one call each, before any worker is started."""
+"""Checks of the functions of a job by a call or two of each, before any worker is started."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import generator_lock
+from chameleon_ft.models.build import build_on_meta, generator_lock
+from chameleon_ft.models.elementwise import small_optimizer
 from chameleon_ft.models.precision import loss_of
 
-__all__ = ["check_learning_rate", "check_loss"]
+__all__ = ["check_learning_rate", "check_loss", "check_optimizer", "check_separate_parameters"]
+
+
+def check_separate_parameters(job: Job) -> None:
+    """Build the layers on the meta device, those with the same factory at most twice.
+
+    Raises:
+        ConfigError: two layers have the same trained parameter, without being tied.
+    """
+    modules: list[nn.Module] = []  # kept, so that no other parameter gets the id of one
+    places: dict[int, tuple[int, str]] = {}
+    builds: dict[int, int] = defaultdict(int)
+    for layer, factory in enumerate(job.layers):
+        builds[id(factory)] += 1
+        if builds[id(factory)] > 2:
+            continue
+        modules.append(build_on_meta(job, layer))
+        for name, parameter in modules[-1].named_parameters():
+            first = places.setdefault(id(parameter), (layer, name))
+            are_tied = any({first, (layer, name)}.issubset(copies) for copies in job.tied)
+            if parameter.requires_grad and first[0] != layer and not are_tied:
+                raise ConfigError(
+                    f"layers {first[0]} and {layer} share the parameter {name!r}, of which each worker would train a "
+                    "copy of its own; let each factory build its own parameters, and name the copies that are to stay "
+                    "equal in the job's `tied`"
+                )
+
+
+def check_optimizer(job: Job, *, device: torch.device) -> None:
+    """Let the optimizer update a small matrix and a vector, or a matrix alone if it takes no vectors.
+
+    Raises:
+        ConfigError: `optimizer` returns something else, or one that cannot make an update.
+    """
+    parameters = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((2, 2), (2,))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = small_optimizer(job, *parameters)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ConfigError(
+            f"`optimizer` returned {type(optimizer).__name__}, which cannot make an update ({type(error).__name__}: "
+            f"{error}); it is called by step(), without a closure, and all gradients are dense"
+        ) from error
 
 
 def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device) -> None:

@@ -15,9 +15,10 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import boundary_specs, gradient_bytes, param_bytes, state_bytes, tied_bytes
-from chameleon_ft.models.checks import check_learning_rate, check_loss
+from chameleon_ft.models.build import gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.checks import check_learning_rate, check_loss, check_optimizer, check_separate_parameters
 from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
@@ -89,6 +90,9 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
+    check_separate_parameters(job)
+    if run_on.type != "meta":
+        check_optimizer(job, device=run_on)
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     if run_on.type != "meta" and job.boundaries is None:
         check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on)

@@ -12,7 +12,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.device import wait_for_stream

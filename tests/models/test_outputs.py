@@ -1,0 +1,261 @@
+"""The boundaries of layers are found by running them, and layers that depend on more than they may are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import BoundarySpec
+from chameleon_ft.models.outputs import boundary_specs
+from tests.models.jobs import LLAMA, Zeros, make_job
+
+
+def test_boundaries_of_a_llama() -> None:
+    hidden = BoundarySpec((3, 8, 16), torch.float32)
+
+    assert boundary_specs(LLAMA, 3) == (hidden, hidden, hidden, BoundarySpec((3, 8, 50), torch.float32))
+    assert hidden.num_bytes == 3 * 8 * 16 * 4
+
+
+def test_boundaries_are_those_of_real_runs_for_layers_that_share_a_factory() -> None:
+    class Halve(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[..., ::2]
+
+    job = make_job([Halve, Halve, lambda: nn.Flatten(), lambda: nn.Linear(2, 5)], Zeros(1, 8))
+
+    assert [spec.shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
+
+
+def test_forward_may_create_a_tensor() -> None:
+    class AddPositions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(x.shape[1])
+
+    assert boundary_specs(make_job([AddPositions], Zeros(4)), 2) == (BoundarySpec((2, 4), torch.float32),)
+
+
+class KeepPositive(nn.Module):
+    """Its output has a shape that depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > -1]
+
+
+class Autocasting(nn.Module):
+    """Returns bfloat16 where autocast works, which it does not on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output: Tensor = self.inner(x)
+        return output
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "spec"),
+    [
+        (Autocasting, BoundarySpec((2, 4), torch.bfloat16)),
+        (KeepPositive, BoundarySpec((8,), torch.float32)),
+        (lambda: nn.Unflatten(1, (2, 2)), BoundarySpec((2, 2, 2), torch.float32)),
+    ],
+)
+def test_boundaries_are_those_of_a_run(layer: Callable[[], nn.Module], spec: BoundarySpec) -> None:
+    assert boundary_specs(make_job([nn.Identity, layer], Zeros(4)), 2)[1] == spec
+
+
+def test_autocast_is_not_seen_on_the_meta_device() -> None:
+    job = make_job([Autocasting], Zeros(4))
+
+    assert boundary_specs(job, 2, device=torch.device("meta")) == (BoundarySpec((2, 4), torch.float32),)
+
+
+def test_the_type_of_one_layer_is_the_input_of_the_next() -> None:
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    types = [spec.dtype for spec in boundary_specs(make_job([Same, Autocasting, Same, Same], Zeros(4)), 2)]
+    assert types == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+def test_a_layer_that_cannot_be_run_is_named_and_can_be_stated_instead() -> None:
+    layers, meta = [nn.Identity, KeepPositive], torch.device("meta")
+    with pytest.raises(ConfigError, match=r"layer 1 \(KeepPositive\) cannot be run on .*\(2, 4\).* `boundaries`"):
+        boundary_specs(make_job(layers, Zeros(4)), 2, device=meta)
+
+    stated = BoundarySpec((2, 4), torch.float32)
+    for device in (meta, torch.device("cpu")):
+        job = make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size)
+        assert boundary_specs(job, 2, device=device) == (stated, stated)
+    with pytest.raises(ConfigError, match="3 shapes for 2 layers"):
+        boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * 3), 2)
+
+
+def test_samples_of_several_shapes_are_refused() -> None:
+    class Growing(Zeros):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.zeros(index + 1), torch.zeros(1)
+
+    with pytest.raises(ConfigError, match=r"samples cannot be stacked .* one shape for all i"):
+        boundary_specs(make_job([nn.Identity], Growing()), 2)
+
+
+def test_layers_that_do_not_fit_together_are_named() -> None:
+    job = make_job([lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 2)], Zeros(4))
+
+    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be run on an input of shape \(2, 6\)"):
+        boundary_specs(job, 2)
+
+
+def test_a_layer_that_returns_several_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer 0 \(LSTM\) returned tuple: a layer returns one tensor"):
+        boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, which it keeps in a buffer."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.zeros(4), persistent=persistent)
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        mean = self.get_buffer("mean")
+        with torch.no_grad():
+            mean.mul_(0.9).add_(boundary.mean(0), alpha=0.1)
+        return (boundary - mean) * self.weight
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")], ids=str)
+def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.device) -> None:
+    job = make_job([nn.Identity, partial(Running, persistent=True)], Zeros(4))
+    with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes its buffer 'mean' in its forward"):
+        boundary_specs(job, 2, device=device)
+    boundary_specs(make_job([partial(Running, persistent=False)], Zeros(4)), 2, device=device)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_changes_its_input_in_place_is_refused(layer: int, device: torch.device) -> None:
+    layers: list[Callable[[], nn.Module]] = [nn.Identity, nn.Identity, lambda: nn.Linear(8, 8)]
+    layers[layer] = InPlace
+    with pytest.raises(ConfigError, match=rf"layer {layer} \(InPlace\) changes its input in place"):
+        boundary_specs(make_job(layers, Zeros(8)), 2, device=device)
+    # What a layer has made itself it may change.
+    layers[layer] = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
+    assert len(boundary_specs(make_job(layers, Zeros(8)), 2, device=device)) == 3
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(2), (torch.zeros(2), 1), (torch.zeros(2),)])
+def test_samples_that_are_no_pairs_of_tensors_are_refused(sample: Any) -> None:
+    class Samples(Zeros):
+        def __getitem__(self, index: int) -> Any:
+            return sample
+
+    with pytest.raises(ConfigError, match=r"samples must be pairs of tensors"):
+        boundary_specs(make_job([nn.Identity], Samples()), 2)
+
+
+class Ones(Zeros):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(4), torch.ones(4)
+
+
+class Runs(nn.Module):
+    """Calls a function with itself and its input."""
+
+    def __init__(self, run: Callable[[Runs, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run = run
+        self.calls = 0
+        self.seen: list[Tensor] = []
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def _count_calls(layer: Runs, x: Tensor) -> Tensor:
+    layer.calls += 1
+    return x / layer.calls
+
+
+def _count_in_buffer(layer: Runs, x: Tensor) -> Tensor:
+    layer.get_buffer("count").add_(1)
+    return x / layer.get_buffer("count")
+
+
+def _replace_buffer(layer: Runs, x: Tensor) -> Tensor:
+    layer.mean = layer.get_buffer("mean") * 0.9 + x.detach().mean(0)
+    return x - layer.mean
+
+
+def _collect(layer: Runs, x: Tensor) -> Tensor:
+    layer.seen.append(x.detach())
+    return x + torch.stack(layer.seen).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [(_count_calls, "calls"), (_count_in_buffer, "count"), (_replace_buffer, "mean"), (_collect, "seen")],
+)
+def test_a_layer_whose_output_depends_on_earlier_calls_is_refused(
+    run: Callable[[Runs, Tensor], Tensor], name: str
+) -> None:
+    job = make_job([nn.Identity, partial(Runs, run)], Ones(4))
+    with pytest.raises(ConfigError, match=rf"layer 1 \(Runs\) returns something else .* its forward changes '{name}'"):
+        boundary_specs(job, 2)
+
+
+def _count_only(layer: Runs, x: Tensor) -> Tensor:
+    layer.calls += 1
+    layer.get_buffer("count").add_(1)
+    return torch.dropout(x, 0.5, train=True)
+
+
+def test_a_layer_may_count_its_calls_if_no_output_depends_on_it() -> None:
+    assert len(boundary_specs(make_job([partial(Runs, _count_only)], Ones(4)), 2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (lambda layer, x: x * random.random(), "random"),
+        (lambda layer, x: x * float(np.random.rand()), "numpy.random"),
+    ],
+)
+def test_a_layer_that_draws_from_another_generator_is_refused(run: Callable[[Runs, Tensor], Tensor], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layer 0 \(Runs\) draws numbers from `{name}` in its forward"):
+        boundary_specs(make_job([partial(Runs, run)], Ones(4)), 2)
+
+
+def test_weights_from_another_generator_are_refused_unless_they_are_always_equal() -> None:
+    def drawn(*, seed: int | None) -> nn.Module:
+        if seed is not None:
+            np.random.seed(seed)
+        layer = nn.Linear(4, 4)
+        layer.weight.data.copy_(torch.tensor(np.random.randn(4, 4)))
+        return layer
+
+    with pytest.raises(ConfigError, match=r"the factory of layer 0 draws numbers from `numpy.random`"):
+        boundary_specs(make_job([partial(drawn, seed=None)], Ones(4)), 2)
+    assert len(boundary_specs(make_job([partial(drawn, seed=3)], Ones(4)), 2)) == 1
