@@ -97,7 +97,11 @@ class Alone:
         return None if self.sharding is None else self.sharding.owned_by(self.worker)
 
     def train(self) -> HeldLayers:
-        """Build the layers and train some steps, with as many samples prefetched as in a long run."""
+        """Build the layers and train some steps, with what a long run comes to hold.
+
+        That is the optimizer's state of all parameters, also of experts that get no token here, and as many samples
+        prefetched.
+        """
         held = HeldLayers(
             self.job,
             self.placement.layers_of(self.worker),
@@ -133,6 +137,7 @@ class Alone:
             faults=faults,
         )
         self._load_earlier(micro_batches)
+        held.update(0)  # of all parameters, each with a gradient of zeros
         context = CommitContext(communicators=communicators, members=members)
         with Reductions(committer.buffers, self.operations, communicators) as reductions:
             for _ in range(_STEPS):

@@ -2,7 +2,8 @@
 
 Predicted: the replay of each worker's program with the bytes of a measured profile, layer by layer. Counted: that
 worker's own executor, layers, gradients, optimizer and commit, in this process, without peers, and every allocation and
-free of torch's allocator meanwhile. Workers with equal work on the same layers are counted once.
+free of torch's allocator meanwhile. Workers with equal work on the same layers are counted once. A plan has to fit at
+any later time, so both count the optimizer's state of all parameters, also of experts that have had no token.
 
 Drawn plans have snapshots, too, in host memory. Of these the blocks are counted that a worker keeps: of its own state
 after these steps, and the backups, as long as the longest block in them. Headers of blocks are not predicted, so the
@@ -147,10 +148,12 @@ def _all_cases(path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
 
 
 def _drawn(number: int, path: Path, folder: Path) -> Iterator[tuple[Model, str, Plan]]:
-    """Draw plans of both models, in both precisions, with some or all owners of slices, and with snapshots or none."""
+    """Draw plans of three models, in both precisions, with some or all owners of slices, and with snapshots or none."""
     rng = random.Random(number)
     precisions: tuple[_PrecisionName, ...] = ("fp32", "bf16")
-    models = [model for each in precisions for model in (_llama(path, folder, each), _own_model(each))]
+    models = [
+        model for each in precisions for model in (_llama(path, folder, each), _own_model(each), _idle_experts(each))
+    ]
     for index in range(number):
         model = replace(rng.choice(models), owners=rng.choice((1, 2, 3, None)))
         name, plan = rng.choice(list(_plans(model)))
@@ -166,11 +169,18 @@ def _llama(path: Path, folder: Path, precision: _PrecisionName) -> Model:
 
 
 def _own_model(precision: _PrecisionName) -> Model:
-    batch = Batch(micro_batches=8, micro_batch_size=16)
-    job = str(ROOT / "examples" / "own_model.py")
+    return _model_of("pictures", ROOT / "examples" / "own_model.py", 16, precision)
+
+
+def _idle_experts(precision: _PrecisionName) -> Model:
+    return _model_of("idle experts", ROOT / "benchmarks" / "_experts_job.py", 4, precision)
+
+
+def _model_of(name: str, job: Path, micro_batch_size: int, precision: _PrecisionName) -> Model:
+    batch = Batch(micro_batches=8, micro_batch_size=micro_batch_size)
     parallel = Parallel(dp=2, pp=2)
-    config = RunConfig(job=job, workers=4, parallel=parallel, batch=batch, precision=precision)
-    return measured_model(_named("pictures", precision), config)
+    config = RunConfig(job=str(job), workers=4, parallel=parallel, batch=batch, precision=precision)
+    return measured_model(_named(name, precision), config)
 
 
 def _named(model: str, precision: _PrecisionName) -> str:

@@ -61,7 +61,8 @@ class Experts(nn.Module):
         output = vectors
         for number, expert in enumerate(self.experts):
             places = (chosen == number).nonzero().squeeze(-1)
-            output = output.index_add(0, places, weights[places].unsqueeze(-1) * expert(vectors[places]))
+            if len(places):
+                output = output.index_add(0, places, weights[places].unsqueeze(-1) * expert(vectors[places]))
         return output.view_as(x)
 
 
