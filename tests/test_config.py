@@ -301,9 +301,21 @@ def test_old_keys_are_read_and_each_is_warned_of(tmp_path: Path, caplog: pytest.
 
 def test_what_a_run_has_recorded_is_read_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "config.toml"
-    path.write_text(OLD)
+    path.write_text(f"{OLD}\n[optimizer]\nclip_norm = 1.0\n")
     assert read_recorded_toml(path)["timeouts"] == {"heartbeat_timeout_s": 4.0, "collective_timeout_s": 70.0}
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("config", [TrainConfig(), RunConfig(job="mine.py:job")], ids=["Llama", "own job"])
+def test_what_a_run_has_recorded_is_refused_if_it_is_cut(tmp_path: Path, config: RunConfig) -> None:
+    path = tmp_path / "config.toml"
+    lines = config_to_toml(config).splitlines(keepends=True)
+    for length in range(len(lines)):
+        path.write_text("".join(lines[:length]))
+        with pytest.raises(ConfigError, match=r"config\.toml: is (incomplete: .* restore the file|not valid TOML)"):
+            read_recorded_toml(path)
+    path.write_text("".join(lines))
+    assert read_recorded_toml(path)["workers"] == config.workers
 
 
 def test_an_old_key_beside_its_new_one_is_refused(tmp_path: Path) -> None:

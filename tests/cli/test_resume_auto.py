@@ -118,6 +118,7 @@ def test_auto_begins_anew_without_a_checkpoint_and_keeps_the_files(
         here.mkdir()
     if begun == "killed":  # before it had written its configuration
         (here / "checkpoints").mkdir()
+        (here / ".config.toml.7").touch()
     chameleon.configured(*auto(config_file))
     assert not chameleon.launched[-1].resume
     kept = list(Path().glob("here-before-*"))

@@ -91,6 +91,7 @@ AUTO = "auto"
 """The value of --resume that resumes a run if its directory has a checkpoint, and starts it otherwise."""
 
 _MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
+_DRAFT = ".config.toml."  # begins the name of a file with a part of the configuration
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 
 
@@ -343,7 +344,7 @@ def _earlier_run(config: RunConfig, lock: RunLock) -> PreparedRun | None:
     resumed = config.model_copy(update={"failures": (), "plan": None})
     if not (names := RunLock.names_in(path)):
         return _run_in_store(resumed)
-    is_begun = names <= _MADE_FIRST  # by a process that was killed just then
+    is_begun = all(name in _MADE_FIRST or name.startswith(_DRAFT) for name in names)  # and its process was killed
     if not is_begun:
         directory = RunDirectory.open(path)
         refuse_live_run(directory)

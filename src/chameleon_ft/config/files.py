@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import tomli_w
 
-from chameleon_ft.config.run import RunConfig
+from chameleon_ft.config.run import RunConfig, TrainConfig
 from chameleon_ft.config.validation import config_type, parse_config
 from chameleon_ft.errors import ConfigError
 
@@ -44,8 +44,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_recorded_toml(path: Path) -> dict[str, Any]:
-    """Return the configuration that a run has recorded, perhaps in an earlier release. Raises as `read_toml`."""
-    return _with_new_names(_content(path))[0]
+    """Return the configuration that a run has recorded, perhaps in an earlier release.
+
+    Raises ConfigError as `read_toml`, and if the file is cut: a run records every setting.
+    """
+    values = _with_new_names(_content(path))[0]
+    section, key = ("optimizer", "clip_norm") if config_type(values) is TrainConfig else ("control", "lease_s")
+    last = values.get(section)
+    if not isinstance(last, Mapping) or key not in last:
+        raise ConfigError(
+            f"{path}: is incomplete: {section}.{key}, the last setting that a run records, is missing; restore the file"
+        )
+    return values
 
 
 def present_name(name: str, section: str, *, source: str) -> str:

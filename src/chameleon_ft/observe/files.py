@@ -100,7 +100,7 @@ class RunDirectory:
             is_made = True
             run.logs.mkdir()
             run._copy_files_of(config)
-            run.config_file.write_text(config_to_toml(config), encoding="utf-8")
+            replace_file(run.config_file, config_to_toml(config), mode=0o644, is_synced=True)
         except OSError as error:
             if is_made and not isinstance(error, FileExistsError):  # else it is another process's by now
                 shutil.rmtree(run.path, ignore_errors=True)
@@ -178,7 +178,7 @@ class RunDirectory:
     def write_config(self, config: RunConfig) -> None:
         """Replace the resolved configuration and the copies of its files when a run resumes with other settings."""
         self._copy_files_of(config)
-        replace_file(self.config_file, config_to_toml(config), mode=0o644)
+        replace_file(self.config_file, config_to_toml(config), mode=0o644, is_synced=True)
 
     def _copy_files_of(self, config: RunConfig) -> None:
         for file, copy in ((config.profile, self.profile_file), (config.plan, self.start_plan_file)):
