@@ -192,21 +192,11 @@ def _readable(kind: Literal["metrics", "events"], file: Path) -> tuple[list[dict
     damaged: list[str] = []
     for number, line in enumerate(raw_lines(file), start=1):
         try:
-            values = parse_line(kind, line)
-            if kind == "events" and values["event"] == "decision":
-                _check_decision(values)
-            lines.append(values)
+            lines.append(parse_line(kind, line))
         except ConfigError as error:
             if line.endswith(b"\n"):  # else it is unfinished, as a crash may leave it
                 damaged.append(f"{file}, line {number}: {error}")
     return lines, damaged
-
-
-def _check_decision(event: Mapping[str, Any]) -> None:
-    try:
-        DecisionEvent.model_validate(event)
-    except ValidationError as error:
-        raise _invalid(error) from None
 
 
 def describe_damage(damaged: Sequence[str]) -> str:
@@ -217,10 +207,7 @@ def describe_damage(damaged: Sequence[str]) -> str:
 
 
 def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any]:
-    """Return the values of a line. Raises ConfigError if it is not JSON, or a field is missing or of a wrong type.
-
-    Of a decision, only the time is checked; see `decision_stories`.
-    """
+    """Return the values of a line. Raises ConfigError if it is not JSON, or a field is missing or of a wrong type."""
     try:
         values: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError):
@@ -231,7 +218,9 @@ def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any
             return values
         _any_event().validate_json(line)
         record = _RECORDS.get(values["event"])
-        if record is None:
+        if values["event"] == "decision":
+            DecisionEvent.model_validate(values)
+        elif record is None:
             _event(values["event"] if values["event"] in _FIELDS else "").validate_json(line)
         else:
             _record(record).validate_json(line, strict=True)

@@ -216,18 +216,21 @@ def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
         assert samples(page)["chameleon_steps", ""] == 20
 
 
-def test_a_damaged_line_is_told_and_left_out(page: Served, run: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_line_is_told_and_left_out(page: Served, run: RunDirectory) -> None:
     run.metrics_file.write_text(run.metrics_file.read_text() + "{\n")
     add(run, stepped(2, 3.0))
-    assert page.json("/api/state")["report"]["last"]["step"] == 2
-    assert "metrics.jsonl, line 3: is not JSON" in caplog.text
+    report = page.json("/api/state")["report"]
+    assert report["last"]["step"] == 2
+    assert "metrics.jsonl, line 3: is not JSON" in dict(report["facts"])["damaged"]
 
 
-def test_decisions_that_cannot_be_read_are_an_error_of_their_own(page: Served, run: RunDirectory) -> None:
-    add(run, event("decision", 3.0, generation=2))
-    status, text = page.get("/api/incidents")
-    assert (status, "cannot be read" in text) == (500, True)
-    assert page.json("/api/state")["report"]["last"]["step"] == 1
+def test_a_damaged_decision_is_told_and_left_out(page: Served, run: RunDirectory) -> None:
+    add(run, event("decision", 3.0, generation=2), failed(3, 3.5))
+    (incident,) = page.json("/api/incidents")
+    assert (incident["diagnosis"]["step"], incident["decision"]) == (3, None)
+    facts = dict(page.json("/api/state")["report"]["facts"])
+    assert "a line cannot be read, and is left out: " in facts["damaged"]
+    assert "events.jsonl, line 3: search_s: Field required" in facts["damaged"]
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.run_state import RunState
 from chameleon_ft.observe.plans import read_generation_plans
+from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.story import notices_of, record_of
 from chameleon_ft.observe.timelines import read_recorded_steps
 from chameleon_ft.plan import LayerRange
@@ -27,13 +28,16 @@ _MOST_LANES: Final = 64
 """Workers whose schedule is drawn."""
 
 
-def overview(report: RunReport) -> dict[str, Any]:
-    """Return the report, with a description of its facts."""
+def overview(report: RunReport, damaged: Sequence[str]) -> dict[str, Any]:
+    """Return the report, with a description of its facts and of the damaged lines that are left out."""
     values = report.to_json()
     values["workers"] = {state: in_ranges(workers) for state, workers in report.workers.items()}
     values["counts"] = {state: len(workers) for state, workers in report.workers.items()}
     del values["hosts"]
-    return {**values, "facts": facts_of(report)}
+    facts = facts_of(report)
+    if damaged:
+        facts = (*facts, ("damaged", describe_damage(damaged)))
+    return {**values, "facts": facts}
 
 
 def grid(state: RunState, report: RunReport) -> dict[str, Any]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic_core import to_json
 
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page import content
 
 __all__ = ["Feed", "as_json"]
-
-_logger = logging.getLogger(__name__)
 
 _EVERY_S: Final = 1.0
 _MOST_NEWS: Final = 300  # events that are sent at once, the newest
@@ -55,19 +51,15 @@ class Feed:
             return self._report
 
     def _read(self) -> RunReport:
-        while True:
-            try:
-                self._watcher.update()
-                return self._watcher.report()
-            except ConfigError as error:
-                _logger.warning("%s; the page goes on without that line", error)
+        self._watcher.update_readable()
+        return self._watcher.report()
 
     async def whole(self) -> dict[str, Any]:
         """Return all that the page shows when it is opened."""
         report = await self.report()
         state = self._watcher.state
         return {
-            "report": content.overview(report),
+            "report": content.overview(report, self._watcher.damaged),
             "grid": content.grid(state, report),
             "series": state.steps.series(content.MOST_POINTS).columns,
             "news": content.news(state.events[-_MOST_NEWS:]),
@@ -76,7 +68,7 @@ class Feed:
         }
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """Return the incidents of the run. Raises ConfigError if their records cannot be read."""
+        """Return the incidents of the run."""
         await self.report()
         number = len(self._watcher.state.events)
         if self._incidents[0] != number:
@@ -98,7 +90,7 @@ class Feed:
 
     def _new(self, sent: _Sent, report: RunReport) -> Mapping[str, Any]:
         state = self._watcher.state
-        found: dict[str, Any] = {"report": content.overview(report)}
+        found: dict[str, Any] = {"report": content.overview(report, self._watcher.damaged)}
         if sent.steps < len(state.steps):
             # As many points as come in a second to one that follows; fewer for one that was away.
             found["steps"] = dict(state.steps.series(content.MOST_POINTS // 10, since=sent.steps).columns)
