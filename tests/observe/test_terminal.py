@@ -57,6 +57,16 @@ def test_it_reports_the_run_from_beginning_to_end() -> None:
     assert text.count("runs/one") == 2, "where the files are is the first and the last that one wants to know"
 
 
+@pytest.mark.parametrize(("first_step", "words"), [(0, "1 of 20"), (12, "1 of 8, from the fork at step 12")])
+def test_the_steps_of_a_fork_are_counted_from_its_beginning(first_step: int, words: str) -> None:
+    out = io.StringIO()
+    view = TerminalView(Console(file=out, width=80, highlight=False), steps=20)
+    steps = [step_record(first_step)]
+    view.finished(summarize(steps, [], samples_per_step=16, first_step=first_step, status="finished", reason="done"))
+    (line,) = (line for line in out.getvalue().splitlines() if " steps " in line)
+    assert line.strip("| ").split(maxsplit=1)[1].strip() == words
+
+
 @pytest.mark.parametrize(
     ("measured_step_s", "measured_stall_s", "policy", "words"),
     [

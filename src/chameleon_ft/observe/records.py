@@ -307,6 +307,7 @@ class Summary(_Record):
     status: RunStatus
     reason: str
     steps: int
+    first_step: int = 0
     final_loss: float | None
     samples_seen: int
     samples_lost: int
@@ -364,6 +365,7 @@ def summarize(
         status=status,
         reason=reason,
         steps=len(committed),
+        first_step=first_step,
         final_loss=losses[-1] if losses else None,
         samples_seen=seen,
         samples_lost=(last + 1 - first_step) * samples_per_step - seen - skipped,

@@ -141,7 +141,9 @@ class TerminalView(View):
         """Print the closing tables."""
         facts = facts_table()
         facts.add_row("because", summary.reason)
-        facts.add_row("steps", f"{summary.steps} of {self._steps}" if self._steps else str(summary.steps))
+        total = f" of {self._steps - summary.first_step}" if self._steps else ""
+        fork = f", from the fork at step {summary.first_step}" if summary.first_step else ""
+        facts.add_row("steps", f"{summary.steps}{total}{fork}")
         if summary.final_loss is not None:
             facts.add_row("final loss", f"{summary.final_loss:.4f}")
         facts.add_row(
