@@ -43,7 +43,15 @@ def test_every_generation_is_reported(run: RunDirectory, capsys: pytest.CaptureF
     assert "| step     |      2 |" in printed
     assert "-50.00%" in printed
     assert printed.count("prediction not to be trusted") == 1
-    assert printed.rstrip().splitlines()[-1].startswith("prediction not to be trusted: step time 50.0% off")
+    assert "\ngeneration 2: prediction not to be trusted: step time 50.0% off" in printed
+
+
+def test_errors_of_several_generations_are_one_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(run, planned(3), (5, 6), 4.0)
+    assert main(["report", str(run.path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("not to be trusted") == printed.count("chameleon profile") == 1
+    assert "\ngenerations 2-3, most in generation 3: prediction not to be trusted: step time 75.0% off" in printed
 
 
 def test_the_report_is_there_as_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

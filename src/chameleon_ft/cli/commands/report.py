@@ -15,7 +15,7 @@ from chameleon_ft.observe.comparison import GenerationComparison, compare_genera
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.readable import describe_damage, readable_events, readable_steps
 from chameleon_ft.plan.detours import home_pipelines
-from chameleon_ft.quantities import duration
+from chameleon_ft.quantities import duration, in_ranges
 
 __all__ = ["main"]
 
@@ -126,8 +126,10 @@ def _show(comparisons: Sequence[GenerationComparison], *, title: str, damaged: S
         )
         right = ["number", "predicted", "measured", "error", "mean |error|"]
         out.show(out.table(_rows(comparison), left=[""], right=right))
-        if comparison.warning is not None:
-            out.text(comparison.warning, "bold yellow")
+    if warned := [each for each in comparisons if each.warning is not None]:
+        worst = max(warned, key=lambda each: abs(each.error))
+        others = "" if len(warned) == 1 else f"generations {in_ranges(each.generation for each in warned)}, most in "
+        out.text(f"{others}generation {worst.generation}: {worst.warning}", "bold yellow")
 
 
 def _rows(comparison: GenerationComparison) -> list[tuple[str, ...]]:
