@@ -28,7 +28,7 @@ SURFACE = {
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
-    "deploy": ["BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
+    "deploy": ["WRITTEN_BY", "BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
     "launch": ["coordinate", "run_agent", "stand_by", "take_over", "train", "work"],
     "launch.ray": ["ClusterOptions", "train"],
     "verify": ["TOLERANCES", "StepComparison", "Verification", "repeat_run"],

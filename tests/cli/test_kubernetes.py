@@ -190,6 +190,14 @@ def test_what_a_parser_in_go_takes_for_something_else_is_in_quotes(chameleon: Co
     assert 'claimName: "1e3"\n' in text
 
 
+def test_they_are_not_written_over_the_configuration(chameleon: CommandLine, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 7\n")
+    told = chameleon.refused("kubernetes", file, "--file", file, *GIVEN)
+    assert "run.toml: is the configuration; give another file" in told
+    assert file.read_text() == "steps = 7\n"
+
+
 def test_they_may_be_written_to_a_file(chameleon: CommandLine, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     assert chameleon("kubernetes", *GIVEN, "--file", file) == 0

@@ -286,6 +286,23 @@ def test_the_configuration_of_the_user_is_not_written_over(chameleon: CommandLin
     assert f"lead {tmp_path}/one.submitted.toml --output-dir" in chameleon.capture.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["one.toml", "one.sbatch"])
+def test_files_of_the_user_are_not_written_over(
+    chameleon: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/bash\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    given = ("slurm", "--workers-per-node", "4", "--output-dir", "one")
+    assert chameleon(*given) == chameleon(*given) == 0, "files of an earlier submission are replaced"
+    kept = tmp_path / name
+    kept.write_text("# of the user\n")
+    before = {file: file.read_text() for file in tmp_path.iterdir() if file.is_file()}
+    assert f"{name}: exists already, and was not written by `chameleon slurm`" in chameleon.refused(*given)
+    assert {file: file.read_text() for file in tmp_path.iterdir() if file.is_file()} == before
+
+
 def test_a_dry_run_prints_the_script_and_writes_nothing(chameleon: CommandLine, tmp_path: Path) -> None:
     assert chameleon("slurm", "--workers-per-node", "4", "--output-dir", "one", "--dry-run") == 0
     assert chameleon.capture.readouterr().out.startswith("#!/bin/bash\n")

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from chameleon_ft.deploy.kubernetes import KubernetesRun, to_yaml
 from chameleon_ft.deploy.machines import Machines, with_reachable_host
-from chameleon_ft.deploy.slurm import BatchScript
+from chameleon_ft.deploy.slurm import WRITTEN_BY, BatchScript
 
-__all__ = ["BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"]
+__all__ = ["WRITTEN_BY", "BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"]

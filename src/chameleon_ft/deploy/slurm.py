@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from chameleon_ft.config import DEVICES, RunConfig
+from chameleon_ft.config import DEVICES, RunConfig, config_to_toml
 from chameleon_ft.deploy.machines import Machines
 from chameleon_ft.deploy.slurm_options import added_options, quoted, time_limit_s
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["BatchScript"]
+__all__ = ["WRITTEN_BY", "BatchScript"]
+
+WRITTEN_BY: Final = "# Written by `chameleon slurm`"
+"""Begins a line of each file that a submission writes, and that the next one replaces."""
 
 _TEMPLATE: Final = """\
 #!/bin/bash
-# Written by `chameleon slurm`. `sbatch {script}` submits it again: the run then resumes.
+{written_by}. `sbatch {script}` submits it again: the run then resumes.
 {options}
 
 export run={run}
@@ -144,6 +147,10 @@ class BatchScript:
         is_source = self.source is not None and os.path.realpath(self.source) == os.path.realpath(file)
         return self.run.with_name(f"{self.run.name}.submitted.toml") if is_source else file
 
+    def config_text(self) -> str:
+        """Return the content of `config_file`."""
+        return f"{WRITTEN_BY}, which replaces it when the run is submitted again.\n{config_to_toml(self.config)}"
+
     def log(self, job: str) -> Path:
         """Return where Slurm writes the output of the job of that number."""
         return self.run.with_name(f"{self.run.name}-{job}.log")
@@ -151,6 +158,7 @@ class BatchScript:
     def text(self) -> str:
         """Return the script."""
         return _TEMPLATE.format(
+            written_by=WRITTEN_BY,
             script=shlex.quote(str(self.file)),
             options="\n".join(f"#SBATCH {option}" for option in self._options()),
             run=shlex.quote(str(self.run)),

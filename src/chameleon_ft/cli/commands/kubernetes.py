@@ -60,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.file is None:
         print(text, end="")
     else:
+        if given.config is not None and given.file.exists() and given.file.samefile(given.config):
+            raise ConfigError(f"--file {given.file}: is the configuration; give another file")
         try:
             given.file.write_text(text, encoding="utf-8")
         except OSError as error:

@@ -16,8 +16,8 @@ from tyro.conf import UseAppendAction
 from chameleon_ft.cli.arguments import OptionalInt, OptionalStr, Switch, metavar
 from chameleon_ft.cli.run_config import configured
 from chameleon_ft.cli.starting import ConfigFile, parse_start
-from chameleon_ft.config import config_to_toml, read_toml
-from chameleon_ft.deploy import BatchScript, Machines, with_reachable_host
+from chameleon_ft.config import read_toml
+from chameleon_ft.deploy import WRITTEN_BY, BatchScript, Machines, with_reachable_host
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -60,8 +60,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("sbatch: is not in the PATH; submit from a machine that has Slurm, or give --dry-run")
     try:
         script.run.parent.mkdir(parents=True, exist_ok=True)
-        script.config_file.write_text(config_to_toml(script.config), encoding="utf-8")
-        script.file.write_text(script.text(), encoding="utf-8")
+        files = {script.config_file: script.config_text(), script.file: script.text()}
+        for file in files:
+            _require_own(file)
+        for file, text in files.items():
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output-dir {script.run}: no files can be written beside it: {error}") from None
     submitted = subprocess.run(["sbatch", "--parsable", script.file], capture_output=True, text=True, check=False)
@@ -71,6 +74,15 @@ def main(arguments: Sequence[str]) -> int:
     print(f"job {job} is submitted; its output goes to {script.log(job)}")
     print(f"end the run with a checkpoint: scancel --batch --signal=TERM {job}")
     return 0
+
+
+def _require_own(file: Path) -> None:
+    """Raise ConfigError if there is a file that this command has not written."""
+    if file.exists() and WRITTEN_BY.encode() not in file.read_bytes():
+        raise ConfigError(
+            f"{file}: exists already, and was not written by `chameleon slurm`; move it away, or give another "
+            "--output-dir"
+        )
 
 
 def _script(given: SlurmArguments, flags: dict[str, Any]) -> BatchScript:
