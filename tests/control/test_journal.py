@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,10 +118,29 @@ def test_no_journal_is_no_entry_and_a_damaged_one_is_an_error(tmp_path: Path) ->
     assert LastEntry.read(path) is None
     path.write_text("")
     assert LastEntry.read(path) is None
-    for text in ('{"at": [1, 2], "state": {"phase": "nowhere"}}', "3", "[]", '{"parts": 3}', '{"state": []}', "\0"):
+    begin = '{"format": "chameleon-journal-1"'
+    for fields in (', "at": [1, 2], "state": {"phase": "nowhere"}}', ', "parts": 3}', ', "state": []}', "}"):
+        path.write_text(f"{begin}{fields}\n")
+        with pytest.raises(ControlError, match=r"cannot be read \(.* or another version .*\); begin with --resume"):
+            LastEntry.read(path)
+    for text in ("3", "[]", "\0"):
         path.write_text(f"{text}\n")
         with pytest.raises(ControlError, match=r"the journal of the run cannot be read .*; begin with --resume"):
             LastEntry.read(path)
+
+
+@pytest.mark.parametrize(("found", "named"), [(None, "an older one"), ("chameleon-journal-9", "chameleon-journal-9")])
+def test_the_journal_of_another_version_is_an_error(tmp_path: Path, found: str | None, named: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    with journal_at(path) as journal:
+        for number, state in enumerate(states(steps=1)):
+            journal.write(state, moment(number))
+    first, *others = path.read_text().splitlines()
+    fields = {key: value for key, value in json.loads(first).items() if key != "format"}
+    fields |= {} if found is None else {"format": found}
+    path.write_text("\n".join([json.dumps(fields), *others, ""]))
+    with pytest.raises(ControlError, match=f"its format is {named}, not chameleon-journal-1: another version of"):
+        LastEntry.read(path)
 
 
 @scene()

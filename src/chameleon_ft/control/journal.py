@@ -21,6 +21,8 @@ from chameleon_ft.observe.files import describe_invalid
 
 __all__ = ["Journal", "LastEntry"]
 
+_FORMAT: Final = "chameleon-journal-1"
+"""In the first line; to be counted up when a change of `State` or of `patches` gives lines another meaning."""
 _LONGEST_BYTES: Final = 16 << 20
 _OBSERVED: Final = frozenset({"ticked_at_s", "detectors"})
 _journaled = attrgetter(*(field.name for field in fields(State) if field.name not in _OBSERVED))
@@ -44,7 +46,7 @@ class LastEntry:
 
     @classmethod
     def newest(cls, run: RunDirectory) -> Self | None:
-        """Read the newest journal of a run; None if there is none. Raises ControlError if it is damaged."""
+        """Read the newest journal of a run; None if there is none. Raises as `read`."""
         journals = run.journals()
         return cls.read(journals[-1]) if journals else None
 
@@ -55,7 +57,10 @@ class LastEntry:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a journal; None if there is none, or nothing in it. Raises ControlError if it is damaged."""
+        """Read a journal; None if there is none, or nothing in it.
+
+        Raises ControlError if it is damaged, or was written by another version of Chameleon.
+        """
         if not path.exists():
             return None
         state: Any = None
@@ -65,6 +70,8 @@ class LastEntry:
         at = None
         try:
             for line in read_lines(path):
+                if at is None:
+                    _require_format(line)
                 read_parts(line.get("parts", {}), parts)
                 state = patched(state, line["state"], parts)
                 received |= {int(connection): count for connection, count in line.get("received", {}).items()}
@@ -73,8 +80,24 @@ class LastEntry:
                 at = Moment(*line["at"])
             return None if at is None else cls(State.from_json(json.dumps(state)), at, received, records)
         except (ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
-            why = describe_invalid(error) if isinstance(error, ValidationError) else error
+            why = _describe(error)
             raise ControlError(f"{path}: the journal of the run cannot be read ({why}); begin with --resume") from None
+
+
+def _require_format(line: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless this is the first line of a journal that this version can read."""
+    found = line.get("format")
+    if found != _FORMAT:
+        other = "an older one" if found is None else found
+        raise ConfigError(f"its format is {other}, not {_FORMAT}: another version of chameleon wrote it")
+
+
+def _describe(error: Exception) -> str:
+    """Return why a journal cannot be read."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    why = describe_invalid(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+    return f"{why}; it is damaged, or another version of chameleon wrote it"
 
 
 class Journal:
@@ -139,7 +162,8 @@ class Journal:
         is_whole = last is None or self._num_bytes > self._longest_bytes
         if is_whole:
             self._patches, last = PatchWriter(), None
-        line: dict[str, Any] = {"at": (at.unix_s, at.monotonic_s), "state": self._patches.patch(state, last) or {}}
+        line: dict[str, Any] = {"format": _FORMAT} if is_whole else {}
+        line |= {"at": (at.unix_s, at.monotonic_s), "state": self._patches.patch(state, last) or {}}
         if parts := self._patches.new_parts():
             line["parts"] = parts
         if noted := self._received if is_whole else self._unwritten:
