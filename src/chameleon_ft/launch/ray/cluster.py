@@ -31,6 +31,7 @@ __all__ = [
     "draining_nodes",
     "give_back",
     "live_nodes",
+    "live_run",
     "name_of",
     "remove_leftovers",
     "reserved",
@@ -40,6 +41,8 @@ NAMESPACE: Final = "chameleon"
 _KNOCK_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 10.0
+_START_S: Final = 60.0  # in which Ray starts the process of an actor
+_COMING: Final = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})  # states of an actor
 _NO_NODE: Final = {"", "f" * 56}  # of a bundle that is not placed
 
 
@@ -131,14 +134,20 @@ def remove_leftovers(name: str) -> None:
     """
     with suppress(ValueError):
         coordinator = ray.get_actor(name, namespace=NAMESPACE)
+        is_coming = state.actor_table(coordinator._actor_id.hex()).get("State") in _COMING
         with suppress(RayError):  # its node or its process is lost
-            if ray.get(coordinator.outcome.remote(0.0), timeout=_ANSWER_S) is None:
-                raise ConfigError(f"actor {name}: coordinates this run already; wait until it is over, or stop it")
+            if ray.get(coordinator.outcome.remote(0.0), timeout=_START_S if is_coming else _ANSWER_S) is None:
+                raise live_run(name)
         ray.kill(coordinator)
     give_back(name)
     until_s = time.monotonic() + _ANSWER_S
     while time.monotonic() < until_s and _is_taken(name):
         time.sleep(_POLL_S / 10)
+
+
+def live_run(name: str) -> ConfigError:
+    """Return the error of a start of the run of that name in Ray, which another start coordinates."""
+    return ConfigError(f"actor {name}: coordinates this run already; wait until it is over, or stop it")
 
 
 def _is_taken(name: str) -> bool:

@@ -14,7 +14,15 @@ from chameleon_ft.config import Control, RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import signals_passed_to, unattended
-from chameleon_ft.launch.ray.cluster import NAMESPACE, connected, give_back, live_nodes, name_of, remove_leftovers
+from chameleon_ft.launch.ray.cluster import (
+    NAMESPACE,
+    connected,
+    give_back,
+    live_nodes,
+    live_run,
+    name_of,
+    remove_leftovers,
+)
 from chameleon_ft.launch.ray.coordinator import CoordinatorActor, Outcome
 from chameleon_ft.launch.ray.nodes import ClusterOptions, NodeRequest
 from chameleon_ft.observe import RunDirectory, RunStatus
@@ -46,20 +54,20 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool, options: Cluste
         remove_leftovers(name_of(run))
         run.remove_control()  # of a coordinator that was killed: one that Ray restarts would continue that one's run
         node = ray.get_runtime_context().get_node_id()
-        coordinator = (
-            ray.remote(CoordinatorActor)
-            .options(
-                name=name_of(run),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=-1,
-                max_task_retries=-1,
-                num_cpus=0,
-                # Its files are there.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            )
-            .remote(config, run.path, resume=resume, request=request, wait_s=options.wait_s)
+        actor = ray.remote(CoordinatorActor).options(
+            name=name_of(run),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+            # Its files are there.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
+        try:
+            coordinator = actor.remote(config, run.path, resume=resume, request=request, wait_s=options.wait_s)
+        except ValueError:  # an actor of another start has taken the name just now
+            raise live_run(name_of(run)) from None
         outcome = _Driver(coordinator, run).wait()
     if isinstance(outcome, ChameleonError):
         raise outcome
