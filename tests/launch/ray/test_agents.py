@@ -41,6 +41,14 @@ class Handle:
     sees = Method(True)
     serve = Method()
 
+    def __init__(self) -> None:
+        self.drained = 0
+
+    @property
+    def drain(self) -> Method:
+        self.drained += 1
+        return Method(True)
+
 
 @dataclass
 class Cluster:
@@ -49,12 +57,14 @@ class Cluster:
     Attributes:
         placed: index of the bundle on each node that has one.
         lacks: whether other bundles are not placed.
-        started: nodes that have been given an agent, in that order.
+        agents: those of the nodes that have been given one, in that order.
+        draining: nodes that Ray drains.
     """
 
     nodes: list[str]
     placed: dict[str, int]
-    started: list[str] = field(default_factory=list)
+    agents: dict[str, Handle] = field(default_factory=dict)
+    draining: set[str] = field(default_factory=set)
     lacks: bool = False
     head_is_away: bool = False
 
@@ -63,16 +73,21 @@ class Cluster:
             raise RayError("the GCS does not answer")
         return tuple(Node(id=each, address=f"10.0.0.{each}", resources={"CPU": 2.0}) for each in self.nodes)
 
+    @property
+    def started(self) -> list[str]:
+        """Nodes that have been given an agent, in that order."""
+        return list(self.agents)
+
     def actor(self, node: Node, bundle: int | None) -> Handle:
-        self.started.append(node.id)
-        return Handle()
+        return self.agents.setdefault(node.id, Handle())
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster(["1", "2"], {"1": 0})
     monkeypatch.setattr(agents, "live_nodes", made.live_nodes)
-    monkeypatch.setattr(agents, "draining_nodes", frozenset)
+    monkeypatch.setattr(agents, "draining_nodes", lambda: frozenset(made.draining))
+    monkeypatch.setattr(agents, "agents_of", lambda _: frozenset(made.agents))
     monkeypatch.setattr(agents, "bundles_by_node", lambda _: (dict(made.placed), not made.lacks))
     monkeypatch.setattr(agents, "_POLL_S", 0.01)
     monkeypatch.setattr(agents.Agents, "_actor", made.actor)
@@ -119,7 +134,7 @@ def test_a_node_that_was_not_needed_is_used_once_the_placement_group_needs_it(cl
 def test_a_node_that_joins_while_there_is_no_coordinator_joins_the_run(cluster: Cluster, tmp_path: Path) -> None:
     keep(tmp_path, until=lambda: cluster.started)
     cluster.nodes.append("3")
-    cluster.started.clear()
+    cluster.agents.clear()
     keep(tmp_path, until=lambda: "3" in cluster.started, starts=False)
     assert "2" not in cluster.started
 
@@ -149,7 +164,7 @@ def test_a_node_that_was_not_needed_joins_the_run_after_a_while_if_more_were_los
     def lose() -> None:
         assert set(cluster.started) == set("1234")
         cluster.nodes, cluster.placed, cluster.lacks = list("15678"), {"1": 0}, True
-        cluster.started.clear()
+        cluster.agents.clear()
 
     def look() -> None:
         """Nothing more happens."""
@@ -157,6 +172,31 @@ def test_a_node_that_was_not_needed_joins_the_run_after_a_while_if_more_were_los
     until, request = (lambda: placing_s or len(cluster.started) >= 3), replace(REQUEST, num_nodes=4)
     keep(tmp_path, lose, look, until=until, request=request)
     assert cluster.started == (list("567") if placing_s == 0 else []), "as many as are missing"
+
+
+@pytest.mark.parametrize("is_draining", [False, True], ids=["drained later", "drained meanwhile"])
+def test_a_node_without_a_bundle_that_serves_the_run_is_drained_after_a_takeover(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_draining: bool
+) -> None:
+    monkeypatch.setattr(agents, "_PLACING_S", 0.0)
+    cluster.nodes, cluster.placed = ["1", "2", "3"], {"1": 0, "2": 1}
+    request = replace(REQUEST, num_nodes=2)
+
+    def lose() -> None:
+        cluster.nodes.remove("2")
+        cluster.placed, cluster.lacks = {"1": 0}, True
+
+    keep(tmp_path, lose, until=lambda: "3" in cluster.started, request=request)
+    monkeypatch.setattr(agents, "_PLACING_S", 1000.0)
+    if is_draining:
+        cluster.draining.add("3")
+    keep(
+        tmp_path,
+        lambda: cluster.draining.add("3"),
+        until=lambda: cluster.agents["3"].drained,
+        starts=False,
+        request=request,
+    )
 
 
 def test_a_head_that_is_away_for_a_while_ends_no_run(cluster: Cluster, tmp_path: Path) -> None:

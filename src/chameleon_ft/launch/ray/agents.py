@@ -19,6 +19,7 @@ from chameleon_ft.launch.ray import directory
 from chameleon_ft.launch.ray.agent import AgentActor, AgentEnd
 from chameleon_ft.launch.ray.cluster import (
     NAMESPACE,
+    agents_of,
     bundles_by_node,
     draining_nodes,
     give_back,
@@ -67,6 +68,7 @@ class Agents:
         self._first_seen_s: dict[str, float] = {}  # by node id
         self._lacks_since_s: float | None = None  # when a bundle was found that is not placed; None if all are
         self._deaths: Counter[str] = Counter()
+        self._found: set[str] | None = None  # nodes that had an agent when this process began to look
 
     async def start(self) -> None:
         """Start an agent on every node of the placement group.
@@ -108,6 +110,8 @@ class Agents:
     async def _look(self, control: ControlAddress, failed: Callable[[str], None]) -> None:
         nodes, draining = await asyncio.to_thread(live_nodes), await asyncio.to_thread(draining_nodes)
         placed, are_all_placed = await asyncio.to_thread(bundles_by_node, self._group)
+        if self._found is None:
+            self._found = set(await asyncio.to_thread(agents_of, self._name))
         if are_all_placed:
             self._lacks_since_s = None
         elif self._lacks_since_s is None:
@@ -116,9 +120,10 @@ class Agents:
             if node.id in self._looked_after:
                 if node.id in draining - self._draining and await self._drain(node):
                     self._draining.add(node.id)
-            elif node.id in self._left_alone | draining:
+            elif node.id in self._left_alone or (node.id in draining and node.id not in self._found):
                 continue
-            elif node.id in placed or self._may_join(node, nodes):
+            elif node.id in self._found or node.id in placed or self._may_join(node, nodes):
+                self._found.discard(node.id)
                 handle = self._handles[node.id] = self._actor(node, placed.get(node.id))
                 self._looked_after[node.id] = asyncio.create_task(self._serve(node, handle, control, failed))
 
