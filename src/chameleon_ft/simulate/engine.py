@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
 from chameleon_ft.simulate.accounting.account import Account, Change, Migration
 from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Throughput
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
+from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState, WorkersPlan
 from chameleon_ft.simulate.traces.events import Event
 from chameleon_ft.simulate.traces.trace import Trace
 
@@ -30,7 +31,7 @@ class PolicySimulation:
     """
 
     trace: Trace
-    planner: Planner
+    planner: Planner[Any]  # whatever its type of plan
     samples_per_step: int
     parameters: Parameters
     rates: KnownRates
@@ -40,7 +41,7 @@ class PolicySimulation:
     decisions: list[DecisionRecord] = field(default_factory=list)
     _speeds: dict[int, float] = field(init=False)
     _rate: FailureModel = field(init=False)
-    _active: Option | None = None
+    _active: Option[WorkersPlan] | None = None
     # Steps between two snapshots under the active option; zero for none.
     _snapshot_every: int = 0
     # Whether there has ever been a plan: the job begins as soon as one fits the live workers.
@@ -51,7 +52,7 @@ class PolicySimulation:
     _idle_s: float = 0.0
     _dead_s: float = 0.0
     # The option that trains until a change to the active one begins.
-    _trains: Option | None = None
+    _trains: Option[WorkersPlan] | None = None
     # When it is decided during training: what to do with workers that are back, or after a continuation in place.
     _decides_s: float | None = None
     _deciding: str = ""
@@ -215,7 +216,9 @@ class PolicySimulation:
             self._decides_s = max(account.clock_s, account.resume_s) + self.parameters.search_s
             self._deciding = "review"
 
-    def _carry_out(self, option: Option, before: Option | None, cause: str, *, is_hit: bool) -> None:
+    def _carry_out(
+        self, option: Option[WorkersPlan], before: Option[WorkersPlan] | None, cause: str, *, is_hit: bool
+    ) -> None:
         """Record a decision and begin its change."""
         account = self.account
         self._record_outcome()
@@ -237,7 +240,7 @@ class PolicySimulation:
             self._trains = before
         self._change_to(option, cause=cause, finish_step=not (is_hit or option.in_place))
 
-    def _restore_copies(self, option: Option, cause: str) -> None:
+    def _restore_copies(self, option: Option[WorkersPlan], cause: str) -> None:
         """Have slices that have lost an owner move to another one before the end of the present step."""
         self._trains = option
         self._change_to(option, cause=cause, finish_step=True)
@@ -295,7 +298,7 @@ class PolicySimulation:
             write_s=parameters.checkpoint_write_s if self.adapts_checkpoints else None,
         )
 
-    def _change_to(self, option: Option, *, cause: str, finish_step: bool) -> None:
+    def _change_to(self, option: Option[WorkersPlan], *, cause: str, finish_step: bool) -> None:
         parameters = self.parameters
         fatal, total = 1.0, 0.0
         if option.risk is not None and not self.restarts:
@@ -320,7 +323,7 @@ class PolicySimulation:
         self.account.change(change, finish_step=finish_step, migration=self._migration(option))
         self._note_rate(option)
 
-    def _migration(self, option: Option) -> Migration | None:
+    def _migration(self, option: Option[WorkersPlan]) -> Migration | None:
         if not option.migration_s:
             return None
         step_s = option.migration_step_s + self._overhead_s
@@ -330,7 +333,7 @@ class PolicySimulation:
         """Return the mean seconds between two returns, which follow this share of incidents."""
         return self._rate.horizon_s(len(self._speeds)) / returns if returns else math.inf
 
-    def _note_rate(self, option: Option) -> None:
+    def _note_rate(self, option: Option[WorkersPlan]) -> None:
         step_s = option.step_s + self._overhead_s
         self.rates.note(live_of(self._speeds.values()), self.samples_per_step / step_s)
 

@@ -161,7 +161,7 @@ class _Simulator:
         simulation.run(None if progress is None else lambda share: progress(policy, share))
         return simulation
 
-    def _planner(self, policy: str, start_number: int, *, restarts: bool) -> Planner:
+    def _planner(self, policy: str, start_number: int, *, restarts: bool) -> Planner[ClusterLayout] | Planner[RealPlan]:
         if policy in POLICIES and not restarts and len(self.world.workers) <= self.parameters.exact_up_to:
             return ExactPlanner(
                 policy, self.world, self.decisions, self.start, start_number=start_number, as_in_run=self.as_in_run

@@ -27,16 +27,16 @@ from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorSta
 __all__ = ["ClassPlanner", "ProposalsByClass"]
 
 
-class ClassPlanner(Planner):
+class ClassPlanner(Planner[ClusterLayout]):
     """A policy by class."""
 
-    def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
+    def _starts(self, speeds: Mapping[int, float]) -> list[Option[ClusterLayout]]:
         return self._started(self._world.starts(self._policy, speeds, self._start_number), speeds)
 
-    def _restarts(self, state: SimulatorState) -> list[Option]:
+    def _restarts(self, state: SimulatorState) -> list[Option[ClusterLayout]]:
         return self._started(self._world.restarts(self._policy, state.speeds, self._start_number), state.speeds)
 
-    def _started(self, layouts: Sequence[ClusterLayout], speeds: Mapping[int, float]) -> list[Option]:
+    def _started(self, layouts: Sequence[ClusterLayout], speeds: Mapping[int, float]) -> list[Option[ClusterLayout]]:
         return [
             Option(policy="start", plan=layout, step_s=step_s)
             for layout in layouts
@@ -50,7 +50,7 @@ class ClassPlanner(Planner):
         held = {worker: (layers,) for worker, layers in plan.held.items()}
         return Placement(self._world.pipelines.num_layers, held)
 
-    def _in_place(self, reached: ClusterLayout, state: SimulatorState) -> Option | None:
+    def _in_place(self, reached: ClusterLayout, state: SimulatorState) -> Option[ClusterLayout] | None:
         step_s = self._world.step_s(reached, state.speeds)
         name = "reroute" if self._lost else "as-it-is"
         return None if step_s is None else Option(policy=name, plan=reached, step_s=step_s)
@@ -63,7 +63,7 @@ class ClassPlanner(Planner):
         assert rings is not None
         return rings
 
-    def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option]:
+    def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option[ClusterLayout]]:
         proposer = ProposalsByClass(
             self._world,
             reached,
@@ -94,21 +94,21 @@ class ProposalsByClass:
         self.is_intact = is_intact
         self._migrates = migrates
 
-    def keep(self) -> list[Option]:
+    def keep(self) -> list[Option[ClusterLayout]]:
         """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
 
         All other methods are those of `Kind`.
         """
         return self._options("as-it-is", self._layout) if self.is_intact else []
 
-    def reroute(self, name: str) -> list[Option]:
+    def reroute(self, name: str) -> list[Option[ClusterLayout]]:
         return self._options(name, self._layout)
 
-    def reroute_decoupled(self, name: str) -> list[Option]:
+    def reroute_decoupled(self, name: str) -> list[Option[ClusterLayout]]:
         # Backward is split or fused in all layouts of a simulation by class.
         return []
 
-    def rejoin(self, name: str) -> list[Option]:
+    def rejoin(self, name: str) -> list[Option[ClusterLayout]]:
         """Fill the gaps with idle workers, first those of pipelines that lack the fewest."""
         idle = iter(self._outside(self._layout))
         pipelines = list(self._layout.pipelines)
@@ -119,7 +119,7 @@ class ProposalsByClass:
             pipelines[index] = LayoutPipeline(pipelines[index].cut, workers)
         return self._options(name, ClusterLayout(tuple(pipelines))) if filled else []
 
-    def repair(self, name: str) -> list[Option]:
+    def repair(self, name: str) -> list[Option[ClusterLayout]]:
         """Keep whole pipelines; form pipelines of about equal depth from the rest of broken ones and idle workers.
 
         Pipelines that are shorter than others are cut anew as well if there are idle workers for them.
@@ -152,10 +152,10 @@ class ProposalsByClass:
                 cuts[fitting.cut] += 1
         return self._options(name, arranged(cuts, sorted({*kept.used, *left}), kept))
 
-    def repartition(self, name: str) -> list[Option]:
+    def repartition(self, name: str) -> list[Option[ClusterLayout]]:
         return self._options(name, *self._world.replicated_layouts(self._layout, self._state.speeds))
 
-    def drop_pipelines(self, name: str) -> list[Option]:
+    def drop_pipelines(self, name: str) -> list[Option[ClusterLayout]]:
         whole = [pipeline for pipeline in self._layout.pipelines if pipeline.whole]
         if not whole:
             return []
@@ -164,19 +164,19 @@ class ProposalsByClass:
         formed = [LayoutPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
         return self._options(name, ClusterLayout((*whole, *formed)))
 
-    def restart(self, name: str) -> list[Option]:
+    def restart(self, name: str) -> list[Option[ClusterLayout]]:
         """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
         layout = self._world.equal_layout(ClusterLayout(()), self._state.speeds)
         return self._from_checkpoint(name, [] if layout is None else [layout])
 
-    def begin_anew(self, name: str) -> list[Option]:
+    def begin_anew(self, name: str) -> list[Option[ClusterLayout]]:
         """If no worker is lost, a checkpoint is written first. If some layer has no holder, there is no choice."""
         has_holders = self._layout.places.holders(self._world.pipelines.num_layers).all()
         if not self._world.parameters.has_checkpoints or not has_holders:
             return []
         return self._from_checkpoint(name, self._world.replicated_layouts(ClusterLayout(()), self._state.speeds))
 
-    def oobleck(self, name: str) -> list[Option]:
+    def oobleck(self, name: str) -> list[Option[ClusterLayout]]:
         """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
         layouts: list[ClusterLayout] = []
         for recompute in (True, False):
@@ -187,7 +187,7 @@ class ProposalsByClass:
                 layouts.append(smaller)
         return self._options(name, *layouts)
 
-    def paper(self, name: str) -> list[Option]:
+    def paper(self, name: str) -> list[Option[ClusterLayout]]:
         found = self._world.paper_planner().layout(self._layout, self._state.speeds)
         options = [] if found is None else self._options(f"{name}-repartition", *self._world.placements(found[0]))
         step_s, transition_s = math.inf, 0.0
@@ -217,11 +217,11 @@ class ProposalsByClass:
         is_prepared = not (state.interrupted or several or state.running_s < parameters.search_s)
         return parameters.after_loss if is_prepared else parameters.after_surprise
 
-    def _options(self, name: str, *layouts: ClusterLayout) -> list[Option]:
+    def _options(self, name: str, *layouts: ClusterLayout) -> list[Option[ClusterLayout]]:
         """Return the options of the layouts that can be run and reached; to keep an intact layout takes no stall."""
         world, state = self._world, self._state
         same = set(self._layout.pipelines)
-        options: list[Option] = []
+        options: list[Option[ClusterLayout]] = []
         for each in layouts:
             layout = self._layout if set(each.pipelines) == same else each
             if (step_s := world.step_s(layout, state.speeds)) is None:
@@ -259,7 +259,7 @@ class ProposalsByClass:
         trains = self._world.peak_bytes(self._layout, self._state.speeds) if move.most_bytes else 0.0
         return max(trains + move.most_bytes, move.most_idle_bytes) <= memory_bytes
 
-    def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
+    def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option[ClusterLayout]]:
         """Return options from the last checkpoint or, if no worker is lost, from one that is written first."""
         parameters = self._world.parameters
         return [

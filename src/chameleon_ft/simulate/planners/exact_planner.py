@@ -110,7 +110,7 @@ def _key(context: DecisionContext) -> tuple[object, ...]:
     )
 
 
-class ExactPlanner(Planner):
+class ExactPlanner(Planner[RealPlan]):
     """One policy of the runtime.
 
     Args:
@@ -139,7 +139,7 @@ class ExactPlanner(Planner):
         # The last plan that had other places than the plan before, some of which may be empty now.
         self._home: RealPlan | None = None
 
-    def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
+    def _starts(self, speeds: Mapping[int, float]) -> list[Option[RealPlan]]:
         costs, given = self._costs_of(speeds), self._start
         if given is not None and speeds.keys() >= given.used:
             parts = best_parts(given.plan, costs, in_flight_limits=given.in_flight_limits)
@@ -152,9 +152,9 @@ class ExactPlanner(Planner):
             for each in plans_found(costs)
         ]
 
-    def _of_layouts(self, layouts: Iterable[ClusterLayout], costs: CostModel) -> list[Option]:
+    def _of_layouts(self, layouts: Iterable[ClusterLayout], costs: CostModel) -> list[Option[RealPlan]]:
         """Return the plans of the layouts that fit."""
-        options: list[Option] = []
+        options: list[Option[RealPlan]] = []
         for layout in layouts:
             plan = plan_of_layout(layout, self._world.times)
             if plan is not None and (found := fitting_estimate(plan, costs)) is not None:
@@ -166,7 +166,7 @@ class ExactPlanner(Planner):
     def _placement(self, plan: RealPlan) -> Placement:
         return plan.plan.placement
 
-    def _in_place(self, reached: RealPlan, state: SimulatorState) -> Option | None:
+    def _in_place(self, reached: RealPlan, state: SimulatorState) -> Option[RealPlan] | None:
         """Return the plan of the runtime: without a search, if one follows while it trains."""
         context = replace(self._context(reached, state, self._parameters.after_loss), home=None, migrates=False)
         if self._name != "reroute":
@@ -192,7 +192,7 @@ class ExactPlanner(Planner):
         every = {placement.holders(layer) for layer in range(placement.num_layers)}
         return [by_host(np.array(holders), numbers) for holders in every]
 
-    def _activate(self, option: Option) -> Option:
+    def _activate(self, option: Option[RealPlan]) -> Option[RealPlan]:
         if not self._as_in_run and (self._home is None or _places(option.plan) - _places(self._home)):
             self._home = option.plan
         return super()._activate(option)
@@ -250,7 +250,7 @@ class ExactPlanner(Planner):
                 return remap_decision(found, symmetry)
         return None
 
-    def _options(self, reached: RealPlan, state: SimulatorState) -> list[Option]:
+    def _options(self, reached: RealPlan, state: SimulatorState) -> list[Option[RealPlan]]:
         decision = self._decision(reached, state)
         chosen, course = decision.chosen, decision.course
         if chosen is None or course is None or chosen.step_s is None or chosen.stall_s is None:
@@ -278,9 +278,9 @@ class ExactPlanner(Planner):
             )
         ]
 
-    def _restarts(self, state: SimulatorState) -> list[Option]:
+    def _restarts(self, state: SimulatorState) -> list[Option[RealPlan]]:
         """Return the plans of the runtime and, unless all is as in a run, also the layouts that are found by class."""
-        found: list[Option] = []
+        found: list[Option[RealPlan]] = []
         if self._decided is not None and (self._as_in_run or self._policy.replans):
             self._lost = frozenset()
             context = self._context(self._decided, state, self._parameters.after_loss)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,18 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.simulate.by_class.world import World
 
-__all__ = ["Option", "Planner", "SimulatorState"]
+__all__ = ["Option", "Planner", "SimulatorState", "WorkersPlan"]
+
+
+class WorkersPlan(Protocol):
+    """A plan, of the type of its planner."""
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Its workers: the loss of any other interrupts nothing."""
+
+
+_Plan = TypeVar("_Plan", bound=WorkersPlan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +79,10 @@ class SimulatorState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option(Candidate):
+class Option(Candidate, Generic[_Plan]):
     """A candidate with its plan.
 
     Attributes:
-        plan: of the planner's own type; its `used` are its workers, the loss of any other interrupts nothing.
         still_s: seconds of standing still; `stall_s` adds `repeat_s`.
         repeat_s: work that is done again.
         saves_first: whether a checkpoint is written first, so that nothing is done again.
@@ -81,7 +91,7 @@ class Option(Candidate):
         share_s: seconds by which that step takes longer, without the stall.
     """
 
-    plan: Any
+    plan: _Plan
     step_s: float
     still_s: float = 0.0
     repeat_s: float = 0.0
@@ -95,7 +105,7 @@ class Option(Candidate):
         object.__setattr__(self, "stall_s", self.still_s + self.repeat_s)
 
 
-class Planner(ABC):
+class Planner(ABC, Generic[_Plan]):
     """A policy with its active plan. Subclasses define the options of a decision.
 
     A plan is reached when the change to it is complete. Until then, workers hold the layers of the plan before.
@@ -125,35 +135,34 @@ class Planner(ABC):
         self.restores_copies = self.salvages and (world.costs.workload.owners or 0) > 1
         self.snapshot_rule = world.parameters.snapshot_rule(self._hosts.values())
         # The plan whose layers its workers hold; None if nothing is held.
-        self._reached: Any = None
+        self._reached: _Plan | None = None
         # That plan when it was reached, before any loss.
-        self._whole: Any = None
-        self._decided: Any = None
+        self._whole: _Plan | None = None
+        self._decided: _Plan | None = None
         # Workers of the reached plan that were lost since. Workers that are back hold nothing.
         self._lost: frozenset[int] = frozenset()
 
-    def start(self, state: SimulatorState) -> Option | None:
+    def start(self, state: SimulatorState) -> Option[_Plan] | None:
         """Return the plan to start with, which is active then; None if nothing fits the live workers."""
         best = self._best(self._starts(state.speeds), state)
         return None if best is None else self._activate(best)
 
-    def decide(self, state: SimulatorState) -> Option | None:
+    def decide(self, state: SimulatorState) -> Option[_Plan] | None:
         """Return the best option, which is active then; None if nothing can be done but wait for workers."""
         if not state.interrupted:
             self._reached = self._whole = self._decided
             self._lost = frozenset()
         before, gone = self._reached, self._lost
-        keeps_state = True
-        if self._reached is not None:
-            self._lost |= state.lost & self._reached.used
-            self._reached = self._without(self._reached, state.lost)
-            keeps_state = self._keeps_optimizer_state()
-            option = self._in_place(self._reached, state) if state.in_place and state.speeds and keeps_state else None
+        options: Sequence[Option[_Plan]] = []
+        if before is not None:
+            self._lost |= state.lost & before.used
+            reached = self._reached = self._without(before, state.lost)
+            can_continue = bool(state.speeds) and self._keeps_optimizer_state()
+            option = self._in_place(reached, state) if state.in_place and can_continue else None
             if option is not None:
                 return self._activate(self._salvaged(option, self._placement(before).without(gone), state))
-        can_go_on = self._reached is not None and bool(state.speeds) and keeps_state
-        options = self._options(self._reached, state) if can_go_on else []
-        near = None if self._reached is None else state.snapshots
+            options = self._options(reached, state) if can_continue else []
+        near = None if before is None else state.snapshots
         if not options and (self._has_checkpoints or near is not None) and state.speeds:
             options = [
                 replace(
@@ -177,13 +186,13 @@ class Planner(ABC):
     def _keeps_optimizer_state(self) -> bool:
         """Return whether the workers that are left own all slices of the optimizer's state."""
         owners = self._costs.workload.owners
-        if owners is None or len(self._lost) < owners:
+        if owners is None or self._whole is None or len(self._lost) < owners:
             return True
         is_lost = np.zeros(len(self._world.host_numbers), dtype=np.bool_)
         is_lost[list(self._lost)] = True
         return not any(is_lost[owners_on_ring(ring, owners)].all(axis=1).any() for ring in self._rings(self._whole))
 
-    def _assessed(self, option: Option, state: SimulatorState) -> Option:
+    def _assessed(self, option: Option[_Plan], state: SimulatorState) -> Option[_Plan]:
         """Return an option with its risk, and whether snapshots are taken under its plan."""
         rule = self.snapshot_rule
         # Most often no memory is given, and a placement of thousands of workers takes time.
@@ -192,7 +201,7 @@ class Planner(ABC):
         )
         return replace(option, risk=self._risk(option.plan, state), has_snapshots=fits)
 
-    def _salvaged(self, option: Option, held: Placement, state: SimulatorState) -> Option:
+    def _salvaged(self, option: Option[_Plan], held: Placement, state: SimulatorState) -> Option[_Plan]:
         """Return an option in place with its costs; `held` has the layers of the workers that were lost just now."""
         return replace(
             self._assessed(option, state),
@@ -201,7 +210,7 @@ class Planner(ABC):
             in_place=True,
         )
 
-    def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
+    def _best(self, options: Sequence[Option[_Plan]], state: SimulatorState) -> Option[_Plan] | None:
         """Return the option that `recovery.decide` would choose, with its risk; None if there is none."""
         speeds = state.speeds
         options = [self._assessed(option, state) for option in options]
@@ -223,38 +232,38 @@ class Planner(ABC):
         index = best_of(score(options, prospect, samples=1), prospect)
         return None if index is None else options[index]
 
-    def _activate(self, option: Option) -> Option:
+    def _activate(self, option: Option[_Plan]) -> Option[_Plan]:
         self._decided = option.plan
         return option
 
-    def _without(self, plan: Any, lost: frozenset[int]) -> Any:
+    def _without(self, plan: _Plan, lost: frozenset[int]) -> _Plan:
         """Return a plan with gaps in place of lost workers, if its type has gaps."""
         return plan
 
     @abstractmethod
-    def _starts(self, speeds: Mapping[int, float]) -> Sequence[Option]:
+    def _starts(self, speeds: Mapping[int, float]) -> Sequence[Option[_Plan]]:
         """Return the plans to start with."""
 
     @abstractmethod
-    def _placement(self, plan: Any) -> Placement:
+    def _placement(self, plan: _Plan) -> Placement:
         """Return the layers that the workers of a plan hold."""
 
     @abstractmethod
-    def _in_place(self, reached: Any, state: SimulatorState) -> Option | None:
+    def _in_place(self, reached: _Plan, state: SimulatorState) -> Option[_Plan] | None:
         """Return the plan whose peers do the work of lost workers, without its costs; None if that is not possible."""
 
     @abstractmethod
-    def _risk(self, plan: Any, state: SimulatorState) -> LossRisk | None:
+    def _risk(self, plan: _Plan, state: SimulatorState) -> LossRisk | None:
         """Return which of the live workers and hosts hold the layers of a plan; None if some layer has no holder."""
 
     @abstractmethod
-    def _rings(self, plan: Any) -> Sequence[NDArray[np.int64]]:
+    def _rings(self, plan: _Plan) -> Sequence[NDArray[np.int64]]:
         """Return the different sets of workers that hold some layer of a plan, as `owners_on_ring` takes them."""
 
     @abstractmethod
-    def _options(self, reached: Any, state: SimulatorState) -> Sequence[Option]:
+    def _options(self, reached: _Plan, state: SimulatorState) -> Sequence[Option[_Plan]]:
         """Return the ways to continue with the layers that are held."""
 
     @abstractmethod
-    def _restarts(self, state: SimulatorState) -> Sequence[Option]:
+    def _restarts(self, state: SimulatorState) -> Sequence[Option[_Plan]]:
         """Return the plans to continue with from a checkpoint."""
