@@ -42,10 +42,10 @@ def main() -> int:
         rows=tuple(
             (name, str(len(hangs)), spread.shown())
             for name, spread in (
-                ("until training goes on, s", seconds),
+                ("until training continues, s", seconds),
                 ("of which detection, s", detection),
                 ("median step before, s", step),
-                ("until training goes on, steps", steps),
+                ("until training continues, steps", steps),
             )
         ),
         bars=(

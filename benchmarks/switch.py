@@ -1,4 +1,4 @@
-"""Does training go on while plans change? Steps around joins, drains and better plans of emulated workers.
+"""Does training continue while plans change? Steps around joins, drains and better plans of emulated workers.
 
 A run of a Llama 2 7B loses a worker, which is started again and joins; then a worker is drained. The runs with other
 seeds lose and drain other workers. A step lasts from the commit before it to its own. Measured:

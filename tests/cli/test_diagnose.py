@@ -204,7 +204,7 @@ action  it leads in term 3, and no worker was given up for that
 Records were late: /data/run/metrics.jsonl
 since   2026-01-01 12:01:20 UTC, for 41.00 s
 why     [Errno 28] No space left on device
-action  training went on; the records waited in memory and are written, but for 3 lines that are lost
+action  training continued; the records waited in memory and are written, but for 3 lines that are lost
 """
 
 

@@ -210,4 +210,4 @@ def test_an_end_without_its_checkpoint_says_so(is_terminated: bool) -> None:
     assert history.state.ended is not None
     status, reason = history.state.ended
     assert status == ("terminated" if is_terminated else "failed")
-    assert reason.endswith(", but the last checkpoint could not be written, and --resume goes on from the one before")
+    assert reason.endswith(", but the last checkpoint could not be written, and --resume continues from the one before")

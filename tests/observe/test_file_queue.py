@@ -142,7 +142,7 @@ def test_a_run_whose_disk_stays_full_ends_with_its_summary(tmp_path: Path, monke
             full = f"[Errno {errno.ENOSPC}] No space left on device, at {run.metrics_file}"
             assert summary.steps == 40
             assert shown[:2] == [
-                ("records_late", f"{full}; training goes on, and all is written as soon as that is possible"),
+                ("records_late", f"{full}; training continues, and all is written as soon as that is possible"),
                 ("finished", "40"),
             ]
             name, message = shown[2]

@@ -101,7 +101,7 @@ def test_there_is_no_warning_without_a_prediction() -> None:
     [
         (1, None, None),
         (3, 40, "from    the checkpoint of step 40, the newest that is complete"),
-        (3, None, "from    fresh weights: the run has no complete checkpoint to go on from"),
+        (3, None, "from    fresh weights: the run has no complete checkpoint to continue from"),
     ],
 )
 def test_the_header_names_the_restored_state(generation: int, checkpoint: int | None, words: str | None) -> None:

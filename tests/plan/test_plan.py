@@ -27,9 +27,9 @@ def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
     ("hops", "match"),
     [
         ((), "has no hops"),
-        (((0, 1, 3),), r"micro-batch 4 must go on at layer 0, but worker 0 runs layers \[1, 3\)"),
-        (((0, 0, 1), (1, 2, 3)), "must go on at layer 1"),
-        (((0, 0, 2), (1, 1, 3)), "must go on at layer 2"),
+        (((0, 1, 3),), r"micro-batch 4 must continue at layer 0, but worker 0 runs layers \[1, 3\)"),
+        (((0, 0, 1), (1, 2, 3)), "must continue at layer 1"),
+        (((0, 0, 2), (1, 1, 3)), "must continue at layer 2"),
     ],
 )
 def test_a_route_covers_its_layers_once_and_in_order(hops: tuple[tuple[int, int, int], ...], match: str) -> None:

@@ -104,7 +104,7 @@ def test_an_address_that_does_not_fit_is_written_later(tmp_path: Path, monkeypat
     ended = train_here(small_config(tmp_path, steps=80), tmp_path / "run", view=view)
     assert_trained_as_if_nothing_failed(ended)
     assert view.seen["records_late"]["message"].startswith(
-        f"[Errno 28] No space left on device, at {ended.run.control_file}; training goes on"
+        f"[Errno 28] No space left on device, at {ended.run.control_file}; training continues"
     )
     assert "records_written" in view.seen
 

@@ -244,7 +244,7 @@ def _fetched_run(flags: dict[str, Any], url: str, lock: RunLock, *, file: Path |
         raise ConfigError(f"--resume {url}: takes the configuration from that run; leave out the configuration file")
     own = {key: value for key, value in flags.items() if key != "output_dir"}
     if "url" in own.get("store", {}):
-        raise ConfigError(f"--resume {url}: the run goes on in that store; leave out --store.url")
+        raise ConfigError(f"--resume {url}: the run continues in that store; leave out --store.url")
     store = parse_config(Store, {**own.get("store", {}), "url": url}, source="--resume")
     out = Path(flags.get("output_dir") or Path("runs") / store.url.rpartition("/")[2])
     RunDirectory.require_free(out)

@@ -35,7 +35,7 @@ def require_store(config: RunConfig, *, is_free: bool = False) -> None:
         if is_free and (has_records(store) or has_checkpoints(config.store)):
             raise ConfigError(
                 f"store.url = {store.url}: has a run already, and a run never writes over anything; take another "
-                f"folder, or go on with that run by --resume {store.url}"
+                f"folder, or continue that run by --resume {store.url}"
             )
     except StoreError as error:
         raise ConfigError(f"store.url = {error}") from None

@@ -72,7 +72,7 @@ class TorchrunArguments(JoinArguments):
         if colon and most != least:
             raise ConfigError(
                 f"--nnodes {self.nnodes}: should be one number. A run begins with the workers of its configuration, "
-                "goes on as long as its layers are held, and takes in machines that join later: start agents there"
+                "continues as long as its layers are held, and takes in machines that join later: start agents there"
             )
         return _at_least_one("--nnodes", least)
 

@@ -78,7 +78,7 @@ class RunCheckpoints:
         base: step of the one that the run was forked from, which stays, too.
         not_marked: called in the thread of the queue if a checkpoint cannot be marked, with the reason.
         copy_records: called in that thread before a checkpoint is marked: it copies the records to where that is.
-        takes_over: whether the run goes on meanwhile: then a store that does not answer is not waited for.
+        takes_over: whether the run continues meanwhile: then a store that does not answer is not waited for.
 
     Raises:
         StoreError: an object store cannot be used.

@@ -138,7 +138,7 @@ class KubernetesRun:
         return {
             **self._object("jobset.x-k8s.io/v1alpha2", "JobSet"),
             "spec": {
-                # A lost pod is replaced by its Job, beside those that go on. Only the end of the run ends the JobSet.
+                # A lost pod is replaced by its Job, and the others continue. Only the end of the run ends the JobSet.
                 "failurePolicy": {"maxRestarts": 0},
                 "successPolicy": {"operator": "All", "targetReplicatedJobs": ["coordinator"]},
                 "replicatedJobs": [

@@ -39,7 +39,7 @@ def run_agent(
     Args:
         run: its directory, if this machine can read it.
         stands_by: whether another coordinator is to stand by on this machine; that needs the directory.
-        drained_exit_code: the exit code if the workers are drained and the run goes on.
+        drained_exit_code: the exit code if the workers are drained and the run continues.
 
     Raises:
         ControlError: the coordinator does not answer, or has no place for this host.
@@ -163,7 +163,7 @@ class _HostedStandby:
         return control.pid == self._process.pid and control.has_process_here() is True
 
     def leave(self, order: Exit | None, terminated_by: signal.Signals | None) -> None:
-        """End it if the agent leaves a run that goes on elsewhere.
+        """End it if the agent leaves a run that continues elsewhere.
 
         If it leads, the run needs it, unless the agent was asked to end: then it leaves the run to a coordinator that
         stands by on another machine, or ends it with a checkpoint.

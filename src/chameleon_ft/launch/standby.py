@@ -182,7 +182,7 @@ async def _claim(
     """Claim the next term once the leader of this one is gone; return how the run ended if it is over.
 
     Peers that do not know this coordinator would not find it. So before `is_known`, only one at the address of the
-    leader takes its place: a leader that was only slow may go on.
+    leader takes its place: a leader that was only slow may continue.
     """
     has_told = has_failed = False
     while True:

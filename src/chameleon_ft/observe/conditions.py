@@ -172,7 +172,7 @@ def _waiting(event: Event, _: Sequence[Event], __: Event | None) -> Described:
 
 
 def _records_late(event: Event, _: Sequence[Event], end: Event | None) -> Described:
-    action = "training went on; the records waited in memory"
+    action = "training continued; the records waited in memory"
     if end is not None:
         lost = f", but for {end['dropped']} lines that are lost" if end["dropped"] else ""
         action += f" and are written{lost}"
@@ -217,7 +217,7 @@ def _decision_failed(event: Event, _: Sequence[Event], __: Event | None) -> Desc
 
 
 def _discarded(event: Event, _: Sequence[Event], __: Event | None) -> Described:
-    return f"generation {event['generation']}", event["error"], "training went on without it; it is tried again later"
+    return f"generation {event['generation']}", event["error"], "training continued without it; it is tried again later"
 
 
 def _drain_failed(event: Event, _: Sequence[Event], __: Event | None) -> Described:

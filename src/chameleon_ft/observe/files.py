@@ -120,7 +120,7 @@ class RunDirectory:
             ) from None
         if is_taken:
             is_run = cls(path).config_file.is_file()
-            instead = f", or go on with that run by --resume {path}" if is_run else ""
+            instead = f", or continue that run by --resume {path}" if is_run else ""
             raise ConfigError(
                 f"--output-dir {path}: exists already, and a run never writes over anything; take another{instead}"
             )

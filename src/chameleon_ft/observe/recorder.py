@@ -187,7 +187,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Record once that records are late, and once that all have been written; call this now and then."""
         match self.files.news():
             case Late(path=path, reason=reason):
-                message = f"{reason}, at {path}; training goes on, and all is written as soon as that is possible"
+                message = f"{reason}, at {path}; training continues, and all is written as soon as that is possible"
                 self.event("records_late", file=str(path), reason=reason, message=message)
             case CaughtUp(late_s=late_s, dropped=dropped):
                 lost = f"; {counted(dropped, 'line')} could not be kept and are lost" if dropped else ""

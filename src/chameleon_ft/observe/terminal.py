@@ -101,7 +101,7 @@ class TerminalView(View):
         if info.checkpoint is not None:
             facts.add_row("from", f"the checkpoint of step {info.checkpoint}, the newest that is complete")
         elif info.generation > 1:
-            facts.add_row("from", "fresh weights: the run has no complete checkpoint to go on from")
+            facts.add_row("from", "fresh weights: the run has no complete checkpoint to continue from")
         facts.add_row("files", info.run)
         facts.add_row("layout", _layout(info))
         self._print("Chameleon", style="bold")

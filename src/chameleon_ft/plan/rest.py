@@ -87,7 +87,7 @@ class PartialRoute:
         for hop in self.hops:
             if hop.layers.start != expected:
                 raise PlanError(
-                    f"the partial route of micro-batch {self.micro_batch} must go on at layer {expected}, "
+                    f"the partial route of micro-batch {self.micro_batch} must continue at layer {expected}, "
                     f"but worker {hop.worker} runs layers {hop.layers}"
                 )
             expected = hop.layers.stop

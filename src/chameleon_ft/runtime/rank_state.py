@@ -163,7 +163,7 @@ class RankState:
             return
         if order.roll_forward is None or not committer.reduced or committer.committed + 1 < order.first_step:
             raise ControlError(
-                f"worker {self.worker} has applied {committer.committed} steps and cannot go on with "
+                f"worker {self.worker} has applied {committer.committed} steps and cannot continue with "
                 f"step {order.first_step}"
             )
         committer.apply(order.roll_forward)

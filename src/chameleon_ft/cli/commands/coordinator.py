@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     given, flags = parse_start(CoordinatorArguments, with_page_address(arguments), command="coordinator")
     if given.take_over is not None:
         if flags or given.config is not None or given.resume is not None:
-            raise ConfigError(f"--take-over {given.take_over}: the run goes on as it is; leave out all but --page")
+            raise ConfigError(f"--take-over {given.take_over}: the run continues as it is; leave out all but --page")
         lost = lost_run(given.take_over)
         with page_beside(given.page) as shown, shown(lost):
             from chameleon_ft.launch import take_over
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.standby is not None:
         if flags or given.config is not None or given.resume is not None:
             raise ConfigError(
-                f"--standby {given.standby}: the run goes on as it is; leave out all but --host and --page"
+                f"--standby {given.standby}: the run continues as it is; leave out all but --host and --page"
             )
         return _stand_by(given.standby, host=given.host, page=given.page)
     if given.host is not None:

@@ -16,7 +16,7 @@ __all__ = ["SIGNAL_WINDOW_S", "UNSAVED", "finish", "finished", "request"]
 
 SIGNAL_WINDOW_S: Final = 1.0
 """Seconds in which signals count once: a batch system sends SIGTERM to all processes, some of which pass it on."""
-UNSAVED: Final = "the last checkpoint could not be written, and --resume goes on from the one before"
+UNSAVED: Final = "the last checkpoint could not be written, and --resume continues from the one before"
 """The reason given at the end of a run whose last state is in no checkpoint."""
 
 

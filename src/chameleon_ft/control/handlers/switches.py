@@ -247,7 +247,7 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
         _update(draft, replace(draft.state.switches, following=(_without_migration(active),)))
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
     draft.state = replace(draft.state, scale_up=scale_up)
-    message = f"generation {upcoming.number} could not be prepared, and training goes on without it: {error}"
+    message = f"generation {upcoming.number} could not be prepared, and training continues without it: {error}"
     draft.record("discarded", generation=upcoming.number, error=error, message=message)
 
 

@@ -41,7 +41,7 @@ _SPAWN: Final = get_context("spawn")  # the process of an actor has threads of R
 
 
 class CoordinatorActor:
-    """Coordinates a run from the moment at which Ray starts the process; in a process that replaces another, goes on.
+    """Coordinates a run from the moment at which Ray starts the process; one that replaces another continues its run.
 
     Args:
         run: its directory.
@@ -118,7 +118,7 @@ class CoordinatorActor:
             if coordinator.state.phase is Phase.GATHERING:
                 coordinator.end("failed", reason)
             elif coordinator.state.phase is not Phase.OVER:
-                print(f"{reason}; the run goes on without this node", flush=True)
+                print(f"{reason}; the run continues without this node", flush=True)
 
         def kept(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and isinstance(error := task.exception(), Exception):

@@ -143,7 +143,7 @@ class Repetition:
         result: Tensor | None,
         gradients: Mapping[int, Iterable[Tensor]],
     ) -> None:
-        """Look at a backward: the gradient that came in, the one that goes on, and those of its layers."""
+        """Look at a backward: the gradient that came in, the one that is passed on, and those of its layers."""
         spoilt = {layer for layer, own in gradients.items() if not all(map(all_finite, own))}
         is_new = not spoilt <= self._layers or (result is not None and not all_finite(result))
         self._layers |= spoilt

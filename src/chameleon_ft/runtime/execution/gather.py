@@ -1,6 +1,6 @@
 """The exchange of updated parameters: owners of slices send them to the holders of a layer that do not own them.
 
-It goes on beside the following step, whose first forwards wait for their layers alone.
+It runs beside the following step, whose first forwards wait for their layers alone.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Polish:
         for timed in by_time[:_PIPELINES]:
             by_estimate = sorted(self._recut(timed), key=lambda own: (own[0], own[1].cut_points, own[1].options))
             for _, spec in by_estimate[:_TRIES]:
-                # All pipelines that are cut alike, so that they go on to reduce gradients together; or this one alone.
+                # All pipelines that are cut alike, so that they still reduce gradients together; or this one alone.
                 alike = [each for each, _ in pipelines if _cut_alike(each, timed)]
                 for changing in (alike, [timed]):
                     cut, options = spec.cut_points, spec.options

@@ -147,7 +147,7 @@ function showWhatIf(rows) {
     const lost = all ? "all workers" : row.layers ? `every copy of layers ${row.layers}` : "no layer: other workers hold copies";
     const then = all || row.layers
       ? (back ? `training goes back to step ${count(back.step)}` : "training begins anew: there is no checkpoint yet")
-      : "the step is completed, and training goes on without these workers";
+      : "the step is completed, and training continues without these workers";
     return element("tr", {}, ...[row.host, row.workers, lost, then].map((text) => element("td", {}, text)));
   })]);
 }
