@@ -251,7 +251,7 @@ def test_what_a_package_lacks_itself_is_not_taken_for_a_wrong_reference(
     ("name", "message"),
     [
         ("nothing", "has no function 'nothing'"),
-        ("number", "'number' is no function"),
+        ("number", "'number' is not a function"),
         ("wrong", r"wrong\(\) returned int, not a chameleon_ft.Job"),
     ],
 )

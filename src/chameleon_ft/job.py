@@ -236,7 +236,7 @@ def load_job(reference: str, config: RunConfig) -> Job:
     if function is None:
         raise ConfigError(f"job {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
     if not callable(function):
-        raise ConfigError(f"job {reference!r}: {name!r} is no function; name one that returns a Job")
+        raise ConfigError(f"job {reference!r}: {name!r} is not a function; name one that returns a Job")
     with _seeded(config.seed):
         job = function(*((config,) if _needs_an_argument(function) else ()))
     if not isinstance(job, Job):

@@ -253,7 +253,7 @@ action  its samples were left out
 
 Bad step: step 41
 since   2026-01-01 12:00:03 UTC
-why     the loss is nan, but not when it was computed again: the contribution of worker 2 was another one
+why     the loss is nan, but not when it was computed again: the contribution of worker 2 differed
 action  the second result counts; the hardware is at fault
 
 Silent corruption: layer 1

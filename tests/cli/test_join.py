@@ -203,7 +203,7 @@ def test_a_finished_run_that_is_being_resumed_is_waited_for(
     ("directory", "lack", "error"),
     [
         ("missing", ", where there is no directory yet", "there is no such directory"),
-        ("empty", ", which is no run directory yet", "is not a run directory"),
+        ("empty", ", which is not a run directory yet", "is not a run directory"),
         ("run", "", "this run is not live"),
     ],
 )

@@ -53,7 +53,11 @@ def test_the_address_in_the_environment_counts(
 
 @pytest.mark.parametrize(
     ("address", "reason"),
-    [("ray://head:10001", "a Ray client is on no node"), ("local", "is no cluster"), ("head", "write it as HOST:PORT")],
+    [
+        ("ray://head:10001", "a Ray client is on no node"),
+        ("local", "is not a cluster"),
+        ("head", "write it as HOST:PORT"),
+    ],
 )
 def test_addresses_of_another_kind(capsys: pytest.CaptureFixture[str], config: Path, address: str, reason: str) -> None:
     pytest.importorskip("ray")

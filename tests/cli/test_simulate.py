@@ -237,7 +237,7 @@ def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixtur
     case = (*CASE, "--policies", "restart")
     printed = simulate(capsys, *case, "--sweep", "memory=0.001,80")
     assert "memory 0.001: no pipelines of 8 workers fit the memory" in printed
-    assert "at no value can anything be trained" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
+    assert "nothing can be trained at any of these values" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
 
 
 RUN_EVENTS = (

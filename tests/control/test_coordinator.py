@@ -75,7 +75,7 @@ async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     for message in (Started(generation=1), CheckpointSaved(generation=1, step=2, layers=(0,))):
         with pytest.raises(ControlError, match="from a peer that has not joined"):
             stage.say(Puppet("stranger"), message)
-    with pytest.raises(ControlError, match="a rank does not say 'exit'"):
+    with pytest.raises(ControlError, match="a rank does not send 'exit'"):
         stage.say(stage.ranks[0], Exit(reason="enough"))
     stage.commit(3)
     assert stage.ended is None

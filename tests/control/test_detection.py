@@ -326,7 +326,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
 @scene()
 async def test_a_message_that_a_rank_may_not_send_costs_no_other_worker(stage: Stage) -> None:
     stage.train()
-    with pytest.raises(ControlError, match="a rank does not say 'start_generation'"):
+    with pytest.raises(ControlError, match="a rank does not send 'start_generation'"):
         stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))
     stage.depart(stage.ranks[1])  # as the server does then
     stage.recover(2)

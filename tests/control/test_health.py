@@ -203,7 +203,7 @@ def test_a_step_that_is_good_when_it_is_repeated_names_the_workers_that_have_cha
     assert event["changed"] == [2]
     assert event["message"] == (
         "the loss is nan in step 3, but not when it was computed again, so the hardware is at fault: the contribution "
-        "of worker 2 was another one"
+        "of worker 2 differed"
     )
     assert not history.state.health.reports
 

@@ -121,7 +121,7 @@ def test_another_process_can_continue_a_run_in_the_middle_of_an_incident() -> No
 def test_a_message_that_is_not_allowed_leaves_the_state_as_it_is() -> None:
     history = training()
     before = history.state
-    with pytest.raises(ControlError, match="a rank does not say 'exit'"):
+    with pytest.raises(ControlError, match="a rank does not send 'exit'"):
         history.tell(1, Exit(reason="enough"))
     with pytest.raises(ControlError, match="from a peer that has not joined"):
         history.say(999, Ready())

@@ -55,7 +55,7 @@ def test_workers_train_on_without_their_agent() -> None:
     (event,) = history.events("host_lost")
     assert event["workers"] == (0, 1, 2, 3)
     assert event["message"] == (
-        "the agent of a host is gone; workers 0, 1, 2, 3 live on, and another agent there adopts them"
+        "the agent of a host is gone; workers 0, 1, 2, 3 keep running, and another agent there adopts them"
     )
 
 
@@ -94,7 +94,7 @@ def test_one_that_cannot_hear_is_reported() -> None:
     assert Drop(connection) in history.commands
     (event,) = history.events("not_ended")
     assert event["message"] == (
-        "worker 1 does not answer and has no agent, so process 101 on 10.0.0.1 may live on: start an agent there"
+        "worker 1 does not answer and has no agent, so process 101 on 10.0.0.1 may still run: start an agent there"
     )
 
 

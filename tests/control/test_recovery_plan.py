@@ -91,19 +91,21 @@ def test_peers_do_the_share_of_a_lost_worker() -> None:
     assert decision.plan.workers == (0, 1, 2, 4, 5)
     assert (decision.first_step, decision.load, decision.roll_forward) == (7, "keep", None)
     assert decision.policy == "reroute"
-    assert decision.action == ("2 micro-batches of worker 3 go through workers 1, 5; no weights move; on with step 7")
+    assert decision.action == (
+        "2 micro-batches of worker 3 go through workers 1, 5; no weights move; resumes at step 7"
+    )
 
 
 def test_without_a_loss_the_same_plan_is_tried_again() -> None:
     decision = decided(cluster_state(all_but(state=quiesced(7))))
     assert decision.plan == PLAN
-    assert decision.action == "on with step 7 and the same routes"
+    assert decision.action == "resumes at step 7 with the same routes"
 
 
 def test_the_words_for_several_lost_workers() -> None:
     decision = decided(cluster_state(all_but(1, 3, state=quiesced(7, reduced=True)), committed=8))
     assert decision.action == (
-        "step 7 applied, 4 micro-batches of workers 1, 3 go through worker 5; no weights move; on with step 8"
+        "step 7 applied, 4 micro-batches of workers 1, 3 go through worker 5; no weights move; resumes at step 8"
     )
 
 
@@ -250,7 +252,7 @@ def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
     assert decision.transition.transfer.placement == decision.plan.placement
     assert decision.participants == (0, 1, 2, 4, 5)
     assert decision.action.startswith("step 7 applied, ")
-    assert decision.action.endswith("; on with step 8")
+    assert decision.action.endswith("; resumes at step 8")
     assert " to " in decision.action
     assert decision.decision is not None
     assert decision.decision.to_json()["chosen"] == decision.policy
@@ -316,7 +318,7 @@ def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them()
     assert decision.plan.workers == (0, 2, 4)
     assert decision.transition is not None
     assert decision.transition.keep == got
-    assert decision.action.endswith("; on with step 7")
+    assert decision.action.endswith("; resumes at step 7")
 
 
 def test_a_layer_that_no_worker_has_received_is_lost() -> None:
@@ -347,7 +349,7 @@ def test_a_newcomer_is_considered_without_a_loss() -> None:
     assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
     assert decision.decision is not None
     assert [each.policy for each in decision.decision.candidates] == [recovery.STAY]
-    assert decision.action == "on with step 7 and the same routes"
+    assert decision.action == "resumes at step 7 with the same routes"
 
 
 def test_a_newcomer_gets_a_place_where_that_pays() -> None:

@@ -140,7 +140,7 @@ def test_a_token_file_is_its_ids(tmp_path: Path, dtype: str, suffix: str) -> Non
         ("empty.npy", b"", {}, "is empty: give a file with token ids"),
         ("short.txt", b"abcd", {}, r"has 4 tokens, and one sample takes model.seq_len \+ 1 = 5: give more data"),
         ("short.bin", b"\1\0" * 4, {}, r"has 4 tokens, and one sample takes"),
-        ("odd.bin", b"\1\0" * 9 + b"\1", {}, "19 bytes, no whole number of uint16 ids .* set data.dtype"),
+        ("odd.bin", b"\1\0" * 9 + b"\1", {}, "19 bytes, which is not a whole number of uint16 ids .* set data.dtype"),
         ("large.bin", b"\1\0" * 9 + b"\0\1", {}, "ids up to 256, and model.vocab_size is 256: set it to 257 or more"),
         ("minus.bin", b"\xff" * 40, {"dtype": "int32"}, "token 0 is -1, and ids begin at 0"),
         ("latin.txt", "grüße".encode("latin-1"), {}, "is not UTF-8 text; give a UTF-8 text"),

@@ -167,7 +167,7 @@ def test_an_unfinished_last_line_is_no_damage(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is not JSON"):
         run.events()
     run.events_file.write_text(json.dumps(EVENTS[0]) + "\n3\n")
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is no event; the file is damaged"):
+    with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is not an event; the file is damaged"):
         run.events()
     assert [text.partition(", ")[2].partition(";")[0] for text in damage] == [
         "line 2: is not JSON",

@@ -76,7 +76,7 @@ def test_another_agent_adopts_the_ranks_of_one_that_was_killed(tmp_path: Path) -
         with Command("agent", "--run", run.path, "--workers", "2") as first:
             coordinator.read_until(STEP.format(3))
             ranks = kill_agent(psutil.Process(first.pid))
-            coordinator.read_until("workers 0, 1 live on, and another agent there adopts them")
+            coordinator.read_until("workers 0, 1 keep running, and another agent there adopts them")
             read_steps(coordinator)
             with Command("agent", "--run", run.path, "--workers", "2") as second:
                 coordinator.read_until("adopts workers 0, 1")
@@ -117,7 +117,7 @@ def test_an_agent_whose_connection_is_cut_keeps_its_ranks(tmp_path: Path) -> Non
                 coordinator.read_until(STEP.format(3))
                 with every_process_ends(agent.session()):
                     proxy.cut(1)  # the first one was only to see whether a coordinator answers
-                    coordinator.read_until("host_lost: .* workers 0, 1 live on")
+                    coordinator.read_until("host_lost: .* workers 0, 1 keep running")
                     coordinator.read_until("host_joined: .* adopts workers 0, 1")
                     assert coordinator.wait() == 0, coordinator.printed
                     assert agent.wait() == 0, agent.printed

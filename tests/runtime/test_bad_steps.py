@@ -101,7 +101,7 @@ def test_a_fault_of_the_hardware_is_told_from_the_data_and_its_worker_named(tmp_
     assert ended.code == 0, ended.summary["reason"]
     event = only_bad_step(ended)
     assert (event["step"], event["is_bad_again"], event["action"], event["changed"]) == (4, False, "applied", [3])
-    assert "the contribution of worker 3 was another one" in event["message"]
+    assert "the contribution of worker 3 differed" in event["message"]
     assert ended.summary["samples_skipped"] == 0
     assert_as_the_plain_loop(ended)
 

@@ -100,7 +100,7 @@ class JoinArguments:
         if not self.run.exists():
             return f"of {self.run}, where there is no directory yet"
         if not RunDirectory(self.run).config_file.exists():
-            return f"of {self.run}, which is no run directory yet"
+            return f"of {self.run}, which is not a run directory yet"
         return f"of {self.run}" if status is None else f"of {self.run}, which is {status}"
 
     def _status_of_last_start(self) -> RunStatus | None:

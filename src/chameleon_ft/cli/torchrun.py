@@ -57,7 +57,7 @@ class TorchrunArguments(JoinArguments):
     def num_workers(self) -> int:
         """Return the workers of this machine. Raises ConfigError."""
         if self.workers is not None and self.nproc_per_node is not None:
-            raise ConfigError("--workers and --nproc-per-node: are two names of the same; give one of them")
+            raise ConfigError("--workers and --nproc-per-node: mean the same; give one of them")
         if self.workers is None and self.nproc_per_node is None:
             raise ConfigError("--workers is missing: give the number of workers of this machine, one per accelerator")
         if self.workers is not None:
@@ -83,7 +83,7 @@ class TorchrunArguments(JoinArguments):
                 f"--rdzv-backend {self.rdzv_backend}: workers meet at the coordinator of the run; leave it out"
             )
         if self.rdzv_endpoint is not None and self.coordinator is not None:
-            raise ConfigError("--coordinator and --rdzv-endpoint: are two names of the same; give one of them")
+            raise ConfigError("--coordinator and --rdzv-endpoint: mean the same; give one of them")
         return self.coordinator if self.rdzv_endpoint is None else self.rdzv_endpoint
 
 

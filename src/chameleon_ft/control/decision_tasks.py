@@ -117,7 +117,7 @@ class DecisionTasks:
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
-            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to have some"
+            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to write some"
             reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
             return events.DecisionFailed(at=self._now(), question=question, reason=reason)
         except (ControlError, ProfileError) as error:

@@ -17,7 +17,7 @@ def read_part(run: RunDirectory, request: ReadRunFile) -> RunFilePart | Refused:
     """Return the requested part of a file of the run."""
     path = run.path / request.name
     if path not in (run.config_file, run.metrics_file, run.events_file) and path.parent != run.plans:
-        return Refused(reason=f"{request.name}: is no file of a run that can be read from elsewhere")
+        return Refused(reason=f"{request.name}: is not a file of the run that can be read remotely")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

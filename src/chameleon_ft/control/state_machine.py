@@ -279,7 +279,7 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
         case messages.SlowIO():
             checkpoints.slow_io(draft, worker.id, message)
         case _ if not isinstance(message, _OF_A_GENERATION):  # those of an earlier generation are ignored
-            raise ControlError(f"a rank does not say {message.type!r}")
+            raise ControlError(f"a rank does not send {message.type!r}")
 
 
 def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:

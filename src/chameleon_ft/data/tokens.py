@@ -52,8 +52,8 @@ def _map_file(path: Path, dtype: np.dtype[Any], num_bytes: int) -> Tokens:
         return tokens
     if num_bytes % dtype.itemsize:
         raise DataError(
-            f"data.path {path} has {num_bytes} bytes, no whole number of {dtype.name} ids ({dtype.itemsize} bytes "
-            "each): set data.dtype to the type it was written with"
+            f"data.path {path} has {num_bytes} bytes, which is not a whole number of {dtype.name} ids "
+            f"({dtype.itemsize} bytes each): set data.dtype to the type it was written with"
         )
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return tokens

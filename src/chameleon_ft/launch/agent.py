@@ -150,7 +150,11 @@ class _HostedStandby:
             code = await self._process.wait()
         if code < 0 and not self._is_left:
             name = signal.Signals(-code).name
-            print(f"the coordinator that stood by here was ended by {name}; none does now", file=sys.stderr, flush=True)
+            print(
+                f"the coordinator that stood by here was ended by {name}; none stands by now",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def leads(self) -> bool:
         """Return whether it leads the run."""

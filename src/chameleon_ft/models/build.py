@@ -234,7 +234,7 @@ def build_on_meta(job: Job, layer: int) -> nn.Module:
     except Exception as error:
         raise ConfigError(
             f"layer {layer} cannot be built on torch's meta device ({type(error).__name__}: {error}); "
-            "see that its factory works under `with torch.device('meta')`"
+            "make sure that its factory works under `with torch.device('meta')`"
         ) from error
     module = _require_module(built, layer)
     for part in module.modules():

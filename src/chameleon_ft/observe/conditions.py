@@ -189,7 +189,7 @@ def _state_differs(event: Event, later: Sequence[Event], _: Event | None) -> Des
 
 def _bad_step(event: Event, later: Sequence[Event], _: Event | None) -> Described:
     if not event["is_bad_again"]:
-        who = f"the contribution of {listed('worker', event['changed'])} was another one"
+        who = f"the contribution of {listed('worker', event['changed'])} differed"
         why = f"{event['why']}, but not when it was computed again: {who if event['changed'] else 'no worker is known'}"
         return f"step {event['step']}", why, "the second result counts; the hardware is at fault"
     why = f"{event['why']}, also when it was computed again"
@@ -225,7 +225,7 @@ def _drain_failed(event: Event, _: Sequence[Event], __: Event | None) -> Describ
 
 
 def _host_lost(event: Event, _: Sequence[Event], end: Event | None) -> Described:
-    action = f"{listed('worker', event['workers'])} live on without it" if event["workers"] else "none"
+    action = f"{listed('worker', event['workers'])} keep running without it" if event["workers"] else "none"
     if end is not None and (adopted := end.get("adopted")):
         action = f"another agent adopted {listed('worker', adopted)}"
     return event["host"], "its agent is gone", action
@@ -237,7 +237,7 @@ def _host_refused(event: Event, _: Sequence[Event], __: Event | None) -> Describ
 
 def _not_ended(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     subject = f"worker {event['worker']} on {event['host']}"
-    return subject, "it was given up, does not answer and has no agent", "none; its process may live on"
+    return subject, "it was given up, does not answer and has no agent", "none; its process may still run"
 
 
 def _checkpoint(

@@ -194,7 +194,7 @@ class RunDirectory:
         events: list[Any] = list(read_lines(self.events_file))
         for number, event in enumerate(events, start=1):
             if not (isinstance(event, dict) and isinstance(event.get("event"), str)):
-                raise ConfigError(f"{self.events_file}, line {number}: is no event; the file is damaged")
+                raise ConfigError(f"{self.events_file}, line {number}: is not an event; the file is damaged")
         return events
 
     def skipped_steps(self) -> frozenset[int]:

@@ -87,13 +87,13 @@ def _check(plan: Plan, program: Program, workload: Workload, cluster: Cluster) -
     """Raise ConfigError unless the parts of a file belong together."""
     layers, workers = plan.placement.num_layers, {worker.id for worker in cluster.workers}
     if len(workload.layers) != layers or workload.micro_batches != len(plan.routes):
-        raise ConfigError("its workload is another one than that of its plan")
+        raise ConfigError("its workload is not that of its plan")
     if not workers.issuperset((*plan.placement.ranges, *program.workers)):
         raise ConfigError("its cluster lacks workers of its plan")
     if len(program.records) != sum(
         len(route.hops) * 2 + sum(plan.splits(hop.worker) for hop in route.hops) for route in plan.routes
     ):
-        raise ConfigError("its program has not the operations of its plan")
+        raise ConfigError("its program does not have the operations of its plan")
 
 
 class _File(BaseModel):
@@ -117,6 +117,6 @@ def _operations(text: str, plan: Plan) -> Iterable[Operation]:
     for word in text.split():
         match = _OPERATION.fullmatch(word)
         if match is None:
-            raise ConfigError(f"{word!r} is no operation")
+            raise ConfigError(f"{word!r} is not an operation")
         kind, micro_batch, hop = match.groups()
         yield Operation.of(OperationKind(kind), plan.routes[int(micro_batch)], int(hop), plan.recompute)

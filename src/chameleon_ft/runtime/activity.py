@@ -40,7 +40,7 @@ class Activity:
             self._file = mmap.mmap(descriptor, ENTRIES * ENTRY_BYTES)
             faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
         except OSError as error:  # training does not depend on it
-            print(f"should this worker hang, nothing will tell where: {error}", flush=True)
+            print(f"if this worker hangs, its operation will not be known: {error}", flush=True)
 
     def begin(self, doing: str) -> None:
         """Note that the thread computes, by itself."""

@@ -283,5 +283,5 @@ def _began_at(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> float:
     begun = [float(event["time"]) for event in events if event["event"] == "started"]
     if len(begun) != 1:
         what = "it was resumed" if begun else "it never began to train"
-        raise ConfigError(f"{run.path}: {what}; give a run that was not ended on the way")
+        raise ConfigError(f"{run.path}: {what}; give a run that was not cut short")
     return begun[0]

@@ -44,4 +44,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tell(why: str) -> None:
-    print(f"the checkpoint cannot be marked as complete yet: {why}; it will be as soon as that is possible", flush=True)
+    print(f"the checkpoint cannot be marked as complete yet: {why}; it will be as soon as possible", flush=True)

@@ -35,7 +35,7 @@ class CoordinatorArguments:
     page: Page = None
     take_over: Annotated[
         OptionalPath,
-        metavar("RUN", "Directory of a live run whose coordinator is lost: continue it in place of that one."),
+        metavar("RUN", "Directory of a live run whose coordinator is lost; this one continues the run."),
     ] = None
     standby: Annotated[
         OptionalPath,
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         return _stand_by(given.standby, host=given.host, page=given.page)
     if given.host is not None:
-        raise ConfigError("--host: is for --standby; of this coordinator, set --control.host")
+        raise ConfigError("--host: is for --standby; for this coordinator, set --control.host")
     if given.or_standby:
         return _coordinate_or_stand_by(given, flags)
     return _coordinate(given, flags)

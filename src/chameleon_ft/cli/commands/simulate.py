@@ -83,7 +83,9 @@ def _sweep(
     with _progress(policies, name, values) as show:
         found = sweep(case.scene, name, values, policies, parameters=case.parameters, progress=show)
     if not found.policies:
-        raise PlanError(f"--sweep {given.sweep}: at no value can anything be trained: {found.points[-1].misfit}")
+        raise PlanError(
+            f"--sweep {given.sweep}: nothing can be trained at any of these values: {found.points[-1].misfit}"
+        )
     if given.picture is not None:
         from chameleon_ft.simulate.pictures import draw_sweep
 

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     with given.watcher() as watcher:
         if not sys.stdout.isatty():
             raise ConfigError(
-                "standard output is no terminal; `chameleon status` prints the state once, and `tail -f` follows "
+                "standard output is not a terminal; `chameleon status` prints the state once, and `tail -f` follows "
                 "events.jsonl of the run"
             )
         screen = _Screen(watcher)

@@ -170,7 +170,7 @@ def _keep(
         action = _describe_reroute(cluster.plan, plan, context.lost, first_step)
     else:
         moved = describe_transfer(transition.transfer, stops=True)
-        action = f"{describe_pipelines(plan)}; {moved}; on with step {first_step}"
+        action = f"{describe_pipelines(plan)}; {moved}; resumes at step {first_step}"
     return RecoveryPlan(
         plan=plan,
         in_flight_limits=in_flight_limits,
@@ -361,11 +361,11 @@ def describe_transfer(transfer: Transfer, *, stops: bool) -> str:
 def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
     changed = [(new, old) for new, old in zip(plan.routes, before.routes, strict=True) if new.hops != old.hops]
     if not changed:
-        return f"on with step {first_step} and the same routes"
+        return f"resumes at step {first_step} with the same routes"
     helpers = sorted({hop.worker for new, old in changed for hop in new.hops if hop not in old.hops})
     return (
         f"{len(changed)} micro-batches of {listed('worker', lost)} go through {listed('worker', helpers)}; "
-        f"no weights move; on with step {first_step}"
+        f"no weights move; resumes at step {first_step}"
     )
 
 

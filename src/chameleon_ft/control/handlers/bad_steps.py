@@ -54,7 +54,7 @@ def describe(reports: Mapping[int, messages.BadStep], *, action: str) -> str:
     text = f"{report.why} in step {report.step}"
     if not report.is_bad_again:
         changed = [worker for worker, each in sorted(reports.items()) if each.has_changed]
-        who = f"the contribution of {listed('worker', changed)} was another one" if changed else "no worker is known"
+        who = f"the contribution of {listed('worker', changed)} differed" if changed else "no worker is known"
         return f"{text}, but not when it was computed again, so the hardware is at fault: {who}"
     places = [
         f"the {where} of micro-batch {micro_batch} in layers {start}-{stop - 1} on worker {worker}"

@@ -143,7 +143,9 @@ def lost(draft: Draft, agent: int) -> None:
         wait = duration(draft.state.settings.timeouts.rendezvous_s)
         messages.append(f"{host} was lost before the run began; its places are open for {wait}")
     if left:
-        messages.append(f"the agent of {host} is gone; {_named(left)} live on, and another agent there adopts them")
+        messages.append(
+            f"the agent of {host} is gone; {_named(left)} keep running, and another agent there adopts them"
+        )
     fields = {"message": "; ".join(messages)} if messages else {}
     draft.record("host_lost", host=host, workers=left, **fields)
 

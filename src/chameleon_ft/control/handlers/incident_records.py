@@ -59,7 +59,7 @@ def report_unresponsive(draft: Draft, connection: int) -> None:
     process = f"process {worker.process.pid}" if worker.process is not None else "its process"
     remedy = "start an agent there" if worker.agent_host else "end it by `kill -9`"
     message = (
-        f"worker {worker.id} does not answer and has no agent, so {process} on {worker.host} may live on: {remedy}"
+        f"worker {worker.id} does not answer and has no agent, so {process} on {worker.host} may still run: {remedy}"
     )
     draft.record("not_ended", worker=worker.id, host=worker.host, message=message)
 

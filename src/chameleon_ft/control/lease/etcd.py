@@ -113,7 +113,9 @@ class EtcdLease(RegisterLease[int]):
             except OSError as error:
                 problem = error.strerror or str(error)
             problems.append(f"{server}: {problem}")
-        raise LeaseError(f"{self}: no member can be used ({'; '.join(problems)}); see that they run and are reached")
+        raise LeaseError(
+            f"{self}: no member can be used ({'; '.join(problems)}); check that they run and can be reached"
+        )
 
     def _accepted(self, answer: Answer) -> Mapping[str, Any]:
         if answer.status != 200:

@@ -125,8 +125,8 @@ class KubernetesLease(RegisterLease[_Object | None]):
             return self._server.request(method, path, body, headers={"Authorization": f"Bearer {token}"})
         except OSError as error:
             raise LeaseError(
-                f"{self}: the API server at {self._server} cannot be used: {error.strerror or error}; see that it is "
-                f"reached, and that {self._account} has the token and the certificate of a service account"
+                f"{self}: the API server at {self._server} cannot be used: {error.strerror or error}; check that it "
+                f"can be reached, and that {self._account} has the token and the certificate of a service account"
             ) from None
 
     def _accepted(self, answer: Answer) -> _Object:

@@ -206,7 +206,7 @@ class BadStep(Message):
     step: int
     why: str
     is_bad_again: bool
-    has_changed: bool  # whether its own contribution was another one
+    has_changed: bool  # whether its own contribution differed
     origins: tuple[tuple[int, int, int, str], ...]
     """(micro-batch, first layer, layer after the last, where) of its operations in which the first values appeared that
     are not finite, when it computed the step again: in its data, its forward or its backward."""

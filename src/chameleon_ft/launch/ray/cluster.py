@@ -72,7 +72,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError if nothing listens at an address: Ray itself would try for a minute."""
     if address in ("auto", "local"):
         if address == "local":
-            raise ConfigError("--address local: is no cluster; use `chameleon train` for a run on one machine")
+            raise ConfigError("--address local: is not a cluster; use `chameleon train` for a run on one machine")
         return
     if "://" in address:
         raise ConfigError(

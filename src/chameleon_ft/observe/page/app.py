@@ -127,7 +127,7 @@ class _Endpoints:
 
     async def events(self, request: Request) -> Response:
         if self._followers >= _MOST_FOLLOWERS:
-            return JSONResponse({"error": f"{_MOST_FOLLOWERS} browsers follow already"}, status_code=503)
+            return JSONResponse({"error": f"{_MOST_FOLLOWERS} browsers follow the run already"}, status_code=503)
         await self._feed.report(newest_s=1.0)
         begin = {**self._feed.cursor}
         for name in begin:
@@ -193,7 +193,7 @@ def _order(name: str, values: Mapping[str, Any], actions: Actions) -> Callable[[
             factor = values.get("factor")
             if factor is None or isinstance(factor, int | float):
                 return lambda: actions.inject(worker=worker, kind=kind, factor=factor)
-    raise _RefusedError(400, f"{name}: is no action with such arguments")
+    raise _RefusedError(400, f"{name}: is not an action, or not with such arguments")
 
 
 def _json(value: object) -> Response:
@@ -227,7 +227,9 @@ class _LocalNames:
             host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name.strip("[]") not in _LOOPBACK:
-                response = JSONResponse({"error": "this page is for this machine; call it localhost"}, status_code=421)
+                response = JSONResponse(
+                    {"error": "this page is for this machine; open it as localhost"}, status_code=421
+                )
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -116,7 +116,9 @@ class _Collector(Collector):
             return
         outcome = OutcomeRecord.from_json(newest)
         family = GaugeMetricFamily(
-            "chameleon_predicted_over_actual", "Prediction of the newest decision, over what came.", labels=["of"]
+            "chameleon_predicted_over_actual",
+            "Predicted value of the newest decision, divided by the measured one.",
+            labels=["of"],
         )
         for name, error in (("step", outcome.step_error), ("stall", outcome.stall_error)):
             if error is not None and math.isfinite(error) and error > -1:

@@ -127,7 +127,7 @@ class TraceSink:
     def _export(self) -> bool:
         spans = self._ended.take()
         if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise OSError("spans were not taken; is this the address of a collector for OTLP over HTTP?")
+            raise OSError("spans were not accepted; is this the address of a collector for OTLP over HTTP?")
         return bool(spans)
 
 

@@ -213,7 +213,7 @@ class Committer:
             return self._applied(vote, 0.0, self.held.learning_rate(self.committed))
         if vote.terms < 1:
             raise ConfigError(
-                f"step {self.committed}: the batch has {vote.terms} loss terms; see that `loss_terms` counts them"
+                f"step {self.committed}: the batch has {vote.terms} loss terms; make sure that `loss_terms` counts them"
             )
         grad_norm = _grad_norm(vote)
         self.activity.begin(f"the optimizer in step {self.committed}")

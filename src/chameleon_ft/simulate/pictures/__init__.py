@@ -47,6 +47,6 @@ def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
 
     if not sweep.policies:
         raise ConfigError(
-            f"{path}: there is nothing to draw, for at no value of {sweep.name} could anything be trained"
+            f"{path}: there is nothing to draw, because nothing could be trained at any value of {sweep.name}"
         )
     save_picture(figure_of_sweep(title, sweep), path, title=title)

@@ -47,7 +47,7 @@ def figure_of_sweep(title: str, sweep: Sweep) -> Figure:
 
     right.set_yscale("log")
     bound = "the oracle" if bounded else "failure-free"
-    _draw_panel(right, sweep, policies, f"short of {bound}, the less the better", gap)
+    _draw_panel(right, sweep, policies, f"short of {bound}, lower is better", gap)
     right.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     return figure
 
