@@ -30,6 +30,7 @@ def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> st
     view.finished(
         summarize([step_record(0, loss=2.5)], [failure], samples_per_step=16, status="finished", reason="all is done")
     )
+    view.close()
     return out.getvalue()
 
 
@@ -63,6 +64,7 @@ def test_the_steps_of_a_fork_are_counted_from_its_beginning(first_step: int, wor
     view = TerminalView(Console(file=out, width=80, highlight=False), steps=20)
     steps = [step_record(first_step)]
     view.finished(summarize(steps, [], samples_per_step=16, first_step=first_step, status="finished", reason="done"))
+    view.close()
     (line,) = (line for line in out.getvalue().splitlines() if " steps " in line)
     assert line.strip("| ").split(maxsplit=1)[1].strip() == words
 
@@ -83,7 +85,9 @@ def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
         outcome_record(), measured_step_s=measured_step_s, measured_stall_s=measured_stall_s, policy=policy
     )
     out = io.StringIO()
-    TerminalView(Console(file=out, width=300, highlight=False)).outcome(record)
+    view = TerminalView(Console(file=out, width=300, highlight=False))
+    view.outcome(record)
+    view.close()
     assert (
         ("prediction not to be trusted: " in out.getvalue()) == bool(words) == (record.to_json()["warning"] is not None)
     )
@@ -108,6 +112,7 @@ def test_the_header_names_the_restored_state(generation: int, checkpoint: int | 
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=80, highlight=False))
     view.started(dataclasses.replace(run_info(), generation=generation, checkpoint=checkpoint))
+    view.close()
     found = [line.strip() for line in out.getvalue().splitlines() if line.strip().startswith("from")]
     assert found == ([] if words is None else [words])
 
@@ -130,6 +135,7 @@ def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=100, highlight=False))
     view.join(dataclasses.replace(join_record(17), workers=workers, spares=(6,)))
+    view.close()
     text = " ".join(out.getvalue().replace("|", " ").split())
     for words in (
         f"{title} before step 17",
@@ -190,4 +196,5 @@ def test_many_pipelines_are_abridged() -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out))
     view.started(dataclasses.replace(run_info(), pipelines=tuple((index, index + 40) for index in range(40))))
+    view.close()
     assert "and 24 more" in out.getvalue()
