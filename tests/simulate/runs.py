@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
+from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, TrainConfig
 from chameleon_ft.observe import CostsFrom, FailureRecord, GenerationPlan, RunDirectory, StepRecord
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, best_program
@@ -35,7 +35,7 @@ _RECORD = FailureRecord(
 
 
 def config(*, every: Literal["auto"] | int = 0, **recovery: Any) -> RunConfig:
-    return RunConfig(
+    return TrainConfig(
         workers=2,
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=24, micro_batch_size=1),
