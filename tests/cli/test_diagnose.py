@@ -259,7 +259,7 @@ action  the second result counts; the hardware is at fault
 Silent corruption: layer 1
 since   2026-01-01 12:00:04 UTC
 why     workers 0, 2 have different states of it after 50 updates, without a majority
-action  all returned to a checkpoint of step 40 or before
+action  all returned to a snapshot or checkpoint of step 40 or before
 
 Lost agent: node7 (10.0.0.7)
 since   2026-01-01 12:00:05 UTC, for 1.000 s
@@ -350,8 +350,8 @@ def test_every_event_is_routine_or_described() -> None:
             "plan",
             [
                 "an older one was read",
-                "all returned to a checkpoint of step 40 or before",
-                "all returned to the newest checkpoint, and its samples were left out",
+                "all returned to a snapshot or checkpoint of step 40 or before",
+                "all returned to the newest snapshot or checkpoint, and its samples were left out",
             ],
         ),
         ("finished", ["the run ended"] * 3),

@@ -176,7 +176,8 @@ def _check_progress(state: State) -> None:
 def _check_health(before: State, after: State, commands: tuple[Command, ...]) -> None:
     health, decided = after.health, [command.plan for command in commands if isinstance(command, Launch)]
     assert health.agreed <= after.committed
-    assert len({report.step for report in health.reports.values()}) <= 1, "reports of a bad step are of one step"
+    steps = {report.step for reports in health.reports.values() for report in reports}
+    assert steps == health.reporting.keys(), "it is known who reports a bad step"
     if health.disagreement is not None:
         assert after.phase in (Phase.STOPPING, Phase.DECIDING, Phase.OVER), (
             "no worker trains with a state that is wrong"

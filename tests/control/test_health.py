@@ -74,7 +74,7 @@ def test_without_a_majority_all_return_to_a_checkpoint() -> None:
     history.quiesce()
     assert not history.failures, "no worker is to blame for the messages that failed"
     (event,) = history.events("state_differs")
-    assert "differs between workers 0, 1, 2, 3; all return to a checkpoint" in event["message"]
+    assert "differs between workers 0, 1, 2, 3; all return to a snapshot or checkpoint" in event["message"]
     assert history.state.checkpoints.is_reread
     return_to(history, 2)
     assert history.state.health.agreed == 2
@@ -122,6 +122,8 @@ def test_the_run_ends_if_configured_so() -> None:
     assert status == "failed"
     assert reason.startswith("the state of layer 1 after 3 updates differs between workers 0, 1: ")
     assert DistrustCheckpoints(after=2) in history.commands
+    (event,) = history.events("state_differs")
+    assert event["message"].endswith("; the run ends"), "no worker returns to a checkpoint"
 
 
 def test_a_worker_that_got_its_copy_from_another_makes_no_majority() -> None:
@@ -206,6 +208,24 @@ def test_a_step_that_is_good_when_it_is_repeated_names_the_workers_that_have_cha
         "of worker 2 differed"
     )
     assert not history.state.health.reports
+
+
+def test_workers_may_report_the_next_bad_step_before_others_have_reported_this_one() -> None:
+    history = training()
+    place = (5, 0, 2, "backward")
+    first, second = (bad_step(history, again=True).model_copy(update={"step": step}) for step in (3, 4))
+    origins = {"origins": (place,)}
+    for worker, report in ((0, first), (0, second), (1, first), (3, second.model_copy(update=origins))):
+        history.tell(worker, report)
+    assert not history.events("bad_step")
+    history.tell(2, first.model_copy(update=origins))
+    history.tell(3, first)
+    history.tell(1, second)
+    history.tell(2, second)
+    assert [event["step"] for event in history.events("bad_step")] == [3, 4], "each is told once"
+    assert [[each["worker"] for each in event["origins"]] for event in history.events("bad_step")] == [[2], [3]]
+    assert not history.state.health.reports
+    assert not history.state.health.reporting
 
 
 def test_the_first_place_is_named_data_before_operations() -> None:

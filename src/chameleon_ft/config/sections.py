@@ -201,13 +201,13 @@ class Health(Section):
     on_disagreement: Literal["rollback", "stop"] = Field(
         default="rollback",
         description="Action if holders differ and no majority tells which is right. rollback: return to the "
-        "newest checkpoint from before they last agreed, and stop if there is none; stop: end the run.",
+        "newest snapshot or checkpoint from before they last agreed, and stop if there is none; stop: end the run.",
     )
     on_bad_step: Literal["skip", "rollback", "stop"] = Field(
         default="skip",
         description="Action if a loss or gradient is bad, and also when the step is computed again. skip: leave the "
-        "samples of the step out; rollback: return to the newest checkpoint, and leave them out then; stop: end the "
-        "run with a checkpoint.",
+        "samples of the step out; rollback: return to the newest snapshot or checkpoint, and leave them out then; "
+        "stop: end the run with a checkpoint.",
     )
     spike_factor: float = Field(
         default=0.0,

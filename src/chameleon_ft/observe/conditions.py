@@ -50,7 +50,7 @@ _ENDED_BY: Final[Mapping[str, tuple[str, str]]] = {
 
 _BAD_STEP: Final = {
     "skip": "its samples were left out",
-    "rollback": "all returned to the newest checkpoint, and its samples were left out",
+    "rollback": "all returned to the newest snapshot or checkpoint, and its samples were left out",
     "stop": "the run ended, with a checkpoint of the state before it",
 }
 
@@ -183,7 +183,7 @@ def _state_differs(event: Event, later: Sequence[Event], _: Event | None) -> Des
     layers = {int(layer): workers for layer, workers in event["undecided"].items()}
     workers = sorted({worker for each in layers.values() for worker in each})
     why = f"{listed('worker', workers)} have different states of it after {event['step']} updates, without a majority"
-    action = _unless_ended(f"all returned to a checkpoint of step {event['agreed']} or before", later)
+    action = _unless_ended(f"all returned to a snapshot or checkpoint of step {event['agreed']} or before", later)
     return f"{'layer' if len(layers) == 1 else 'layers'} {in_ranges(sorted(layers))}", why, action
 
 

@@ -11,7 +11,7 @@ from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import counted, listed
 
-__all__ = ["MOST_IN_A_ROW", "describe", "record", "skipped"]
+__all__ = ["MOST_IN_A_ROW", "describe", "record", "record_all", "skipped"]
 
 MOST_IN_A_ROW: Final = 5
 """Bad steps one after the other, after which the run ends: leaving out samples does not help."""
@@ -20,31 +20,35 @@ _ORDER: Final = ("data", "forward", "backward")
 _NAMED: Final = 3  # places in a message; the record has all
 _ACTIONS: Final = {
     "skip": "its samples are left out",
-    "rollback": "all return to the newest checkpoint, and leave its samples out",
+    "rollback": "all return to the newest snapshot or checkpoint, and leave its samples out",
     "stop": "the run ends, with a checkpoint of the state before it",
 }
 
 
-def record(draft: Draft) -> None:
-    """Record the bad step that workers have reported, if there is one, and forget the reports."""
-    health = draft.state.health
-    if not health.reports:
-        return
-    draft.state = replace(draft.state, health=replace(health, reports={}))
-    report = next(iter(health.reports.values()))
+def record_all(draft: Draft) -> None:
+    """Record the bad steps that not all workers have reported, because some are lost."""
+    for step in sorted(draft.state.health.reporting):
+        record(draft, step)
+
+
+def record(draft: Draft, step: int) -> None:
+    """Record a bad step that workers have reported, and forget the reports."""
+    reports = draft.state.health.reports_of(step)
+    draft.state = replace(draft.state, health=draft.state.health.without_reports_of(step))
+    report = next(iter(reports.values()))
     action = draft.state.settings.health.on_bad_step if report.is_bad_again else "applied"
     draft.record(
         "bad_step",
-        step=report.step,
+        step=step,
         why=report.why,
         is_bad_again=report.is_bad_again,
         action=action,
-        changed=[worker for worker, each in sorted(health.reports.items()) if each.has_changed],
+        changed=[worker for worker, each in sorted(reports.items()) if each.has_changed],
         origins=[
             {"worker": worker, "micro_batch": micro_batch, "layers": [start, stop], "where": where}
-            for micro_batch, start, stop, where, worker in _origins(health.reports)
+            for micro_batch, start, stop, where, worker in _origins(reports)
         ],
-        message=describe(health.reports, action=action),
+        message=describe(reports, action=action),
     )
 
 

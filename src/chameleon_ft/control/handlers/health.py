@@ -29,7 +29,9 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     draft.do(commands.DistrustCheckpoints(after=state.health.agreed))
     draft.state = replace(draft.state, snapshots=state.snapshots.distrusted(state.health.agreed))
     draft.state = replace(draft.state, health=replace(state.health, disagreement=found))
-    news = {"message": f"{found}; all return to a checkpoint from before"} if found.undecided else {}
+    ending = _why_it_ends(draft, found) if found.undecided else None
+    action = "all return to a snapshot or checkpoint from before" if ending is None else "the run ends"
+    news = {"message": f"{found}; {action}"} if found.undecided else {}
     draft.record(
         "state_differs",
         step=found.step,
@@ -38,8 +40,11 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
         undecided={str(layer): list(workers) for layer, workers in found.undecided.items()},
         **news,
     )
-    if found.undecided and not _may_return(draft, found):
+    if ending is not None:
+        incidents.end(draft, "failed", ending)
         return
+    if found.undecided:
+        draft.state = replace(draft.state, health=replace(draft.state.health, doubted=found.doubted))
     for worker, layers in found.odd.items():
         name = "layer" if len(layers) == 1 else "layers"
         cause = f"its state of {name} {in_ranges(layers)} after {found.step} updates differs from that of its peers"
@@ -53,21 +58,21 @@ def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
 
 
 def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
-    """Collect the workers' reports of a bad step, and act once all have reported: until then, some compute it."""
+    """Collect the workers' reports of a bad step, and act once all have reported: until then, some compute it.
+
+    Reports of the next step may come in between, because each worker has a connection of its own.
+    """
     state = draft.state
     # Some workers may have switched to the next generation after the step already.
     if message.generation not in (state.active_generation, state.switched_from) or state.active is None:
         return
-    if any(each.step != message.step for each in state.health.reports.values()):
-        bad_steps.record(draft)  # one of its workers was lost since
-    health = draft.state.health
-    reporting = health.reporting if health.reports else frozenset(state.active.plan.workers)
-    reports = {**health.reports, worker: message}
-    draft.state = replace(draft.state, health=replace(health, reports=reports, reporting=reporting))
-    if not reports.keys() >= reporting.intersection(state.members.live()):
+    health = state.health.reported(worker, message, state.active.plan.workers)
+    draft.state = replace(state, health=health)
+    reports = health.reports_of(message.step)
+    if not reports.keys() >= health.reporting[message.step].intersection(state.members.live()):
         return
     action = state.settings.health.on_bad_step if message.is_bad_again else "applied"
-    bad_steps.record(draft)
+    bad_steps.record(draft, message.step)
     if action == "stop":
         ending = bad_steps.describe(reports, action=action)
         remedy = "to leave its samples out, resume with --health.on-bad-step skip"
@@ -78,19 +83,15 @@ def bad_step(draft: Draft, worker: int, message: messages.BadStep) -> None:
         incidents.stop(draft)
 
 
-def _may_return(draft: Draft, found: Disagreement) -> bool:
-    """Return whether all workers are to return to a checkpoint; otherwise end the run."""
+def _why_it_ends(draft: Draft, found: Disagreement) -> str | None:
+    """Return why the run ends; None if all workers are to return to a checkpoint."""
     health, settings = draft.state.health, draft.state.settings.health
     if settings.on_disagreement == "stop":
         remedy = "the run ends (health.on_disagreement = stop); --resume continues from a checkpoint from before"
-        incidents.end(draft, "failed", f"{found}: {remedy}")
-        return False
+        return f"{found}: {remedy}"
     if again := sorted(found.doubted & health.doubted):
-        reason = f"{found}, again after a return to a checkpoint: {_REMEDY.format(min(again))}"
-        incidents.end(draft, "failed", reason)
-        return False
-    draft.state = replace(draft.state, health=replace(health, doubted=found.doubted))
-    return True
+        return f"{found}, again after a return to a checkpoint: {_REMEDY.format(min(again))}"
+    return None
 
 
 _REMEDY = (

@@ -317,7 +317,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     state = draft.state
     if state.phase is Phase.OVER:
         return
-    bad_steps.record(draft)
+    bad_steps.record_all(draft)
     outcomes, outcome = state.outcomes.ended()
     draft.state = replace(draft.state, phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
     draft.record_outcome(outcome)

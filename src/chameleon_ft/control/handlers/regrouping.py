@@ -63,7 +63,7 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
 
 def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
-    bad_steps.record(draft)  # of the generation before, also if not all of its workers have reported
+    bad_steps.record_all(draft)  # of the generation before, also if not all of its workers have reported
     if draft.state.ending is None:
         # The bad step is trained again.
         draft.state = replace(draft.state, health=replace(draft.state.health, ending=""))

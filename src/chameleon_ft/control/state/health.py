@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from chameleon_ft.control.wire.messages import BadStep
 from chameleon_ft.plan import Placement
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.quantities import in_ranges, listed
 
 __all__ = ["Disagreement", "Health"]
@@ -58,8 +58,8 @@ class Health:
         disagreement: the one for which all workers return to a checkpoint.
         doubted: workers that differed before the last return, since which holders have not agreed.
         skipped: bad steps, whose samples are left out.
-        reports: worker -> its report of the present step, which was bad.
-        reporting: the workers that trained it, from the first report on.
+        reports: worker -> its reports of bad steps that not all workers have reported yet, oldest first.
+        reporting: such a step -> the workers that trained it.
         ending: why the run ends after the present step; empty if it does not.
     """
 
@@ -68,12 +68,12 @@ class Health:
     disagreement: Disagreement | None = None
     doubted: frozenset[int] = frozenset()
     skipped: frozenset[int] = frozenset()
-    reports: Mapping[int, BadStep] = FrozenMap({})
-    reporting: frozenset[int] = frozenset()
+    reports: Mapping[int, tuple[BadStep, ...]] = FrozenMap({})
+    reporting: Mapping[int, frozenset[int]] = FrozenMap({})
     ending: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("witnesses", "reports"):
+        for name in ("witnesses", "reports", "reporting"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     def loaded(self, step: int, placement: Placement | None) -> Self:
@@ -102,6 +102,21 @@ class Health:
         return self._with(
             {layer: tuple(each for each in known if each != worker) for layer, known in self.witnesses.items()}
         )
+
+    def reported(self, worker: int, report: BadStep, workers: Collection[int]) -> Self:
+        """Note the report of a bad step, which `workers` train. Some of them may report the next one before others."""
+        reports = {**self.reports, worker: (*self.reports.get(worker, ()), report)}
+        return replace(self, reports=reports, reporting={report.step: frozenset(workers), **self.reporting})
+
+    def reports_of(self, step: int) -> dict[int, BadStep]:
+        """Return the reports of a step, by worker."""
+        return {worker: each for worker, reports in self.reports.items() for each in reports if each.step == step}
+
+    def without_reports_of(self, step: int) -> Self:
+        """Forget a step that is recorded."""
+        left = {worker: tuple(each for each in own if each.step != step) for worker, own in self.reports.items()}
+        reports = {worker: own for worker, own in left.items() if own}
+        return replace(self, reports=reports, reporting=without(self.reporting, step))
 
     def differs(self, step: int, checksums: Mapping[int, Mapping[int, int]]) -> Disagreement:
         """Find the workers whose state is wrong; `checksums`: of each layer that differs, those of its holders."""
