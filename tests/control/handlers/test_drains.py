@@ -96,6 +96,20 @@ def test_all_workers_of_a_host_but_not_all_of_the_run_can_be_drained(host: str, 
     assert history.state.ending is None
 
 
+def test_it_is_said_why_workers_leave() -> None:
+    history = training(recovery=RESPAWNING)
+    drain(history, 1)
+    history.tell(2, Drain(signal="SIGHUP"))
+    history.say(AGENT + 1, HostHello(host="node7", slots=1))
+    history.tell(4, Hello(worker=4, host="10.0.0.7", incarnation=1))
+    history.say(AGENT + 1, Drain(signal="SIGTERM"))
+    assert [event["message"] for event in history.events("draining")] == [
+        "until no plan needs worker 1 any more, because of chameleon drain",
+        "until no plan needs worker 2 any more, because of SIGHUP to its process",
+        "until no plan needs worker 4 any more, because of SIGTERM to the agent",
+    ]
+
+
 @pytest.mark.parametrize("by", [AGENT + 1, 2000])
 def test_workers_that_do_not_take_part_yet_leave_at_once(by: int) -> None:
     history = training(recovery=RESPAWNING)
