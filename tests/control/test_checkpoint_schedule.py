@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.config import Checkpoint, Recovery
-from chameleon_ft.control.commands import CompleteCheckpoint, MarkDamaged
+from chameleon_ft.control.commands import CompleteCheckpoint, DistrustCheckpoints, MarkDamaged
 from chameleon_ft.control.events import Decided
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.checkpoints import Checkpoints
@@ -314,6 +314,10 @@ def test_all_workers_stop_if_one_cannot_read_the_checkpoint(is_damaged: bool) ->
     question = history.questions[-1]
     history.happen(Decided(at=history.at, question=question.question, plan=replace(a_plan([0], first_step=2), load=2)))
     assert history.state.committed == 2
+    history.start()
+    assert DistrustCheckpoints(after=2) not in history.commands
+    history.commit()
+    assert DistrustCheckpoints(after=2) in history.commands, "that of step 4 is to be written again"
     assert not history.state.checkpoints.is_reread
 
 

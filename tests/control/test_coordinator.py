@@ -178,7 +178,7 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: S
     stage.save(2, 0, 0, 1)
     first, second = stage.events("checkpoint_failed")
     assert first["error"] == second["error"] == "OSError: disk full"
-    assert first["message"].startswith(f"no complete one of step 2: OSError: disk full, in {stage.run.checkpoints}; ")
+    assert first["message"].startswith(f"no complete one of step 2 in {stage.run.checkpoints}: OSError: disk full; ")
     assert "message" not in second, "people are told once"
     assert list(stage.run.checkpoints.iterdir()) == [], "nothing is left of it, whatever is written late"
     assert stage.ended is None
@@ -305,7 +305,10 @@ def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
     second(tmp_path)
 
 
-def test_a_checkpoint_that_this_host_cannot_read_is_left_out_and_keeps_its_mark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unreadable", [(4,), (2, 4)])
+def test_checkpoints_that_this_host_cannot_read_keep_their_marks_unless_all_begin_with_an_older_one(
+    tmp_path: Path, unreadable: tuple[int, ...]
+) -> None:
     @scene()
     async def first(stage: Stage) -> None:
         stage.train(steps=5)
@@ -314,15 +317,24 @@ def test_a_checkpoint_that_this_host_cannot_read_is_left_out_and_keeps_its_mark(
 
     @scene(resume=True)
     async def second(stage: Stage) -> None:
-        checksums = layer_directory(stage.run.checkpoints, 4, 1) / "checksums.json"
-        checksums.unlink()
-        checksums.symlink_to(checksums.name)
+        for step in unreadable:
+            checksums = layer_directory(stage.run.checkpoints, step, 1) / "checksums.json"
+            checksums.unlink()
+            checksums.symlink_to(checksums.name)
         stage.gather(4)
-        assert (stage.order().first_step, stage.order().load) == (2, 2)
-        (event,) = stage.events("checkpoint_unreadable")
-        assert event["message"].startswith("that of step 4 cannot be read now and is not used: [Errno 40] Too many")
-        assert str(checksums) in event["message"]
-        assert complete_checkpoints(stage.run.checkpoints) == [2, 4]
+        told = stage.events("checkpoint_unreadable")
+        assert [event["step"] for event in told] == [*reversed(unreadable)]
+        assert told[0]["message"].startswith("that of step 4 cannot be read here and is not used: [Errno 40] Too many")
+        if len(unreadable) == 1:
+            assert (stage.order().first_step, stage.order().load) == (2, 2)
+            stage.start()
+            assert complete_checkpoints(stage.run.checkpoints) == [2, 4], "others may not have read theirs yet"
+            stage.commit(2)
+            assert complete_checkpoints(stage.run.checkpoints) == [2], "that of step 4 is to be written again"
+        else:
+            assert stage.ended is not None
+            assert stage.ended[1].startswith("there is no checkpoint that can be read; that of step 2 cannot be read")
+            assert complete_checkpoints(stage.run.checkpoints) == [2, 4], "they may be read elsewhere, or later"
 
     first(tmp_path)
     second(tmp_path)

@@ -147,7 +147,7 @@ class CompleteCheckpoint(Command):
 
 @dataclass(frozen=True, slots=True)
 class DistrustCheckpoints(Command):
-    """Mark the checkpoints that resume after this step as damaged: the state in them may be wrong."""
+    """Mark the checkpoints that resume after this step as damaged: their state may be wrong, or cannot be read."""
 
     after: int
 

@@ -78,8 +78,8 @@ class DecisionTasks:
             if found.is_damaged:
                 self._checkpoints.mark_damaged(step)
                 message = describe_unreadable(step, found.damage)
-            else:  # it is looked at again when it is needed again
-                message = f"that of step {step} cannot be read now and is not used: {found.damage}"
+            else:  # without an older one, it may be read in another start
+                message = f"that of step {step} cannot be read here and is not used: {found.damage}"
             self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
             return self.decide(state, {**damages, step: found.damage})
 

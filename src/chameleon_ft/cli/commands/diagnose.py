@@ -34,7 +34,7 @@ _TITLES: Final[Mapping[str, str]] = {
     "not_ended": "Not ended",
     "checkpoint_late": "Slow checkpoint",
     "checkpoint_failed": "Not written",
-    "checkpoint_unreadable": "Damaged",
+    "checkpoint_unreadable": "Not read",
     "checkpoint_incomplete": "Not complete",
     "checkpoint_unchecked": "Not checked",
 }

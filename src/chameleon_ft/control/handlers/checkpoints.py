@@ -20,6 +20,10 @@ __all__ = ["committed", "not_marked", "save", "saved", "slow_io", "switched"]
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""
     state, config = draft.state, draft.state.settings.checkpoint
+    assert state.active is not None
+    if message.generation == state.checkpoints.loads and message.step == state.active.first_step:
+        # All have read that state. The steps of newer checkpoints, which cannot be read, are trained again.
+        draft.do(commands.DistrustCheckpoints(after=message.step))
     if message.step + 1 in state.checkpoints.failed:
         draft.state = replace(draft.state, checkpoints=state.checkpoints.repeated(message.step + 1))
         state = draft.state
@@ -99,7 +103,7 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         # Its remains take room that the next one may need; other ranks may still add to them.
         draft.do(commands.DiscardCheckpoint(part.step, agreed=state.health.agreed))
     if part.error is not None:
-        message = f"no complete one of step {part.step}: {part.error}, in {state.settings.checkpoints}; what was "
+        message = f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was "
         message += "written of it is removed, and the one before stays the newest"
         news = {} if part.step in events.failed else {"message": message}
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
