@@ -36,6 +36,7 @@ _MOST_FILES = os.sysconf("SC_OPEN_MAX")
 for _module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
     importlib.import_module(_module.name)
 load_solvers()
+importlib.import_module("s3fs")  # by every process of a run with a store
 
 
 def run_command(

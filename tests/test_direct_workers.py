@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, Timeouts, config_to_toml
+from chameleon_ft.config import Batch, Parallel, Timeouts
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,
     Ended,
@@ -38,10 +39,9 @@ def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
         parallel=Parallel(dp=3, pp=1),
         batch=Batch(micro_batches=6),
         timeouts=Timeouts(reconnect_s=2.0),
+        failures=unhurried(3),
     )
-    file = tmp_path / "config.toml"
-    file.write_text(config_to_toml(config))
-    with Command("coordinator", file, "--output-dir", run.path) as command:
+    with Command("coordinator", write_config(config, tmp_path), "--output-dir", run.path) as command:
         yield command
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, Timeouts, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, Timeouts
 from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory
+from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -95,14 +96,13 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
         batch=Batch(micro_batches=8, micro_batch_size=4),
         timeouts=TIMEOUTS,
         control=Control(host=ADDRESSES["coordinator"]),
+        failures=unhurried(4, speed=0.25),
     )
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         coordinator = stack.enter_context(
-            Command(
-                "coordinator", tmp_path / "config.toml", "--output-dir", run.path, network=network.name("coordinator")
-            )
+            Command("coordinator", file, "--output-dir", run.path, network=network.name("coordinator"))
         )
         coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.1:\d+")
         hosts = {
@@ -141,12 +141,13 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby(tmp_path: Pat
         batch=Batch(micro_batches=4, micro_batch_size=2),
         timeouts=TIMEOUTS.model_copy(update={"reconnect_s": 60.0}),
         control=Control(host=ADDRESSES["second"], lease_s=4.0),
+        failures=unhurried(2, speed=0.25),
     )
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         first = stack.enter_context(
-            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, network=network.name("second"))
+            Command("coordinator", file, "--output-dir", run.path, network=network.name("second"))
         )
         first.read_until(r"chameleon agent --coordinator 10\.77\.0\.3:\d+")
         standby = stack.enter_context(

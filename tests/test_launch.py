@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig, config_to_toml
+from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig
 from chameleon_ft.control.wire.address import bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.messages import Exit, Hello, Message, Refused
@@ -26,6 +26,7 @@ from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
 from chameleon_ft.runtime.inspection import inspect_job
 from chameleon_ft.workload import LayerCost
+from tests.configs import write_config
 from tests.harness import (
     Command,
     Ended,
@@ -50,13 +51,7 @@ STEP = r"^\s+{}\s"  # the line of a step
 @pytest.fixture
 def endless(tmp_path: Path) -> Path:
     """A configuration of a run that goes on until it is ended."""
-    return written(small_config(tmp_path, steps=100_000, workers=4, parallel=Parallel(dp=2, pp=2)), tmp_path)
-
-
-def written(config: RunConfig, directory: Path) -> Path:
-    path = directory / "config.toml"
-    path.write_text(config_to_toml(config))
-    return path
+    return write_config(small_config(tmp_path, steps=100_000, workers=4, parallel=Parallel(dp=2, pp=2)), tmp_path)
 
 
 @pytest.fixture
@@ -120,7 +115,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint_and_asks_to_resume_it(endless: Pat
 
 def test_one_command_starts_a_run_resumes_it_and_has_nothing_left_to_do(tmp_path: Path, run: RunDirectory) -> None:
     config = small_config(tmp_path, steps=60, workers=2, parallel=Parallel(dp=2, pp=1))
-    requeued = ("train", written(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
+    requeued = ("train", write_config(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
     with Command(*requeued) as first:
         first.read_until(STEP.format(3))
         first.signal(signal.SIGTERM)
@@ -136,7 +131,7 @@ def test_one_command_starts_a_run_resumes_it_and_has_nothing_left_to_do(tmp_path
 
 def test_of_commands_that_start_or_resume_a_run_at_once_one_does(tmp_path: Path, run: RunDirectory) -> None:
     config = small_config(tmp_path, steps=100_000, workers=2, parallel=Parallel(dp=2, pp=1))
-    requeued = ("train", written(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
+    requeued = ("train", write_config(config, tmp_path), "--output-dir", run.path, "--resume", "auto")
     for _ in range(2):  # it is started, and then resumed
         with ExitStack() as stack:
             both = [stack.enter_context(Command(*requeued)) for _ in range(2)]
@@ -160,14 +155,15 @@ def test_an_agent_may_come_before_its_coordinator(tmp_path: Path, run: RunDirect
     config = small_config(tmp_path, steps=5, workers=2, parallel=Parallel(dp=2, pp=1))
     with Command("agent", "--run", run.path, "--workers", "2") as host:
         host.read_until("waiting up to 300 s for the coordinator of")
-        with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as coordinator:
+        with Command("coordinator", write_config(config, tmp_path), "--output-dir", run.path) as coordinator:
             assert coordinator.wait() == host.wait() == 0, host.printed
 
 
 def test_a_token_that_machines_have_in_common_and_the_address_that_is_routed(tmp_path: Path, run: RunDirectory) -> None:
     config = small_config(tmp_path, workers=2, steps=4, parallel=Parallel(dp=2, pp=1), control=Control(host="auto"))
     secret = {"CHAMELEON_TOKEN": "a-secret-of-all-machines"}
-    with Command("coordinator", written(config, tmp_path), "--output-dir", run.path, environ=secret) as coordinator:
+    file = write_config(config, tmp_path)
+    with Command("coordinator", file, "--output-dir", run.path, environ=secret) as coordinator:
         coordinator.read_until("waiting for 2 workers")
         control = run.read_control()
         assert control.token == secret["CHAMELEON_TOKEN"]
@@ -189,7 +185,7 @@ def test_sigterm_before_training_ends_at_once(endless: Path, run: RunDirectory) 
 def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunDirectory) -> None:
     # Not even a worker that is stopped, and cannot see that it has become an orphan.
     config = small_config(tmp_path, steps=100_000, failures=(fails(2, step=4, kind="hang"),))
-    with Command("train", written(config, tmp_path), "--output-dir", run.path) as training:
+    with Command("train", write_config(config, tmp_path), "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with every_process_ends(training.session()):
             training.signal(signal.SIGKILL)
@@ -205,7 +201,7 @@ def test_by_default_a_killed_coordinator_loses_only_the_steps_since_a_checkpoint
 ) -> None:
     layout = {"workers": 4, "parallel": Parallel(dp=2, pp=2)}
     config = small_config(tmp_path, steps=100_000, checkpoint=Checkpoint(), **layout)
-    with Command("train", written(config, tmp_path), "--output-dir", run.path) as training:
+    with Command("train", write_config(config, tmp_path), "--output-dir", run.path) as training:
         step = 0
         while not complete_checkpoints(run.checkpoints):
             training.read_until(STEP.format(step))
@@ -300,8 +296,7 @@ def test_a_job_that_cannot_be_loaded_starts_no_worker(tmp_path: Path) -> None:
 def test_a_host_without_the_device_starts_no_worker(tmp_path: Path) -> None:
     if importlib.util.find_spec("torch_npu") is not None:
         pytest.skip("it may have one")
-    config = tmp_path / "run.toml"
-    config.write_text(config_to_toml(small_config(tmp_path, steps=2).model_copy(update={"device": "npu"})))
+    config = write_config(small_config(tmp_path, steps=2).model_copy(update={"device": "npu"}), tmp_path)
     with Command("train", config, "--output-dir", tmp_path / "run") as training:
         training.read_until('warning: device = "npu" with backend = "gloo" has not been run on any Ascend NPU yet')
         training.read_until('chameleon train: device = "npu": the package torch_npu is not installed')

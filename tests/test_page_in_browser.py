@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Checkpoint, Parallel, Timelines, config_to_toml
+from chameleon_ft.config import Checkpoint, Parallel, Timelines
 from chameleon_ft.observe import RunDirectory
+from tests.configs import write_config
 from tests.harness import Command, small_config
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -98,8 +99,7 @@ def test_a_run_is_watched_and_controlled_in_a_browser(browser: Browser, tmp_path
         checkpoint=Checkpoint(every=0),
         timelines=Timelines(every=5),
     )
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
-    start = ("train", tmp_path / "config.toml", "--output-dir", run.path, "--page", "127.0.0.1:0")
+    start = ("train", write_config(config, tmp_path), "--output-dir", run.path, "--page", "127.0.0.1:0")
     # Both start an interpreter, because Playwright runs an event loop in this thread.
     with Command(*start, own_interpreter=True) as training:
         url = training.read_until(r"page: (http://127\.0\.0\.1:\d+/)")[1]

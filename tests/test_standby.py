@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, Recovery, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel, Recovery
 from chameleon_ft.control.wire.address import bearer
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import (
     PATIENT,
     Command,
@@ -34,19 +35,19 @@ from tests.harness import (
 pytestmark = pytest.mark.multiprocess
 
 LEASE_S = 3.0
-SLOW = Batch(
-    micro_batches=64, micro_batch_size=2
-)  # the lines of its steps do not fill a pipe that is not read for long
 
 
 def written(directory: Path, **changes: Any) -> Path:
-    """Write the configuration of a run of two workers, and return its file."""
+    """Write the configuration of a run of two workers, and return its file.
+
+    Its steps are slow, so that it lasts until another coordinator leads, and their lines do not fill a pipe that is
+    not read for long.
+    """
     layout = {"workers": 2, "parallel": Parallel(dp=2, pp=1), "batch": Batch(micro_batches=4, micro_batch_size=2)}
-    file = directory / "config.toml"
     timeouts = PATIENT.model_copy(update={"reconnect_s": 20.0})
     fields = {"control": Control(lease_s=LEASE_S), "timeouts": timeouts, **layout, **changes}
-    file.write_text(config_to_toml(small_config(directory, **fields)))
-    return file
+    fields["failures"] = unhurried(fields["workers"])
+    return write_config(small_config(directory, **fields), directory)
 
 
 def assert_complete(ended: Ended, *, steps: int) -> None:
@@ -59,7 +60,7 @@ def assert_complete(ended: Ended, *, steps: int) -> None:
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> None:
-    run, steps = RunDirectory(tmp_path / "run"), 600
+    run, steps = RunDirectory(tmp_path / "run"), 80
     with ExitStack() as stack:
         first = stack.enter_context(Command("coordinator", written(tmp_path, steps=steps), "--output-dir", run.path))
         first.read_until("waiting for 2 workers")
@@ -83,7 +84,7 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
 
 
 def test_a_coordinator_that_has_to_claim_the_next_term_loses_no_worker(tmp_path: Path) -> None:
-    run, steps, lease_s = RunDirectory(tmp_path / "run"), 300, 1.0
+    run, steps, lease_s = RunDirectory(tmp_path / "run"), 50, 1.0
     # For so long the standby counts as one that may lead, so that the leader lets its peers go.
     # The agent looks for another coordinator for the last of them: that one has ended without a word to it.
     timeouts = PATIENT.model_copy(update={"heartbeat_timeout_s": 40.0, "watchdog_min_s": 50.0, "reconnect_s": 10.0})
@@ -127,7 +128,7 @@ def leads_now(run: RunDirectory) -> bool:
 
 def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    with Command("train", written(tmp_path, steps=100_000, batch=SLOW), "--output-dir", run.path) as training:
+    with Command("train", written(tmp_path, steps=100_000), "--output-dir", run.path) as training:
         training.read_until(r"^\s+3\s")
         with Command("coordinator", "--standby", run.path) as standby:
             standby.read_until("standing by at 127.0.0.1:")
@@ -139,7 +140,7 @@ def test_a_standby_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_an_agent_hosts_a_standby(tmp_path: Path) -> None:
-    run, steps = RunDirectory(tmp_path / "run"), 600
+    run, steps = RunDirectory(tmp_path / "run"), 80
     with ExitStack() as stack:
         first = stack.enter_context(Command("coordinator", written(tmp_path, steps=steps), "--output-dir", run.path))
         first.read_until("waiting for 2 workers")
@@ -204,7 +205,7 @@ def launched_and_replaced(
     `kind`: the signal to the coordinator that has led before; its launcher sees that too late.
     """
     run = RunDirectory(directory / "run")
-    config = written(directory, steps=100_000, batch=SLOW, **changes)
+    config = written(directory, steps=100_000, **changes)
     with ExitStack() as stack:
         training = stack.enter_context(Command("train", config, "--output-dir", run.path))
         training.read_until(r"^\s+3\s")
@@ -226,7 +227,7 @@ def launched_and_replaced(
 
 
 def test_a_launcher_whose_coordinators_die_again_and_again_leaves_the_run_to_a_standby(tmp_path: Path) -> None:
-    run, config = RunDirectory(tmp_path / "run"), written(tmp_path, steps=100_000, batch=SLOW)
+    run, config = RunDirectory(tmp_path / "run"), written(tmp_path, steps=100_000)
     with ExitStack() as stack:
         training = stack.enter_context(Command("train", config, "--output-dir", run.path))
         training.read_until(r"^\s+3\s")

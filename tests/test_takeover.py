@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Control, Parallel
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,
     Ended,
@@ -35,9 +36,7 @@ def killed(run: RunDirectory) -> None:
 def written(directory: Path, **changes: Any) -> Path:
     """Write the configuration of a run of four workers, with `changes`, and return its file."""
     layout = {"workers": 4, "parallel": Parallel(dp=2, pp=2), "batch": Batch(micro_batches=8, micro_batch_size=4)}
-    file = directory / "config.toml"
-    file.write_text(config_to_toml(small_config(directory, **{"steps": STEPS, **layout, **changes})))
-    return file
+    return write_config(small_config(directory, **{"steps": STEPS, **layout, **changes}), directory)
 
 
 def assert_complete(ended: Ended) -> None:
@@ -127,7 +126,7 @@ def test_an_interrupt_while_there_is_no_coordinator_is_not_lost(tmp_path: Path) 
 
 def test_the_launcher_replaces_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    config = written(tmp_path, steps=100_000, control=Control(lease_s=3.0))
+    config = written(tmp_path, steps=100_000, control=Control(lease_s=3.0), failures=unhurried(4))
     with Command("train", config, "--output-dir", run.path) as training:
         training.read_until(r"^\s+3\s")
         with every_process_ends(training.session()):

@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Parallel
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import write_config
 from tests.harness import Command, Ended, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -35,9 +36,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def written(directory: Path, *, steps: int) -> Path:
     layout = {"workers": 2, "parallel": Parallel(dp=2, pp=1), "batch": Batch(micro_batches=4)}
-    file = directory / "config.toml"
-    file.write_text(config_to_toml(small_config(directory, steps=steps, **layout)))
-    return file
+    return write_config(small_config(directory, steps=steps, **layout), directory)
 
 
 def terminated_again_and_again(*commands: Command) -> list[int]:

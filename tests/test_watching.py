@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel, config_to_toml
+from chameleon_ft.config import Checkpoint, Parallel
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -29,9 +30,7 @@ def endless(tmp_path: Path) -> Path:
     config = small_config(
         tmp_path, steps=100_000, workers=4, parallel=Parallel(dp=2, pp=2), checkpoint=Checkpoint(every=0)
     )
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(config))
-    return path
+    return write_config(config, tmp_path)
 
 
 @pytest.fixture
@@ -156,10 +155,10 @@ class Browser:
 
 
 def test_the_page_of_a_coordinator_that_is_killed_is_back_with_its_successor(tmp_path: Path, run: RunDirectory) -> None:
-    slow = Batch(micro_batches=256, micro_batch_size=1)  # all of its steps are points of a curve
-    config = small_config(tmp_path, steps=100_000, workers=2, parallel=Parallel(dp=2, pp=1), batch=slow)
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
-    begin = ("coordinator", tmp_path / "config.toml", "--output-dir", run.path, "--page", "127.0.0.1:0")
+    # All of its steps are points of a curve.
+    slow = unhurried(2, speed=0.05)
+    config = small_config(tmp_path, steps=100_000, workers=2, parallel=Parallel(dp=2, pp=1), failures=slow)
+    begin = ("coordinator", write_config(config, tmp_path), "--output-dir", run.path, "--page", "127.0.0.1:0")
     with ExitStack() as stack:
         first = stack.enter_context(Command(*begin))
         port = int(first.read_until(r"page: http://127\.0\.0\.1:(\d+)/")[1])

@@ -13,6 +13,7 @@ import pytest
 from chameleon_ft.config import Batch, Checkpoint, Parallel, TrainConfig, config_to_toml
 from chameleon_ft.deploy import BatchScript, Machines, with_reachable_host
 from chameleon_ft.observe import RunDirectory
+from tests.configs import unhurried, write_config
 from tests.harness import PATIENT, Ended, assert_as_the_plain_loop, small_config
 from tests.slurm_cluster import SlurmCluster, skip_without_slurm
 
@@ -41,6 +42,7 @@ def configured(directory: Path, *, nodes: int) -> TrainConfig:
         batch=Batch(micro_batches=6, micro_batch_size=2),
         checkpoint=Checkpoint(every=20),
         timeouts=PATIENT.model_copy(update={"reconnect_s": 10.0}),
+        failures=unhurried(nodes),
     )
 
 
@@ -55,10 +57,10 @@ class Submitted:
     @classmethod
     def by_command(cls, cluster: SlurmCluster, directory: Path, *, nodes: int) -> Self:
         """Submit it as a user does."""
-        (directory / "config.toml").write_text(config_to_toml(configured(directory, nodes=nodes)))
+        file = write_config(configured(directory, nodes=nodes), directory)
         run = RunDirectory(directory / "run")
         options = ("--workers-per-node", 1, "--time", MINUTES, "--checkpoint-s", CHECKPOINT_S)
-        printed = cluster.command("chameleon", "slurm", directory / "config.toml", "--output-dir", run.path, *options)
+        printed = cluster.command("chameleon", "slurm", file, "--output-dir", run.path, *options)
         return cls(cluster, run, printed.split()[1])
 
     @classmethod
@@ -156,30 +158,23 @@ def test_nodes_that_are_drained_or_lost_leave_the_run(cluster: SlurmCluster, tmp
     cluster.wait_until(lambda: all(cluster.state_of(node) == "idle" for node in cluster.nodes))
 
 
-def test_the_time_limit_requeues_the_job_which_resumes(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_the_time_limit_and_the_loss_of_the_coordinators_node_requeue_the_job_which_resumes(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     submitted = Submitted.by_command(cluster, tmp_path, nodes=2)
     submitted.trains()
     cluster.command("scontrol", "update", f"JobId={submitted.job}", "TimeLimit=2")  # minutes
     submitted.wait_until(lambda: submitted.restarts == 1)
     cluster.command("scontrol", "update", f"JobId={submitted.job}", f"TimeLimit={MINUTES}")
     assert json.loads(submitted.run.summary_file.read_text())["status"] == "terminated"
-    stopped_after = submitted.last_step()
-    submitted.wait_until(lambda: submitted.last_step() >= stopped_after + 5)
-    ended = submitted.cancel()
-    assert len(ended.events("started")) == 2
-    assert ended.steps == list(range(len(ended.steps))), "no step is repeated"
-    assert_as_the_plain_loop(ended, steps=30)
-
-
-def test_the_loss_of_the_coordinators_node_requeues_the_job_which_resumes(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    submitted = Submitted.with_short_polls(cluster, tmp_path, nodes=2)
-    submitted.wait_until(lambda: submitted.last_step() > 25)  # there is a checkpoint
+    submitted.trains()
+    assert len(submitted.events("started")) == 2
+    steps = [record.step for record in submitted.run.steps()]
+    assert steps == list(range(len(steps))), "no step is repeated"
     lost = submitted.batch_host
     cluster.kill_node(lost)
-    submitted.wait_until(lambda: submitted.restarts == 1)
-    submitted.wait_until(lambda: len(submitted.events("started")) == 2)
+    submitted.wait_until(lambda: submitted.restarts == 2)
+    submitted.wait_until(lambda: len(submitted.events("started")) == 3)
     submitted.trains()
     assert submitted.batch_host != lost
     assert_as_the_plain_loop(submitted.cancel(), steps=30)

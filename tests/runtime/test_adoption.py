@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, Recovery, config_to_toml
+from chameleon_ft.config import Batch, Parallel, Recovery
 from chameleon_ft.observe import RunDirectory
+from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 from tests.proxy import Proxy
 
@@ -28,10 +29,9 @@ def endless(directory: Path, *, steps: int = 100_000) -> Path:
         parallel=Parallel(dp=2, pp=1),
         batch=Batch(micro_batches=4, micro_batch_size=1),
         recovery=Recovery(policy="reroute", respawn=True, respawn_delay_s=0.0),
+        failures=unhurried(2),
     )
-    file = directory / "config.toml"
-    file.write_text(config_to_toml(config))
-    return file
+    return write_config(config, directory)
 
 
 def read_steps(command: Command, number: int = 3) -> None:
@@ -108,7 +108,7 @@ def test_the_launcher_replaces_a_killed_agent(tmp_path: Path, last: signal.Signa
 
 def test_an_agent_whose_connection_is_cut_keeps_its_ranks(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    with Command("coordinator", endless(tmp_path, steps=400), "--output-dir", run.path) as coordinator:
+    with Command("coordinator", endless(tmp_path, steps=60), "--output-dir", run.path) as coordinator:
         coordinator.read_until("waiting for 2 workers")
         control = run.read_control()
         with Proxy(control.address) as proxy:
@@ -125,4 +125,4 @@ def test_an_agent_whose_connection_is_cut_keeps_its_ranks(tmp_path: Path) -> Non
     ended = Ended(0, run)
     assert ended.failures == []
     assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
-    assert ended.steps == list(range(400))
+    assert ended.steps == list(range(60))

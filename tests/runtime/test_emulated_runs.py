@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.config import Batch, Emulation, Failure, Parallel, Recovery, RunConfig, config_to_toml
+from chameleon_ft.config import Batch, Emulation, Failure, Parallel, Recovery, RunConfig
 from chameleon_ft.errors import ConfigError, ProfileError
 from chameleon_ft.job import load_job
 from chameleon_ft.models.stand_in import stand_in, stand_in_scale
@@ -18,6 +18,7 @@ from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile, profile_of_run, read_profile, write_profile
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
+from tests.configs import write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, assert_trained_as_if_nothing_failed, train_here
 from tests.runtime.emulated import LAYERS, emulated_config
 from tests.strategies import recomputing
@@ -145,8 +146,7 @@ def test_an_emulated_worker_that_is_new_takes_part(tmp_path: Path) -> None:
         recovery=Recovery(policy="chameleon"),
         batch=Batch(micro_batches=10, micro_batch_size=2),
     )
-    file = tmp_path / "config.toml"
-    file.write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with Command("train", file, "--output-dir", run.path) as training:
         training.read_until(r"^\s+3\s")

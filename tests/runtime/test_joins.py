@@ -23,11 +23,11 @@ from chameleon_ft.config import (
     Parallel,
     Recovery,
     TrainConfig,
-    config_to_toml,
 )
 from chameleon_ft.control.requests import request
 from chameleon_ft.control.wire.messages import Inject
 from chameleon_ft.observe import RunDirectory, StepRecord
+from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,
     Ended,
@@ -50,7 +50,10 @@ def _recovery(**changes: Any) -> Recovery:
 
 
 def endless(directory: Path, **changes: Any) -> TrainConfig:
-    """Two pipelines of three stages whose lost workers come back; the run trains until it is ended."""
+    """Two pipelines of three stages whose lost workers come back; the run trains until it is ended.
+
+    Its first workers leave the processors to the search for plans, and to newcomers that load the job.
+    """
     fields: dict[str, Any] = {
         "steps": 100_000,
         "workers": 6,
@@ -61,7 +64,9 @@ def endless(directory: Path, **changes: Any) -> TrainConfig:
         "optimizer": Optimizer(lr=2e-4, min_lr=1e-4, warmup_steps=2),
         "recovery": _recovery(),
     }
-    return small_config(directory, **{**fields, **changes})
+    fields |= changes
+    fields["failures"] = (*unhurried(fields["workers"], speed=0.25), *fields.get("failures", ()))
+    return small_config(directory, **fields)
 
 
 def train_until(config: TrainConfig, path: Path, is_over: Callable[[Ended], object]) -> Ended:
@@ -176,8 +181,7 @@ def test_a_worker_is_lost_after_layers_have_arrived_at_others(tmp_path: Path) ->
 
 
 def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(endless(tmp_path)))
+    path = write_config(endless(tmp_path), tmp_path)
     run = RunDirectory(tmp_path / "run")
     with Command("train", path, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
@@ -201,8 +205,7 @@ def test_workers_are_drained_without_a_failure(tmp_path: Path) -> None:
 @contextmanager
 def two_workers(directory: Path, run: RunDirectory) -> Iterator[Command]:
     """Train on two workers, until the run is ended; enter once they have trained some steps."""
-    path = directory / "config.toml"
-    path.write_text(config_to_toml(endless(directory, workers=2, parallel=Parallel(dp=1, pp=2))))
+    path = write_config(endless(directory, workers=2, parallel=Parallel(dp=1, pp=2)), directory)
     with Command("train", path, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         yield training
@@ -280,8 +283,7 @@ def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
         recovery=Recovery(policy="chameleon"),
         checkpoint=Checkpoint(every=3),
     )
-    path = tmp_path / "config.toml"
-    path.write_text(config_to_toml(config))
+    path = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with Command("train", path, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))

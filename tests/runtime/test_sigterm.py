@@ -16,8 +16,9 @@ from random import Random
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Parallel, config_to_toml
+from chameleon_ft.config import Batch, Parallel
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.configs import write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 
 pytestmark = pytest.mark.multiprocess
@@ -73,8 +74,7 @@ def test_nothing_is_lost_and_the_same_command_lines_resume_the_run(seed: int, tm
     part, at_step = random.choice(_PARTS[kind]), random.randrange(20)
     workers, batch = 2 if kind == "workers" else 4, Batch(micro_batches=4)
     config = small_config(tmp_path, steps=_STEPS, workers=workers, parallel=Parallel(dp=workers, pp=1), batch=batch)
-    file, run = tmp_path / "config.toml", RunDirectory(tmp_path / "run")
-    file.write_text(config_to_toml(config))
+    file, run = write_config(config, tmp_path), RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         commands = [
             stack.enter_context(Command(*line, environ=environ)) for environ, line in commands_of(kind, file, run)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Batch, Emulation, Parallel, Recovery, config_to_toml
+from chameleon_ft.config import Batch, Emulation, Parallel, Recovery
 from chameleon_ft.observe import RunDirectory, read_generation_plans
 from chameleon_ft.observe.decisions import decision_stories
+from tests.configs import write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop
 from tests.runtime.emulated import emulated_config
 
@@ -36,8 +37,7 @@ def test_a_slow_worker_gets_less_to_do_until_it_has_recovered(tmp_path: Path) ->
         emulation=Emulation(time_scale=2.0),
         recovery=Recovery(policy="chameleon"),
     )
-    file = tmp_path / "config.toml"
-    file.write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with Command("train", file, "--output-dir", run.path) as training:
         training.read_until(r"^\s+8\s")
@@ -71,8 +71,7 @@ def test_slow_links_are_noticed_decided_on_and_forgotten(tmp_path: Path) -> None
         emulation=Emulation(time_scale=2.0),
         recovery=Recovery(policy="reroute"),
     )
-    file = tmp_path / "config.toml"
-    file.write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     run = RunDirectory(tmp_path / "run")
     with Command("train", file, "--output-dir", run.path) as training:
         training.read_until(r"^\s+8\s")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.config import Checkpoint, Health, Optimizer, Parallel, Recovery, Store, TrainConfig, config_to_toml
+from chameleon_ft.config import Checkpoint, Health, Optimizer, Parallel, Recovery, Store
 from chameleon_ft.observe import RunDirectory, StepRecord, View, checkpoint_storage, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,
     Ended,
@@ -28,18 +29,13 @@ pytestmark = pytest.mark.multiprocess
 
 STEP = r"^\s+\d+\s"  # the line of a step
 TWO: Mapping[str, Any] = {"workers": 2, "parallel": Parallel(dp=1, pp=2)}
+UNHURRIED: Mapping[str, Any] = {**TWO, "failures": unhurried(2, speed=0.25)}
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
     with s3_server() as server:
         yield server
-
-
-def written(config: TrainConfig, directory: Path) -> Path:
-    path = directory / "config.toml"
-    path.write_text(config_to_toml(config))
-    return path
 
 
 def train_on(training: Command) -> None:
@@ -88,9 +84,10 @@ def test_a_run_goes_on_elsewhere_from_s3_alone(tmp_path: Path, s3: S3) -> None:
         store=Store(url=url),
         checkpoint=Checkpoint(every=25),
         optimizer=Optimizer(lr=1e-3, min_lr=1e-3, warmup_steps=2),  # does not depend on the number of steps
-        **TWO,
+        **UNHURRIED,
     )
-    with Command("train", written(config, tmp_path), "--output-dir", tmp_path / "run", environ=s3.environ) as training:
+    file = write_config(config, tmp_path)
+    with Command("train", file, "--output-dir", tmp_path / "run", environ=s3.environ) as training:
         while len(s3.complete("elsewhere")) < 2:
             train_on(training)
         for process in training.session():
@@ -119,10 +116,10 @@ def test_a_run_goes_on_elsewhere_from_s3_alone(tmp_path: Path, s3: S3) -> None:
 
 def test_a_store_that_stalls_delays_no_step_and_the_next_checkpoint_is_complete(tmp_path: Path, s3: S3) -> None:
     store = Store(url=f"s3://{BUCKET}/stalled", timeout_s=8.0)
-    config = small_config(tmp_path, steps=100_000, store=store, checkpoint=Checkpoint(every=20), **TWO)
+    config = small_config(tmp_path, steps=100_000, store=store, checkpoint=Checkpoint(every=20), **UNHURRIED)
     run = RunDirectory(tmp_path / "run")
     ended = Ended(130, run)
-    with Command("train", written(config, tmp_path), "--output-dir", run.path, environ=s3.environ) as training:
+    with Command("train", write_config(config, tmp_path), "--output-dir", run.path, environ=s3.environ) as training:
         while not s3.complete("stalled"):
             train_on(training)
         s3.proxy.hold()
@@ -175,7 +172,7 @@ def test_a_store_that_fails_stops_no_training(tmp_path: Path) -> None:
 
 
 def test_a_store_that_refuses_is_found_before_anything_starts(tmp_path: Path) -> None:
-    config = written(small_config(tmp_path, store=Store(url="s3://nowhere/run"), **TWO), tmp_path)
+    config = write_config(small_config(tmp_path, store=Store(url="s3://nowhere/run"), **TWO), tmp_path)
     with s3_server() as s3:
         for change, expected in (
             ({}, "there is no such bucket"),

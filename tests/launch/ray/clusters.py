@@ -140,4 +140,4 @@ def wait_until(holds: Callable[[], object], command: Running | None = None) -> N
     """Wait until something holds, while a command runs; the time limit of the test bounds this."""
     while not holds():
         assert command is None or command.is_running, command.rest()
-        time.sleep(0.1)
+        time.sleep(0.3)

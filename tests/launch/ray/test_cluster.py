@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from chameleon_ft.config import Checkpoint, Parallel, config_to_toml
+from chameleon_ft.config import Checkpoint, Optimizer, Parallel, Recovery
 from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints
+from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, small_config
 from tests.launch.ray.clusters import actors_of, drain, node_that_does_not_see, ray_cluster, wait_until
 
@@ -22,22 +23,25 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.multiprocess
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
-# Three nodes with two workers each; small enough for two cores, and with updates so small that rounding does not grow
-# in some hundred steps.
-SMALLER = [
-    *("--workers", 6, "--parallel.dp", 3, "--batch.micro-batches", 6, "--steps", 100_000, "--failures", "none"),
-    *("--model.dim", 32, "--model.ffn-dim", 64, "--model.seq-len", 32, "--optimizer.lr", 2e-4),
-    *("--health.no-detect-slow", "--recovery.worker-mtbf-hours", 1e6, "--timeouts.heartbeat-timeout-s", 10),
-    *("--timeouts.watchdog-min-s", 15, "--preflight.least-speed", 0),
-]
 
 
 def test_nodes_are_lost_and_join_and_are_drained_and_the_coordinator_is_lost(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     ended = Ended(0, run)
+    config = small_config(
+        tmp_path,
+        steps=100_000,
+        parallel=Parallel(dp=3, pp=2, optimizer_redundancy="auto"),
+        # Updates so small that rounding does not grow in some hundred steps.
+        optimizer=Optimizer(lr=2e-4, min_lr=1e-4, warmup_steps=2),
+        checkpoint=Checkpoint(),
+        recovery=Recovery(worker_mtbf_hours=1e6),
+        failures=unhurried(6),
+    )
+    file = write_config(config, tmp_path)
 
-    with ray_cluster(2, 2, 2) as cluster:
-        command = ("ray", QUICKSTART, "--address", cluster.address, "--output-dir", run.path, *SMALLER)
+    with ray_cluster(2, 2, 2) as cluster:  # three nodes with two workers each
+        command = ("ray", file, "--address", cluster.address, "--output-dir", run.path)
         with Command(*command, own_interpreter=True) as training:
 
             def trains_on() -> None:
@@ -106,8 +110,7 @@ def test_a_node_is_examined_and_gets_a_copy_of_a_run_directory_that_it_does_not_
     run, hidden, store = RunDirectory(tmp_path / "runs" / "one"), tmp_path / "runs", f"file://{tmp_path}/store"
     hidden.mkdir()
     config = small_config(tmp_path, workers=4, steps=20, parallel=Parallel(dp=2, pp=2), checkpoint=Checkpoint(every=10))
-    file = tmp_path / "run.toml"
-    file.write_text(config_to_toml(config))
+    file = write_config(config, tmp_path)
     flags = ("--workers-per-node", 2, "--cpus-per-worker", "0.5", "--output-dir", run.path)
     command = ("ray", file, "--address", str(small_cluster.address), *flags)
     with node_that_does_not_see(hidden, small_cluster, cpus=1):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Checkpoint, Optimizer, Parallel, config_to_toml
+from chameleon_ft.config import Checkpoint, Optimizer, Parallel
 from chameleon_ft.observe import RunDirectory
+from tests.configs import unhurried, write_config
 from tests.harness import Ended, assert_as_the_plain_loop, small_config
 from tests.launch.ray.clusters import actors_of, wait_until
 from tests.launch.ray.heads import autoscaled_head
@@ -26,11 +27,10 @@ def test_a_job_gets_nodes_and_takes_in_more_and_is_stopped_and_goes_on(tmp_path:
         parallel=Parallel(dp=1, pp=2),
         checkpoint=Checkpoint(every=100_000),
         optimizer=Optimizer(lr=1e-3, min_lr=1e-3, warmup_steps=2),  # does not depend on the number of steps
+        failures=unhurried(2),
     )
-    file = tmp_path / "run.toml"
-    file.write_text(config_to_toml(config))
-    command: list[str | Path] = ["--", sys.executable, "-m", "chameleon_ft", "ray", file, "--output-dir", run.path]
-    command += ["--workers-per-node", "2", "--resume", "auto"]
+    command: list[str | Path] = ["--", sys.executable, "-m", "chameleon_ft", "ray", write_config(config, tmp_path)]
+    command += ["--output-dir", run.path, "--workers-per-node", "2", "--resume", "auto"]
     with autoscaled_head(cpus=2, most=2) as head:
         job = head.submit(*command)
         wait_until(run.metrics_file.exists, job)
