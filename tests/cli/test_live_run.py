@@ -1,0 +1,109 @@
+"""Commands that inject failures into a live run, and drain its workers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import ControlAddress, RunDirectory
+from tests.cli.conftest import CommandLine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", TrainConfig())
+
+
+def test_a_failure_is_injected_into_a_live_run(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    injected = []
+
+    def inject(
+        run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None, factor: float | None
+    ) -> None:
+        injected.append((run.path, worker, kind, phase, step, factor))
+
+    module = ModuleType("chameleon_ft.control.fault_injection")
+    module.inject = inject  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "chameleon_ft.control.fault_injection", module)
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("inject", run.path, "--worker", "2") == 0
+    assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
+    assert chameleon("inject", run.path, "--worker", "3", "--kind", "slow", "--factor", "0.5") == 0
+    assert injected == [
+        (run.path, 2, "kill", None, None, None),
+        (run.path, 1, "hang", "sync", 9, None),
+        (run.path, 3, "slow", None, None, 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--worker", "-1"], "--worker -1: workers are numbered from 0"),
+        (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
+        (["--worker", "1", "--kind", "melt"], "melt"),
+        (["--worker", "1", "--kind", "slow"], "--factor is missing: --kind slow needs a share"),
+        (["--worker", "1", "--kind", "slow", "--factor", "2"], "--factor 2.0: a share is above 0 and up to 1"),
+        (["--worker", "1", "--factor", "0.5"], "--factor 0.5: only --kind slow and slow-link have a factor, not kill"),
+        (["--worker", "1"], "not live"),
+    ],
+)
+def test_a_failure_that_cannot_be_injected_is_refused(
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+) -> None:
+    assert expected in chameleon.refused("inject", run.path, *arguments)
+
+
+def test_workers_of_a_live_run_are_drained(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def drain(run: RunDirectory, *, workers: tuple[int, ...], host: str | None) -> tuple[int, ...]:
+        if host == "10.0.0.9":
+            raise ControlError("there is no such host")
+        return workers or (4, 5)
+
+    def wait_until_out(run: RunDirectory, workers: tuple[int, ...], *, after: int) -> None:
+        waited.append((workers, after))
+
+    module = ModuleType("chameleon_ft.control.requests")
+    module.drain, module.wait_until_out = drain, wait_until_out  # type: ignore[attr-defined]
+    module.count_events = lambda run: len(run.events())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "chameleon_ft.control.requests", module)
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("drain", run.path, "--worker", "3") == 0
+    assert chameleon("drain", run.path, "--worker", "3", "--worker", "1", "--wait") == 0
+    assert chameleon("drain", run.path, "--host", "10.0.0.2") == 0
+    one = ": it trains until a plan without it is in force\n"
+    several = ": they train until a plan without them is in force\n"
+    assert chameleon.capture.readouterr().out == (
+        f"draining worker 3{one}draining workers 3, 1{several}no longer in the run: workers 3, 1\n"
+        f"draining workers 4, 5{several}"
+    )
+    assert waited == [((3, 1), 0)]
+    assert chameleon("drain", run.path, "--host", "10.0.0.9") == 1
+    assert chameleon.capture.readouterr().err == "chameleon drain: there is no such host\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "give either --worker N, once for each worker, or --host ADDRESS"),
+        (["--worker", "1", "--host", "10.0.0.2"], "give either --worker N, once for each worker, or --host ADDRESS"),
+        (["--worker", "1", "--worker", "-1"], "--worker -1: workers are numbered from 0"),
+        (["--worker", "x"], "should be a whole number"),
+        (["--worker", "1"], "not live"),
+    ],
+)
+def test_workers_that_cannot_be_drained_are_refused(
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+) -> None:
+    assert expected in chameleon.refused("drain", run.path, *arguments)
