@@ -94,7 +94,7 @@ def test_layers_move_before_the_plan_trains_where_memory_does_not_hold_them_besi
     assert plans_to(decision, now, migrates=False)[0].transition is not None
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(now=contexts(intact=True))
 def test_a_vote_waits_for_layers_only_if_another_step_would_cost_more(now: DecisionContext) -> None:
     plans = plans_for(now, "repartition")

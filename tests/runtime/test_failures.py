@@ -20,7 +20,7 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.observe import RunDirectory, complete_checkpoints, read_recorded_steps
+from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints, read_recorded_steps
 from tests.harness import (
     PATIENT,
     ScriptedView,
@@ -35,44 +35,50 @@ from tests.runtime.failures import the_failure
 
 pytestmark = pytest.mark.multiprocess
 
-PHASES_OF_A_STEP: list[FailurePhase] = ["forward", "backward", "sync", "vote", "optimizer"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 WATCHFUL = Timeouts(
     heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=20.0, collective_timeout_s=60.0, rendezvous_s=90.0
 )
 
 
-# --- one failure, in every phase --------------------------------------------------------------------------------------
+# --- failures in every phase ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", PHASES_OF_A_STEP)
-def test_a_kill(tmp_path: Path, phase: FailurePhase) -> None:
-    ended = train_here(small_config(tmp_path, failures=(fails(3, step=4, phase=phase),)), tmp_path / "run")
+def test_a_kill_in_every_phase_down_to_one_holder_of_each_stage(tmp_path: Path) -> None:
+    kills: dict[int, tuple[int, FailurePhase]] = {2: (1, "forward"), 4: (4, "sync"), 6: (0, "backward"), 8: (5, "vote")}
+    failures = tuple(fails(worker, step=step, phase=phase) for step, (worker, phase) in kills.items())
+    ended = train_here(small_config(tmp_path, steps=14, failures=failures), tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
-    failure = the_failure(ended)
-    assert (failure.worker, failure.cause, failure.policy) == (3, "SIGKILL", "reroute")
+    for number, (failure, (step, (worker, _))) in enumerate(zip(ended.failures, kills.items(), strict=True), start=1):
+        assert_recovered(failure, worker=worker, step=step)
+        assert [each.workers for each in ended.run.steps()][failure.resume_step] == 6 - number
+    assert ended.run.steps()[-1].workers == 2
+    recorded = read_recorded_steps(ended.run.timelines)
+    for part in ("interrupted", "rest"):
+        found = [each for each in recorded if each.part == part and each.step == 6]
+        assert [each.worker for each in found] == [2, 3, 5]
+        assert all(len(each.kinds) == len(each.operations) for each in found)
+
+
+def assert_recovered(failure: FailureRecord, *, worker: int, step: int) -> None:
+    """Check the record of a kill in a step from which training went on."""
+    assert (failure.worker, failure.cause, failure.policy) == (worker, "SIGKILL", "reroute")
     assert failure.noticed_by in ("child", "connection", "peer")
     assert failure.detect_s is not None
-    # The vote of step 4 may have reached others: then they apply that step, and training goes on with the next.
-    assert (failure.step, failure.resume_step) in {(4, 4), (4, 5), (5, 5)}
+    # The vote of the step may have reached others: then they apply that step, and training goes on with the next.
+    assert (failure.step, failure.resume_step) in {(step, step), (step, step + 1), (step + 1, step + 1)}
     # If it was applied, another may have been begun and is completed.
-    assert failure.is_salvaged or failure.resume_step == 5
-    if phase == "backward":
-        recorded = read_recorded_steps(ended.run.timelines)
-        for part in ("interrupted", "rest"):
-            found = [each for each in recorded if each.part == part]
-            assert [(each.step, each.worker) for each in found] == [(4, worker) for worker in (0, 1, 2, 4, 5)]
-            assert all(len(each.kinds) == len(each.operations) for each in found)
-    assert [record.workers for record in ended.run.steps()] == [6] * failure.resume_step + [5] * (
-        10 - failure.resume_step
-    )
+    assert failure.is_salvaged or failure.resume_step == step + 1
 
 
 def test_a_kill_in_the_optimizer_is_rolled_forward(tmp_path: Path) -> None:
     # Its vote was complete, so no worker may run that step again.
     ended = train_here(small_config(tmp_path, failures=(fails(0, step=4, phase="optimizer"),)), tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
-    assert the_failure(ended).resume_step == 5
+    failure = the_failure(ended)
+    assert_recovered(failure, worker=0, step=4)
+    assert failure.resume_step == 5
+    assert [record.workers for record in ended.run.steps()] == [6] * 5 + [5] * 5
 
 
 def test_a_kill_in_the_first_step(tmp_path: Path) -> None:
@@ -153,23 +159,6 @@ def test_two_workers_at_the_same_moment(tmp_path: Path) -> None:
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == {0, 3}
-
-
-def test_one_after_another_down_to_one_holder_of_each_stage(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path,
-        steps=14,
-        failures=(
-            fails(1, step=2, phase="forward"),
-            fails(4, step=4, phase="sync"),
-            fails(0, step=6, phase="backward"),
-            fails(5, step=8, phase="vote"),
-        ),
-    )
-    ended = train_here(config, tmp_path / "run")
-    assert_trained_as_if_nothing_failed(ended)
-    assert [failure.worker for failure in ended.failures] == [1, 4, 0, 5]
-    assert [record.workers for record in ended.run.steps()][-1] == 2
 
 
 @pytest.mark.usefixtures("attentive_coordinator")

@@ -54,7 +54,7 @@ def foreign_clients(before: set[int]) -> Iterator[set[int]]:
     stays = contextlib.ExitStack()
 
     def disturb() -> None:
-        while not is_over.wait(0.01):
+        while not is_over.wait(0.05):
             for port in listening_ports() - before - found:
                 found.add(port)
                 for noise in NOISE:

@@ -32,7 +32,7 @@ def torch_order(stage_index: int, *, depth: int, micro_batches: int) -> list[tup
     def backward(micro_batch: int, *_: Any, **__: Any) -> None:
         order.append(("B", micro_batch))
 
-    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage = mock.NonCallableMagicMock(spec=PipelineStage)
     stage.num_stages = depth
     stage.stage_index = stage_index
     stage.submod = None

@@ -17,8 +17,9 @@ BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)
 EXACT = replace(BY_CLASS, exact_up_to=32)
 
 
-@pytest.mark.parametrize("policy", ["chameleon", "reroute", "repair", "repartition", "drop-replica"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "policy"), [*enumerate(["chameleon", "reroute", "repair", "repartition", "drop-replica"])]
+)
 def test_exact_and_class_planners_train_equally_much(seed: int, policy: str) -> None:
     draw = random.Random(seed)
     per_host = draw.choice([1, 2, 4])
