@@ -129,7 +129,7 @@ def test_a_full_disk_ends_nothing_and_is_told_once(run: RunDirectory, tmp_path: 
 
 def wandb_records(file: Path) -> Iterator[Any]:
     """Yield the records of an offline run: a log of blocks, each with headers of checksum, length and kind."""
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+    from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, parts = file.read_bytes(), 7, b""  # behind the header of the file
     while at + 7 <= len(content):
