@@ -35,8 +35,11 @@ class StartTimeout:
             case Starting(at_s=at_s, held_up_s=held_up_s, stages=stages):
                 since: dict[int, tuple[StartStage, float]] = {}
                 for worker, stage in stages.items():
-                    before, began_s = self.since.get(worker, (stage, at_s))
-                    since[worker] = (stage, began_s + held_up_s if before == stage else at_s)
+                    before = self.since.get(worker)
+                    if before is None or before[0] != stage:
+                        since[worker] = stage, at_s
+                    else:  # usually the same object, which the journal need not compare
+                        since[worker] = (stage, before[1] + held_up_s) if held_up_s else before
                 after = replace(self, since=since)
                 found = (after._judge(worker, at_s) for worker in since)
                 return after, tuple(finding for finding in found if finding is not None)

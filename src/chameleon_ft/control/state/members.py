@@ -270,19 +270,21 @@ class Members:
 
     def reconnected(self, before: int, connection: int) -> Self:
         """Return the members after a worker or an agent has replaced its connection."""
-
-        def moved(worker: Worker) -> Worker:
-            own = connection if worker.connection == before else worker.connection
-            return replace(worker, connection=own, agent=connection if worker.agent == before else worker.agent)
-
-        return replace(
-            self,
-            workers={number: moved(worker) for number, worker in self.workers.items()},
-            former=tuple(map(moved, self.former)),
-            agents={connection if each == before else each: host for each, host in self.agents.items()},
-            agent_ids={name: connection if each == before else each for name, each in self.agent_ids.items()},
-            drain_requests={connection if each == before else each: name for each, name in self.drain_requests.items()},
-        )
+        if (worker := self.worker_of(before)) is not None:
+            members = self.changed(worker, connection=connection)
+        else:
+            own = {each.id: replace(each, agent=connection) for each in self.workers.values() if each.agent == before}
+            members = replace(
+                self,
+                workers=updated(self.workers, own),
+                former=tuple(replace(each, agent=connection) if each.agent == before else each for each in self.former),
+                agents={connection if each == before else each: host for each, host in self.agents.items()},
+                agent_ids={name: connection if each == before else each for name, each in self.agent_ids.items()},
+            )
+        if (signal := self.drain_requests.get(before)) is None:
+            return members
+        requests = without(self.drain_requests, before)
+        return replace(members, drain_requests=updated(requests, {connection: signal}))
 
     def without_agent(self, agent: int) -> Self:
         """Remove an agent whose connection has ended, with its workers that have not joined.
