@@ -202,6 +202,16 @@ def test_a_process_that_never_connects_is_given_up_and_started_again(begun: bool
         assert history.sent(Spawn, to=AGENT)[-1] == Spawn(workers=(3,), incarnations=(2,))
 
 
+def test_a_wait_that_goes_on_is_the_same_value_which_the_journal_need_not_compare() -> None:
+    history = gathering()
+    history.wait(0.1)
+    before = history.state.detectors.start_timeout.since
+    history.wait(0.1)
+    after = history.state.detectors.start_timeout.since
+    assert after == before
+    assert after[3] is before[3]
+
+
 def test_a_newcomer_that_never_loads_is_given_up_and_others_do_not_wait_for_it() -> None:
     history = gathering(recovery=Recovery(respawn=True, respawn_delay_s=0.0, max_respawns=9), timeouts=TIMEOUTS)
     history.join(3)

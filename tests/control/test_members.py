@@ -93,6 +93,23 @@ def test_a_message_of_a_worker_takes_no_look_at_the_others(monkeypatch: pytest.M
     assert len(looks) <= 10 * count
 
 
+def test_a_peer_that_reconnects_changes_no_other_worker() -> None:
+    members = with_host(with_host(Members(count=4)), LATE_HOST)
+    for worker in range(4):
+        members = joined(members, worker, 1)
+    members = members.with_drain_request(connection(1, 1), "SIGTERM").with_drain_request(HOST, "SIGINT")
+    after = members.reconnected(connection(1, 1), 201).reconnected(HOST, 202)
+    assert after[0] == dataclasses.replace(members[0], agent=202)
+    assert after[1] == dataclasses.replace(members[1], agent=202, connection=201)
+    assert after[2] is members[2]
+    assert after[3] is members[3]
+    assert after.worker_of(201) is after[1]
+    assert after.worker_of(connection(1, 1)) is None
+    assert after.agents == {202: "h", LATE_HOST: "h"}
+    assert after.drain_requests == {201: "SIGTERM", 202: "SIGINT"}
+    assert known_of(after) == known_of(dataclasses.replace(after))
+
+
 @given(st.lists(st.integers(1, 5), max_size=6))
 def test_hosts_get_all_workers_and_each_but_once(slots: list[int]) -> None:
     members = Members(count=8)
