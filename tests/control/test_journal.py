@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.control.command_runner import RunSetup
+from chameleon_ft.control.commands import Command
 from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.events import Moment
-from chameleon_ft.control.journal import Journal, LastEntry
+from chameleon_ft.control.events import Event, Moment, Received
+from chameleon_ft.control.journal import Journal, LastEntry, is_due
 from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import FileQueue, Recorder, View
@@ -67,6 +68,30 @@ def test_the_last_state_is_read_whatever_came_before(tmp_path_factory: pytest.Te
     # The clock alone, and what detectors have observed, are not worth a line.
     assert replace(written[-1], ticked_at_s=last.state.ticked_at_s, detectors=last.state.detectors) == last.state
     assert last.state.detectors in [state.detectors for state in written]
+
+
+def test_of_all_ranks_that_join_before_the_run_begins_only_the_last_need_be_in_the_journal_at_once() -> None:
+    history = History()
+    due: list[str] = []
+    happen = history.happen
+
+    def noting(event: Event) -> tuple[Command, ...]:
+        orders = happen(event)
+        if isinstance(event, Received) and is_due(event, history.state, orders):
+            due.append(f"{event.message.type} of {getattr(event.message, 'worker', 'a host')}")
+        return orders
+
+    history.happen = noting  # type: ignore[method-assign]
+    history.gather()
+    assert due == ["host_hello of a host", "hello of 3"]
+    due.clear()
+    history.start()
+    history.take_over()
+    history.return_agent()
+    history.return_worker(0, known=1)
+    assert due == ["host_hello of a host", "hello of 0"], (
+        "how many of their messages count depends on their connections"
+    )
 
 
 def test_an_unfinished_line_is_as_if_it_had_never_been_begun(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chameleon_ft.config import Checkpoint, Recovery
 from chameleon_ft.control.commands import Launch
 from chameleon_ft.control.events import Interrupted
@@ -18,7 +20,8 @@ from chameleon_ft.control.wire.messages import (
     Started,
     Stop,
 )
-from tests.control.histories import AGENT, History
+from chameleon_ft.errors import ControlError
+from tests.control.histories import AGENT, History, process_of
 from tests.control.takeovers import replaced, training
 
 
@@ -112,6 +115,35 @@ def test_a_run_that_waits_for_workers_waits_on() -> None:
     history.join(2)
     history.join(3)
     assert len(history.questions) == 1
+
+
+def test_before_a_run_begins_a_rank_whose_first_message_is_not_in_the_journal_joins_again() -> None:
+    history = History()
+    history.holds = True
+    history.gather_some(2)
+    in_journal = history.state
+    history.join(2)
+    history.join(3)
+    assert len(history.questions) == 1
+    history.state = in_journal
+    replaced(history, ranks={(worker, 1) for worker in range(4)})
+    assert history.sent(Spawn, to=history.now_at(AGENT)) == [], "it runs all of them"
+    for worker in (2, 3):
+        connection, process = history.connection(worker), process_of(worker)
+        hello = Hello(worker=worker, host="10.0.0.1", incarnation=1, process=process, resumes=connection)
+        history.say(connection + 10_000, hello)
+    assert history.sent(Refused) == []
+    assert history.state.members.live() == (0, 1, 2, 3)
+    assert len(history.questions) == 1
+
+
+def test_before_a_run_begins_another_process_than_the_agents_does_not_join_again() -> None:
+    history = History()
+    history.gather_some(2)
+    replaced(history)
+    hello = Hello(worker=2, host="10.0.0.1", incarnation=2, process=process_of(2, 2), resumes=77)
+    with pytest.raises(ControlError, match="this is another process"):
+        history.say(78, hello)
 
 
 def test_a_coordinator_that_was_behind_stops_what_it_does_not_know() -> None:

@@ -17,7 +17,7 @@ from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.handlers import endings, injection
 from chameleon_ft.control.handlers.endings import SIGNAL_WINDOW_S
-from chameleon_ft.control.journal import Journal, LastEntry
+from chameleon_ft.control.journal import Journal, LastEntry, is_due
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease.base import in_thread
 from chameleon_ft.control.peers import Peers
@@ -344,10 +344,8 @@ class Coordinator:
             self._commands.require_costs(self.state, event, state)
             records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                # Of what it only measures, nothing follows outside this process.
-                acts = any(not isinstance(order, commands.MeasureOperations) for order in orders)
-                is_due = acts or isinstance(event, events.Ticked)
-                self._journal.write(state, event.at, received=received, records=records, is_due=is_due)
+                due = is_due(event, state, orders)
+                self._journal.write(state, event.at, received=received, records=records, is_due=due)
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)
             # The process may have been stopped since the event, for so long that another coordinator leads.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import Any, Final, Self
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from chameleon_ft.control.events import Moment
+from chameleon_ft.control import commands, events
 from chameleon_ft.control.patches import PatchWriter, patched, read_parts
-from chameleon_ft.control.state.state import State
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.wire.messages import Hello
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, RunStatus, read_lines
 from chameleon_ft.observe.files import describe_invalid
 
-__all__ = ["Journal", "LastEntry"]
+__all__ = ["Journal", "LastEntry", "is_due"]
 
 _FORMAT: Final = "chameleon-journal-1"
 """In the first line; to be counted up when a change of `State` or of `patches` gives lines another meaning."""
@@ -40,7 +41,7 @@ class LastEntry:
     """
 
     state: State
-    at: Moment
+    at: events.Moment
     received: Mapping[int, int]
     records: Sequence[RecordLine]
 
@@ -77,7 +78,7 @@ class LastEntry:
                 received |= {int(connection): count for connection, count in line.get("received", {}).items()}
                 # Those of the lines before were written before this one.
                 records = [(file, fields) for file, fields in line.get("records", ())]
-                at = Moment(*line["at"])
+                at = events.Moment(*line["at"])
             return None if at is None else cls(State.from_json(json.dumps(state)), at, received, records)
         except (ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = _describe(error)
@@ -115,7 +116,8 @@ class Journal:
     - Messages of peers: they are sent again, because none is acknowledged that is not in the journal. Records that
       follow from them are made again.
     - A worker that is lost, and so does not return: it is found lost once more.
-    - A worker that has joined: it is turned away, and restarted if its agent may.
+    - A worker that has joined: before the run begins, it joins again; later, it is turned away, and restarted if its
+      agent may.
     - A request for a checkpoint: the next one has a number that none had before.
     - A switch to the next generation that has begun: ranks say so, see `Hello.switch_to`. If the journal lacks that
       generation, and a rank has given up its old layers, the run ends, and can be resumed.
@@ -140,7 +142,7 @@ class Journal:
     def write(
         self,
         state: State,
-        at: Moment,
+        at: events.Moment,
         *,
         received: Mapping[int, int] | None = None,
         records: Sequence[RecordLine] = (),
@@ -149,7 +151,7 @@ class Journal:
         """Write what has changed since the last line.
 
         Unless it `is_due`, a change may be written with the next one: nothing follows from it yet, and its message is
-        not acknowledged. Each survivor of a loss reports, and all wait for the last report.
+        not acknowledged. Each survivor of a loss reports, and all wait for the last report. See the function `is_due`.
 
         Changes of the clock and of what detectors have observed are written with the next one of anything else: every
         message of a worker leads to some, and another coordinator makes its own observations.
@@ -194,3 +196,18 @@ class Journal:
 
 def _line(content: Mapping[str, Any]) -> str:
     return to_json(content, fallback=dict, inf_nan_mode="constants").decode() + "\n"
+
+
+def is_due(event: events.Event, after: State, orders: Iterable[commands.Command]) -> bool:
+    """Return whether the change by an event is to be written before its orders are carried out.
+
+    Of what is only measured, nothing follows outside this process. A rank that says hello for the first time, before
+    the run begins, would be new to another coordinator, too: each of thousands need not wait for the disk.
+    """
+    harmless: tuple[type[commands.Command], ...] = (commands.MeasureOperations,)
+    match event:
+        case events.Ticked():
+            return True
+        case events.Received(message=Hello(resumes=None)) if after.phase is Phase.GATHERING:
+            harmless = commands.Acknowledge, commands.Welcome
+    return any(not isinstance(order, harmless) for order in orders)

@@ -6,7 +6,16 @@ from chameleon_ft.control.commands import LogFault, Send
 from chameleon_ft.control.events import Event, Received, Ticked
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase, State
-from chameleon_ft.control.wire.messages import Committed, Inject, Kill, Quiesced, Refused
+from chameleon_ft.control.wire.messages import (
+    Committed,
+    Inject,
+    Kill,
+    Prepared,
+    Quiesced,
+    Refused,
+    SnapshotTaken,
+    Started,
+)
 
 __all__ = ["inject", "may_reveal_faults"]
 
@@ -36,7 +45,9 @@ def may_reveal_faults(state: State, event: Event) -> bool:
     match event:
         case Received(message=Quiesced()):  # nothing follows from the reports before the last one
             return len(state.quiesced) + 1 >= len(state.members.live())
-        case Received(message=Committed()):
+        case Received(message=Started()):
+            return state.phase is Phase.REGROUPING  # the first of them ends the incident
+        case Received(message=Committed() | Prepared() | SnapshotTaken()):
             return False
         case Ticked():
             return state.phase is Phase.STOPPING

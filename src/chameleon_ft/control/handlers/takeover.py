@@ -148,12 +148,16 @@ def _orders_lost(draft: Draft) -> None:
 def replaced(state: State, hello: Hello | HostHello) -> int | None:
     """Return the number of the connection that a peer replaces by another one; None if the peer is new.
 
-    A peer whose newest connection was lost before it was acknowledged does not know that number.
+    A peer whose newest connection was lost before it was acknowledged does not know that number. Before the run begins,
+    a rank whose first message is not in the journal is new to the next coordinator.
     """
     if isinstance(hello, HostHello):
         return state.members.agent_ids.get(hello.id, hello.resumes)
-    if hello.worker in state.members:
-        worker = state.members[hello.worker]
+    worker = state.members.workers.get(hello.worker)
+    has_joined = worker is not None and (worker.lost or worker.connection is not None or worker.process is not None)
+    if state.phase is Phase.GATHERING and not hello.known and not has_joined:
+        return None
+    if worker is not None:
         is_same = hello.process is not None and (worker.process, worker.host) == (hello.process, hello.host)
         if hello.resumes is not None and worker.connection in state.reconnection.awaited:
             is_same = is_same or hello.incarnation in (0, worker.incarnation)
