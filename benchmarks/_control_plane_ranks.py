@@ -1,9 +1,9 @@
 """Agents and ranks of some hosts, without processes of their own and without torch, for `control_plane`.
 
 Each has a control connection as in a run, and says on it what a real one would: who it is, that its communicators are
-formed, its steps, that it has stopped, that it has prepared another generation. One whose connection is lost ends them
-all. Commands are lines of JSON on standard input, [name, argument]; what happens is told likewise on standard output,
-[name, argument, monotonic seconds]:
+formed, its steps, that it has stopped, that it has prepared another generation. All whose connections are lost come
+back to the coordinator that takes over at the same address. Commands are lines of JSON on standard input, [name,
+argument]; what happens is told likewise on standard output, [name, argument, monotonic seconds]:
 
     ["step", number, switches]  every rank commits this step, and then switches to the generation that it has prepared
     ["lose", worker]     the process of a rank is killed: its connection ends, and its agent reports that
@@ -13,6 +13,8 @@ all. Commands are lines of JSON on standard input, [name, argument]; what happen
     -> ["switching", generation, ...]  the last of them is to switch to a generation with its next step
     -> ["committed", step, ...]      the last of them has said that it has committed a step
     -> ["lost", worker, ...]         a rank is about to be lost
+    -> ["returning", term, ...]      the first of them is taken back by the coordinator of a term
+    -> ["returned", term, ...]       the last of them is
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ from chameleon_ft.control.wire.messages import (
     WorkerExited,
 )
 from chameleon_ft.control.wire.parts import OperationTimes, Vote
+from chameleon_ft.errors import ControlError
 
 _HEAD: Final = re.compile(r'\{"type":"(\w+)"(?:,"order":\{"type":"\w+")?(?:,"generation":(\d+))?')
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile
@@ -77,18 +80,21 @@ class _Peer:
 
     connection: ClientConnection
     watching: asyncio.Task[None] | None = None
+    number: int | None = None  # of the newest connection that was acknowledged
 
     async def send(self, message: Message) -> None:
         await self.connection.send(encode(message))
 
-    def acknowledged(self, message: Acknowledged) -> None:
-        """Begin the heartbeats of this end, as `ControlConnection` does."""
-        if self.watching is None:
+    def acknowledged(self, message: Acknowledged) -> bool:
+        """Begin the heartbeats of this end, as `ControlConnection` does; return whether it has come back."""
+        before, self.number = self.number, message.connection
+        if before != self.number:
             connection, half_s = self.connection, message.lease_s / 2
             assert isinstance(connection, HeardConnection)
             self.watching = asyncio.create_task(
                 watch_heartbeat(connection, every_s=half_s, timeout_s=half_s, silent=_silent)
             )
+        return before not in (None, self.number)
 
 
 @dataclass(slots=True)
@@ -138,6 +144,7 @@ class Hosts:
     expected: int = 0
     ranks: dict[int, _Rank] = field(default_factory=dict)
     _patient_until_s: float = 0.0
+    _returns: bool = False  # whether a coordinator was lost
     _known: dict[int, _Generation] = field(default_factory=dict)
     _generation: int = 0  # that trains
     _committed: int = 0
@@ -145,6 +152,7 @@ class Hosts:
     _with_orders: Counter[int] = field(default_factory=Counter)  # by generation
     _started: Counter[int] = field(default_factory=Counter)
     _switching: Counter[int] = field(default_factory=Counter)
+    _returned: Counter[int] = field(default_factory=Counter)  # by term
     _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks(failed=_end))
 
     async def serve(self, hosts: Sequence[int]) -> None:
@@ -166,63 +174,94 @@ class Hosts:
     async def _agent(self, host: int) -> None:
         peer = _Peer(await self._connected())
         own: dict[int, int] = {}
-        await peer.send(HostHello(host=f"host-{host}", slots=self.per_host, id=f"agent-{host}"))
         while True:
-            match decode(await peer.connection.recv()):
-                case Acknowledged() as message:
-                    peer.acknowledged(message)
-                case Spawn(workers=workers, incarnations=incarnations):
-                    own |= zip(workers, incarnations, strict=True)
-                    for worker in workers:
-                        self._tasks.start(self._rank(worker, own[worker], peer))
-                case Probe(probe=probe, worker=only):
-                    for worker, incarnation in own.items():
-                        if only in (None, worker):
-                            state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=False)
-                            await peer.send(state)
-                case Exit() | Refused() as message:
-                    print(f"agent {host}: {message.reason}", file=sys.stderr, flush=True)
-                    return
+            await peer.send(
+                HostHello(
+                    host=f"host-{host}",
+                    slots=self.per_host,
+                    id=f"agent-{host}",
+                    ranks=tuple(own.items()),
+                    resumes=peer.number,
+                )
+            )
+            try:
+                while await self._agent_told(peer, own, decode(await peer.connection.recv())):
+                    pass
+                return
+            except ConnectionClosed:
+                peer.connection = await self._connected_again()
+
+    async def _agent_told(self, peer: _Peer, own: dict[int, int], message: Message) -> bool:
+        """Obey an order; return whether more may come."""
+        match message:
+            case Acknowledged():
+                peer.acknowledged(message)
+            case Spawn(workers=workers, incarnations=incarnations):
+                own |= zip(workers, incarnations, strict=True)
+                for worker in workers:
+                    self._tasks.start(self._rank(worker, own[worker], peer))
+            case Probe(probe=probe, worker=only):
+                for worker, incarnation in own.items():
+                    if only in (None, worker):
+                        state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=False)
+                        await peer.send(state)
+            case Exit() | Refused():
+                print(f"{message.type}: {message.reason}", file=sys.stderr, flush=True)
+                return False
+        return True
 
     async def _connected(self) -> ClientConnection:
-        """Connect, again and again as ranks do while a coordinator is too busy to renew its lease."""
+        """Connect, again and again as ranks do while a coordinator is too busy to renew its lease, or is replaced."""
         while True:
             try:
                 return await control_connection(self.address, self.token)
             except (OSError, InvalidHandshake) as error:
                 if asyncio.get_running_loop().time() > self._patient_until_s:
                     raise
-                print(f"trying again: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                if not self._returns:
+                    print(f"trying again: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 await asyncio.sleep(_RETRY_S)
 
+    async def _connected_again(self) -> ClientConnection:
+        self._returns = True
+        self._patient_until_s = asyncio.get_running_loop().time() + _PATIENCE_S
+        return await self._connected()
+
     async def _rank(self, worker: int, incarnation: int, agent: _Peer) -> None:
-        connection = await self._connected()
-        rank = self.ranks[worker] = _Rank(connection, worker=worker, incarnation=incarnation, agent=agent)
-        await rank.send(Hello(worker=worker, host="127.0.0.1", incarnation=incarnation))
-        try:
-            while True:
-                # On a host of its own a rank reads its orders while others do. Here one process would for thousands.
-                text = await connection.recv()
-                assert isinstance(text, str)
-                head = _HEAD.match(text)
-                assert head is not None
-                match head[1]:
-                    case "start_generation" | "prepare":
-                        await self._ordered(rank, int(head[2]), text, prepares=head[1] == "prepare")
-                    case "published":
-                        await self._met(rank, int(head[2]))
-                    case "migrate":
-                        pass  # nothing moves between ranks that compute nothing
-                    case _:
-                        await self._told(rank, decode(text))
-        except ConnectionClosed:
-            if worker in self.ranks:
-                raise
+        rank = self.ranks[worker] = _Rank(await self._connected(), worker=worker, incarnation=incarnation, agent=agent)
+        while True:
+            known = max(rank.placed, rank.prepared)
+            hello = Hello(worker=worker, host="127.0.0.1", incarnation=incarnation, resumes=rank.number, known=known)
+            await rank.send(hello)
+            try:
+                await self._listen(rank)
+            except ConnectionClosed:
+                if worker not in self.ranks:
+                    return
+                rank.connection = await self._connected_again()
+
+    async def _listen(self, rank: _Rank) -> None:
+        while True:
+            # On a host of its own a rank reads its orders while others do. Here one process would for thousands.
+            text = await rank.connection.recv()
+            assert isinstance(text, str)
+            head = _HEAD.match(text)
+            assert head is not None
+            match head[1]:
+                case "start_generation" | "prepare":
+                    await self._ordered(rank, int(head[2]), text, prepares=head[1] == "prepare")
+                case "published":
+                    await self._met(rank, int(head[2]))
+                case "migrate":
+                    pass  # nothing moves between ranks that compute nothing
+                case _:
+                    await self._told(rank, decode(text))
 
     async def _told(self, rank: _Rank, message: Message) -> None:
         match message:
             case Acknowledged():
-                rank.acknowledged(message)
+                if rank.acknowledged(message):
+                    self._count_return(message.term)
             case Stop(generation=generation):
                 layers = self._known[rank.placed].layers.get(rank.worker, ()) if rank.placed else ()
                 await rank.send(
@@ -244,7 +283,14 @@ class Hosts:
             case Probe(probe=probe):
                 await rank.send(Position(probe=probe, doing="a forward", waiting=True, since_s=0.1))
             case Refused(reason=reason):
-                print(f"worker {rank.worker}: {reason}", file=sys.stderr, flush=True)
+                raise ControlError(f"worker {rank.worker}: {reason}")
+
+    def _count_return(self, term: int) -> None:
+        self._returned[term] += 1
+        if self._returned[term] == 1:
+            _tell("returning", term)
+        if self._returned[term] == self.expected:
+            _tell("returned", term)
 
     async def _ordered(self, rank: _Rank, generation: int, text: str, *, prepares: bool) -> None:
         """Take an order, and look up where the others of this rank's groups are, as nccl does."""

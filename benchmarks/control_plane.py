@@ -12,6 +12,8 @@ nothing is computed. They share the machine with the coordinator. For each numbe
               decision. Planning is included. The ranks are between two steps, and hand over no partial sums of an
               interrupted one; forming groups of tensors is not included. Before the next loss, the ranks switch to the
               plan in which all slices of the optimizer's state have as many owners again.
+  takeover    seconds from the first rank that is taken back by a coordinator that replaces a killed one until the last
+              one is; none may be lost
   memory      peak resident memory of the coordinator's process, and of its helper processes at the end
 
 The policy is `reroute`, which decides in place; the search for a better plan that follows under other policies runs
@@ -81,6 +83,7 @@ class Measured:
     step_s: float
     losses: Spread
     loss_processor_s: float
+    takeover_s: float
     peak_bytes: int
     helper_bytes: int
 
@@ -180,6 +183,7 @@ def main() -> int:
             "joined s",
             "loss s",
             "loss, processor s",
+            "takeover s",
             "heartbeats, cores",
             "step, processor s",
             "peak MiB",
@@ -206,7 +210,8 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
     command = [sys.executable, "-m", "chameleon_ft", "coordinator", str(config), "--output-dir", str(run.path)]
     with ExitStack() as stack:
         log, token = folder / "coordinator.txt", {TOKEN_VARIABLE: _TOKEN}
-        coordinator = psutil.Process(stack.enter_context(child(command, log=log, environment=token)).pid)
+        first = stack.enter_context(child(command, log=log, environment=token))
+        coordinator = psutil.Process(first.pid)
         address = _address(run, coordinator)
         peers = _started(stack, address, ranks, folder)
         generation, begun_s = 1, peers.first("begun", 0)
@@ -237,6 +242,16 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
             step += 2
             progress(f"{ranks} ranks: loss {losses_s[-1]:.2f} s")
         helpers = sum(each.memory_info().rss for each in coordinator.children(recursive=True))
+        peak = _peak_bytes(coordinator.pid)
+        lost = _lost(run)
+        first.kill()
+        first.wait()
+        stack.enter_context(child([*command[:4], "--take-over", str(run.path)], log=log, environment=token))
+        takeover_s = peers.last("returned", 2) - peers.first("returning", 2)
+        peers.step(step)
+        if _lost(run) != lost:
+            raise SystemExit(f"ranks were lost in the takeover; see {run.events_file}")
+        progress(f"{ranks} ranks: takeover {takeover_s:.2f} s")
         return Measured(
             ranks=ranks,
             joined_s=joined_s,
@@ -244,9 +259,14 @@ def measure(ranks: int, folder: Path, *, losses: int, heartbeats_s: float) -> Me
             step_s=step_s,
             losses=Spread(tuple(losses_s)),
             loss_processor_s=statistics.median(processor_s),
-            peak_bytes=_peak_bytes(coordinator.pid),
+            takeover_s=takeover_s,
+            peak_bytes=peak,
             helper_bytes=helpers,
         )
+
+
+def _lost(run: RunDirectory) -> list[int]:
+    return [event["worker"] for event in run.events() if event["event"] == "lost"]
 
 
 def _config(ranks: int) -> RunConfig:
@@ -329,6 +349,7 @@ def _row(each: Measured) -> tuple[str, ...]:
         f"{each.joined_s:.1f}",
         each.losses.shown(2),
         f"{each.loss_processor_s:.2f}",
+        f"{each.takeover_s:.1f}",
         f"{each.heartbeats:.3f}",
         f"{each.step_s:.2f}",
         f"{each.peak_bytes / 2**20:.0f}",

@@ -23,6 +23,7 @@ def test_ranks_join_are_lost_and_get_new_orders(tmp_path: Path) -> None:
     (measured,) = json.loads((out / "report.json").read_text())["measured"]
     assert measured["ranks"] == 32
     assert len(measured["losses"]["values"]) == 2
+    assert measured["takeover_s"] > 0
     assert "<svg" in picture.read_text()
     events = [json.loads(line) for line in (out / "32" / "run" / "events.jsonl").read_text().splitlines()]
     failures = [event for event in events if event["event"] == "failure"]

@@ -262,7 +262,7 @@ class Planner:
 
     def require_costs(self, hosts: Mapping[int, str]) -> None:
         """Raise ProfileError if the run's profile lacks the costs of a step on these workers."""
-        self._costs(hosts)
+        self._reference(hosts)
 
     def orders(
         self, plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
