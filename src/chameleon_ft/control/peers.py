@@ -23,7 +23,8 @@ class Peers:
         self.received: dict[int, int] = {}
         self.written: dict[int, int] = {}
         self._connected: dict[int, Peer] = {}
-        self._last_sent: tuple[messages.Message, str] | None = None  # often all peers are sent the same message
+        # The last message of each type and its text: often all peers are sent the same one.
+        self._last_sent: dict[type[messages.Message], tuple[messages.Message, str]] = {}
 
     def __contains__(self, connection: int) -> bool:
         return connection in self._connected
@@ -59,9 +60,10 @@ class Peers:
     def send(self, connection: int, message: messages.Message) -> None:
         """Send a message to a peer."""
         if (peer := self._connected.get(connection)) is not None:
-            if self._last_sent is None or self._last_sent[0] is not message:
-                self._last_sent = message, encode(message)
-            peer.send(*self._last_sent)
+            last = self._last_sent.get(type(message))
+            if last is None or last[0] is not message:
+                last = self._last_sent[type(message)] = message, encode(message)
+            peer.send(*last)
 
     def send_all(self, answers: Iterable[tuple[int, messages.Message]]) -> None:
         """Send each message to its peer."""
