@@ -15,11 +15,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.launch import local, local_processes
 from chameleon_ft.launch.forked_process import FORK
 from chameleon_ft.launch.local_processes import STANDS_BY
 from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
 
@@ -132,11 +134,19 @@ def test_an_agent_leaves_at_the_signal_of_its_launcher(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals, did: list[str], *, is_connected: bool
 ) -> None:
     ours, theirs = FORK.Pipe()
-    agent = ToldAgent(ours, number, is_connected=is_connected)
-    monkeypatch.setattr(local_processes, "create_agent", lambda *_, **__: agent)
+    agent, accesses = ToldAgent(ours, number, is_connected=is_connected), []
+
+    def create_agent(access: CoordinatorAccess, **_: object) -> ToldAgent:
+        accesses.append(access)
+        return agent
+
+    monkeypatch.setattr(local_processes, "create_agent", create_agent)
+    config, control = RunConfig(), ControlAddress(address="127.0.0.1:1", token="token", pid=1)
     with ours, theirs, socket.socket() as listener:
-        local_processes.run_next_agent(MagicMock(), MagicMock(), listener, MagicMock(), theirs)
+        local_processes.run_next_agent(config, control, listener, MagicMock(), theirs)
     assert agent.did == [f"drain at {number.name}", *did]
+    (access,) = accesses
+    assert access.patience_s == config.timeouts.reconnect_s, "its coordinator may be being replaced, too"
 
 
 def test_signals_after_the_end_are_ignored_until_all_is_closed() -> None:

@@ -129,8 +129,10 @@ def run_next_agent(
     listener.close()
 
     async def serve() -> None:
+        # It may begin while the coordinator is being replaced.
+        access = replace(CoordinatorAccess.of(control), patience_s=config.timeouts.reconnect_s)
         agent = create_agent(
-            CoordinatorAccess.of(control),
+            access,
             workers=config.workers,
             lifeline=lifeline.descriptor,
         )
