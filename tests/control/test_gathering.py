@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chameleon_ft.config import Recovery, Timeouts
+from chameleon_ft.control.detectors.base import Fenced, Starting
+from chameleon_ft.control.detectors.start_timeout import StartTimeout
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import Hello, HostHello, Kill, Ready, Spawn, WorkerExited
 from tests.control.histories import AGENT, History, new_state
@@ -261,3 +265,14 @@ def test_a_newcomer_that_is_ready_has_no_deadline() -> None:
     history.wait(TIMEOUTS.first_step_s + 1)
     assert not history.state.members[3].lost
     history.tell(3, Ready())
+
+
+def test_a_process_that_takes_the_place_of_one_that_is_fenced_has_all_the_time_again() -> None:
+    timeouts = Timeouts()
+    connecting = Starting(0.0, 0.0, {1: "connecting"})
+    late = replace(connecting, at_s=timeouts.rendezvous_s)
+    detector, _ = StartTimeout(timeouts).observe(connecting)
+    detector, _ = detector.observe(Fenced(1))
+    detector, _ = detector.observe(late)
+    _, found = detector.observe(replace(late, at_s=late.at_s + 1.0))
+    assert found == ()
