@@ -12,7 +12,7 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.cli.main import take_log_level
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import Recorder, RunDirectory, View
 from tests.observe.records import failure_record, step_record
@@ -66,7 +66,7 @@ def test_the_command_line_has_one_handler_of_its_own(
 
 
 def test_events_and_steps_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = RunDirectory.create(tmp_path / "run", RunConfig())
+    run = RunDirectory.create(tmp_path / "run", TrainConfig())
     with caplog.at_level(logging.DEBUG, logger="chameleon_ft"), Recorder(run, View()) as recorder:
         recorder.step(step_record(0, loss=2.5))
         recorder.failure(failure_record(1))

@@ -187,10 +187,10 @@ def test_the_files_that_a_configuration_names_are_copied_and_replaced(tmp_path: 
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     first.write_text("1")
     second.write_text("2")
-    run = RunDirectory.create(tmp_path / "run", RunConfig(profile=first))
+    run = RunDirectory.create(tmp_path / "run", TrainConfig(profile=first))
     assert run.config().profile == run.profile_file
     assert run.profile_file.read_text() == "1"
-    run.write_config(RunConfig(profile=second))
+    run.write_config(TrainConfig(profile=second))
     assert run.profile_file.read_text() == "2"
     run.write_config(run.config())
     assert run.profile_file.read_text() == "2"

@@ -55,7 +55,7 @@ class LayerMigration:
     """Pulls layers from their sources while the rank trains a generation, and serves those that other ranks pull.
 
     Between two updates the state of a layer is constant. A destination requests one layer after another, each in its
-    state after a number of updates, and does not vote while one is on its way. Without its vote no rank can apply the
+    state after a number of votes, and does not vote while one is on its way. Without its vote no rank can apply the
     next update, so a source sends exactly the state that was requested. From then on, it also sends the sum of the
     layer's gradients before each vote, and the destination applies the same update as the source. If slices of the
     optimizer's state have owners, those that move to a destination are requested like layers, after them. It updates
@@ -253,11 +253,11 @@ class LayerMigration:
         if not self._items:
             self._faults.at("transfer", self._committed)
         for number, item in enumerate(self._items):
-            version = self._begin_pull((s_per_byte or 0.0) * item.num_bytes)
+            votes = self._begin_pull((s_per_byte or 0.0) * item.num_bytes)
             if number == len(self._items) // 2:
-                self._faults.at("transfer", version)
+                self._faults.at("transfer", self._committed)
             start = time.monotonic()
-            state = self._pull(item, version)
+            state = self._pull(item, votes)
             moved = tensor_bytes(state) if self._stand_in_scale is None else item.num_bytes
             taken_s_per_byte = (time.monotonic() - start) / max(1, moved)
             s_per_byte = taken_s_per_byte if s_per_byte is None else min(taken_s_per_byte, s_per_byte)
@@ -270,7 +270,7 @@ class LayerMigration:
         self._migrated.set_result(None)
 
     def _begin_pull(self, expected_s: float) -> int:
-        """Wait until a layer may be requested that takes about so long; return the updates applied until then."""
+        """Wait until a layer may be requested that takes about so long; return the number of votes until then."""
         with self._condition:
             refused_in: float | None = None  # the step in which there was no time for it
             while self._error is None:
@@ -283,10 +283,10 @@ class LayerMigration:
             if self._error is not None:
                 raise self._error
             self._pulling = True
-            return self._committed
+            return self._votes
 
-    def _pull(self, item: _Item, version: int) -> LayerState:
-        self._request(item.source, item.layer, item.units, version)
+    def _pull(self, item: _Item, votes: int) -> LayerState:
+        self._request(item.source, item.layer, item.units, votes)
         incoming = IncomingLayers(self._communicators, peer=item.source, tag=Tag.PULLED_LAYER, device=self._device)
         incoming.describe()
         if item.units == _WHOLE:
@@ -295,8 +295,8 @@ class LayerMigration:
             incoming.start_next({})
         return incoming.finish_next()
 
-    def _request(self, source: int, layer: int, units: Range, version: int) -> None:
-        request = torch.tensor([layer, *units, version], dtype=torch.int64, device=self._device)
+    def _request(self, source: int, layer: int, units: Range, votes: int) -> None:
+        request = torch.tensor([layer, *units, votes], dtype=torch.int64, device=self._device)
         self._communicators.send(request, peer=source, tag=Tag.PULL_REQUEST).wait()
 
     def _await_sums_of(self, source: int) -> None:
@@ -315,12 +315,12 @@ class LayerMigration:
         while True:
             request = torch.empty(4, dtype=torch.int64, device=self._device)
             self._communicators.receive(request, peer=destination, tag=Tag.PULL_REQUEST).wait()
-            layer, start, stop, version = request.tolist()
+            layer, start, stop, votes = request.tolist()
             units = start, stop
             if layer == _DONE:
                 return
             with self._condition:
-                while self._committed < version and self._error is None:
+                while self._votes < votes and self._error is None:
                     self._condition.wait()
                 if self._error is not None:
                     raise self._error
