@@ -148,8 +148,17 @@ _product: Callable[[Tensor, Tensor], Tensor] = _CountedProduct.apply
         lambda x, linear, value: torch.tanh(linear(_product(torch.tanh(x), value))),
         lambda x, linear, value: linear(x) * _product(torch.ones(3, 4), value),
         lambda x, linear, value: _product(linear(_product(x, torch.ones(4))), torch.ones(4)),
+        lambda x, linear, value: (
+            (scale := value.exp()) * functional.linear(x, _product(linear.weight, scale)) + linear.bias
+        ),
     ],
-    ids=["between two uses of a weight", "with a weight", "beside the way to the input", "above and below a weight"],
+    ids=[
+        "between two uses of a weight",
+        "with a weight",
+        "beside the way to the input",
+        "above and below a weight",
+        "with a weight, beside the way to the input, above one that is used twice",
+    ],
 )
 def test_a_function_of_python_runs_once(run: Callable[[Tensor, nn.Linear, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
@@ -165,6 +174,39 @@ def test_a_function_of_python_runs_once(run: Callable[[Tensor, nn.Linear, Tensor
     assert _CountedProduct.backwards == 2 * number
     for found, wanted in zip([passed_back, *(each.grad for each in parameters)], first, strict=True):
         assert_equal(found, wanted)
+
+
+class _Sum(torch.autograd.Function):
+    """x + weight, whose gradients are one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0]
+
+
+_sum: Callable[[Tensor, Tensor], Tensor] = _Sum.apply
+
+
+def test_a_sum_of_gradients_shares_no_memory_with_what_is_passed_back() -> None:
+    torch.manual_seed(0)
+    linear, value = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+    passed_back, halves = [], []
+    for _ in range(2):
+        boundary = torch.randn(3, 4, requires_grad=True)
+        output = linear(_sum(boundary, value))
+        gradient, weights = input_gradient(output, torch.randn(3, 4), boundary, [value, *linear.parameters()])
+        assert gradient is not None
+        passed_back.append(gradient)
+        halves.append(weights)
+    first, second = (gradient.clone() for gradient in passed_back)
+    for weights in halves:
+        weights()
+    assert_equal(passed_back[0], first)
+    assert_equal(value.grad, first + second)
 
 
 def assert_equal(found: Tensor | None, wanted: Tensor | None) -> None:

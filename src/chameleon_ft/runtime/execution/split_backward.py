@@ -6,7 +6,8 @@ to parameters branch off, with the gradients that I has found there (Qi et al., 
 
 - if paths to it branch off at several nodes, as to a weight that is used twice: W would have to run all nodes between
   these again;
-- if they branch off at a function of Python, which may do all its work each time, or work a single time.
+- if they branch off at a function of Python, or pass through one that I runs for another parameter, because such a
+  function may do all its work each time, or work a single time.
 
 Where that holds for all parameters, and where a graph does not run in parts, as with functions of torch.compile and
 reentrant checkpoints between output and input, I is the whole backward.
@@ -64,7 +65,7 @@ def input_gradient(
         if node not in branches:
             continue
         branch = branches[node]
-        if branch is None or _is_of_python(branch):
+        if branch is None:
             at_once.append(parameter)
         else:
             starts.setdefault(branch, _Start(branch)).parameters.append(parameter)
@@ -113,31 +114,43 @@ def _branches(output: Node, boundary: Node) -> dict[Node, Node | None] | None:
 
     Returns:
         For each node below the output from which no path leads to the boundary, the only node with such a path at
-        which all paths to it branch off; None if there are several. None if the boundary is not below the output.
+        which all paths to it branch off; None if there are several, or if a function of Python would run in both halves
+        from there. None if the boundary is not below the output.
     """
-    children: dict[Node, list[Node]] = {}
-    order: dict[Node, None] = {}  # children before their parents
-    stack = [output]
-    while stack:
-        node = stack[-1]
-        if node in children:
-            order[stack.pop()] = None
-        else:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            stack += [child for child in children[node] if child not in children]
+    children = _children(output)
     on_path: set[Node] = {boundary} if boundary in children else set()
-    for node in order:
+    for node in children:
         if not on_path.isdisjoint(children[node]):
             on_path.add(node)
     if not on_path:
         return None
     branches: dict[Node, Node | None] = {}
-    for node in reversed(order):
+    for node in reversed(children):
         start = node if node in on_path else branches[node]
         for child in children[node]:
             if child not in on_path and branches.setdefault(child, start) is not start:
                 branches[child] = None
-    return branches
+    first_half = {node for node, start in branches.items() if start is None}
+    for node in children:
+        if node in branches and not first_half.isdisjoint(children[node]):
+            first_half.add(node)
+    undivided = {branches.get(node, node) for node in first_half | on_path if _is_of_python(node)}
+    return {node: None if start in undivided else start for node, start in branches.items()}
+
+
+def _children(output: Node) -> dict[Node, list[Node]]:
+    """Return the children of the output and of each node below it; a node comes after its children."""
+    visited: dict[Node, list[Node]] = {}
+    complete: dict[Node, list[Node]] = {}
+    stack = [output]
+    while stack:
+        node = stack[-1]
+        if node in visited:
+            complete[stack.pop()] = visited[node]
+        else:
+            visited[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in visited[node] if child not in visited]
+    return complete
 
 
 def _is_of_python(node: object) -> bool:
@@ -160,8 +173,8 @@ def _run_weight_half(
 ) -> None:
     """Run W from its starts, and add the gradients that I has found."""
     for parameter, gradient in zip(parameters, found, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if gradient is not None:  # which may share its memory with another gradient
+            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
     found.clear()
     while starts:  # the uppermost first, each of which keeps the graph below it
         starts.pop().run()
