@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
-from chameleon_ft.models.outputs import boundary_specs
+from chameleon_ft.models.outputs import _is_close, boundary_specs
 from tests.models.jobs import LLAMA, Zeros, make_job
 
 
@@ -234,6 +234,13 @@ def _count_only(layer: Runs, x: Tensor) -> Tensor:
 
 def test_a_layer_may_count_its_calls_if_no_output_depends_on_it() -> None:
     assert len(boundary_specs(make_job([partial(Runs, _count_only)], Ones(4)), 2)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_outputs_may_differ_in_their_last_bit(dtype: torch.dtype) -> None:
+    output = torch.linspace(1, 2, 9).to(dtype)
+    assert _is_close(output, output * (1 + torch.finfo(dtype).eps))
+    assert not _is_close(output, output / 2)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ __all__ = ["boundary_specs"]
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
-_ROUNDING: Final = 1e-3  # relative; some kernels of accelerators sum in any order
+_ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum in any order
 
 
 def boundary_specs(
@@ -119,6 +119,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
             f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
             "users of them into the same layer"
         )
+    output = output.detach()  # and without its graph, while the layer may run again
     changed = sorted(key for key, value in _state_of(module).items() if state.get(key, ()) != value)
     if changed and device != _META and not _is_close(output, _run(module, boundary, name, layer=layer, seed=seed)):
         raise ConfigError(
@@ -126,7 +127,7 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
             f"{changed[0]!r}, of which each worker would have another value; let it depend on nothing but its input, "
             "its parameters and torch's generator"
         )
-    return output.detach()
+    return output
 
 
 def _run(module: nn.Module, boundary: torch.Tensor, name: str, *, layer: int, seed: int) -> Any:
@@ -190,5 +191,6 @@ def _is_close(output: torch.Tensor, again: Any) -> bool:
         return False
     if not (output.is_floating_point() or output.is_complex()):
         return torch.equal(output, again)
-    largest = float(output.detach().abs().nan_to_num().max()) if output.numel() else 0.0
-    return torch.allclose(output, again, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
+    largest = float(output.abs().nan_to_num().max()) if output.numel() else 0.0
+    rounding = max(_ROUNDING, 2 * torch.finfo(output.dtype).eps)
+    return torch.allclose(output, again, rtol=rounding, atol=rounding * largest, equal_nan=True)
