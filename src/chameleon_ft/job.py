@@ -216,8 +216,8 @@ def check_job_reference(reference: str) -> None:
 def load_job(reference: str, config: RunConfig) -> Job:
     """Call the function that `reference` names and return its job, with the precision of `config`.
 
-    Torch's, Python's and NumPy's random generators are seeded before its module is loaded and before it is called, so
-    that every worker gets the same data, and the same modules if the function builds them itself.
+    The random generators of torch on the CPU, Python and NumPy are seeded before its module is loaded and before it is
+    called, so that every worker gets the same data, and the same modules if the function builds them itself.
 
     Args:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.

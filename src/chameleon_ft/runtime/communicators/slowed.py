@@ -40,9 +40,8 @@ class SlowedLinks(DelayedLinks):
         self._share = share
         self._lock = threading.Lock()
         self._lanes: dict[_LaneKey, _Lane] = {}
-        self._links: dict[
-            tuple[int, bool], threading.Lock
-        ] = {}  # (peer, whether sending) -> while it carries a message
+        # (peer, whether sending) -> held while the link carries a message
+        self._links: dict[tuple[int, bool], threading.Lock] = {}
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         def send() -> InFlight:
