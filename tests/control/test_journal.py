@@ -18,10 +18,11 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.events import Event, Moment, Received
 from chameleon_ft.control.journal import Journal, LastEntry, is_due
 from chameleon_ft.control.state.state import State
+from chameleon_ft.control.wire.messages import Acknowledged, Hello, HostHello
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import FileQueue, Recorder, View
 from tests.control.histories import History
-from tests.control.stage import JOB, Stage, scene
+from tests.control.stage import JOB, Puppet, Stage, scene
 
 
 @cache
@@ -184,6 +185,24 @@ async def test_a_journal_after_a_takeover_has_the_counts_of_peers_that_are_still
     assert found is not None
     assert found.received == counts
     assert found.state.reconnection.awaited
+
+
+@scene()
+async def test_a_rank_that_is_not_in_the_journal_does_not_get_the_count_of_another_peer(stage: Stage) -> None:
+    stage.say(stage.host, HostHello(host="a host", slots=4))
+    stage.join(0)
+    last = LastEntry(stage.coordinator.state, moment(5.0), {stage.host.number: 1}, [])
+    with journal_at(stage.run.journal_file(1)) as journal, Recorder(stage.run, View()) as recorder:
+        setup = RunSetup(config=stage.run.config(), run=stage.run, recorder=recorder, job=JOB, resume=False)
+        stage.coordinator = Coordinator(setup, journal=journal, last=last)
+        host, rank = Puppet("host"), Puppet("worker 2")
+        ranks = tuple((worker, 1) for worker in range(4))
+        stage.say(host, HostHello(host="a host", slots=4, ranks=ranks, resumes=stage.host.number))
+        assert host.last(Acknowledged).received == 1
+        # The coordinator that is lost had called the rank's connection so.
+        stage.say(rank, Hello(worker=2, host="10.0.0.1", incarnation=1, resumes=host.number))
+        assert (rank.last(Acknowledged).received, rank.last(Acknowledged).written) == (0, 0)
+        assert stage.coordinator.state.members.live() == (0, 2)
 
 
 def test_records_of_the_last_change_alone_may_be_missing(tmp_path: Path) -> None:

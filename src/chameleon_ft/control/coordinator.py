@@ -15,7 +15,7 @@ import chameleon_ft
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
-from chameleon_ft.control.handlers import endings, injection
+from chameleon_ft.control.handlers import endings, injection, takeover
 from chameleon_ft.control.handlers.endings import SIGNAL_WINDOW_S
 from chameleon_ft.control.journal import Journal, LastEntry, is_due
 from chameleon_ft.control.leadership import Leadership
@@ -104,7 +104,7 @@ class Coordinator:
 
     @property
     def first_connection(self) -> int:
-        """The number of the first connection: no other coordinator of the run has used it."""
+        """The number of the first connection: no other coordinator of the run has used it for a peer in the journal."""
         return 1 + max((*self.state.connections, *self.state.members.fenced, *self._peers.received), default=0)
 
     @property
@@ -256,7 +256,11 @@ class Coordinator:
         self._peers.add(peer)
         if not self._may_act(partial(self._message_deferred, peer, message)):
             return
-        number, received = peer.number, self._peers.count(peer.number, message)
+        # The number of a connection that is not in the journal may be that of another peer by now.
+        replaces = None
+        if isinstance(message, messages.Hello | messages.HostHello):
+            replaces = takeover.replaced(self.state, message)
+        number, received = peer.number, self._peers.count(peer.number, message, replaces=replaces)
         match message:
             case messages.Publish():
                 self._peers.send_all(self._commands.rendezvous.publish(number, message))

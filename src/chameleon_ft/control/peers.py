@@ -41,14 +41,17 @@ class Peers:
         """Take in the counts of another coordinator's journal."""
         self.received, self.written = dict(received), dict(received)
 
-    def count(self, connection: int, message: messages.Message) -> int:
-        """Count a message; return how many of its peer were handled, those on the connection that it resumes included.
+    def count(self, connection: int, message: messages.Message, *, replaces: int | None = None) -> int:
+        """Count a message; return how many of its peer were handled, those on the connection that it replaces included.
 
         The message with which a peer introduces itself does not count.
+
+        Args:
+            replaces: the connection that this one replaces, if the peer introduces itself and is known.
         """
         if isinstance(message, messages.Hello | messages.HostHello):
-            self.written[connection] = self.written.get(message.resumes or 0, 0)
-            self.received[connection] = self.received.get(message.resumes or 0, 0)
+            self.written[connection] = self.written.get(replaces or 0, 0)
+            self.received[connection] = self.received.get(replaces or 0, 0)
         else:
             self.received[connection] = self.received.get(connection, 0) + 1
         return self.received[connection]
