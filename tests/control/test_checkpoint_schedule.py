@@ -286,6 +286,25 @@ def test_a_long_run_without_checkpoints_is_warned_about(
 # --- checkpoints that cannot be read ---------------------------------------------------------------------------------
 
 
+def test_a_newer_checkpoint_loses_its_mark_also_if_the_first_step_from_an_older_one_is_interrupted() -> None:
+    history = training()
+    history.holds = True
+    history.reap(3)
+    history.quiesce()
+    question = history.questions.pop()
+    plan = replace(a_plan([0, 1, 2], first_step=2), load=2)
+    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    history.start()
+    history.holds = False
+    history.reap(2)
+    history.quiesce(placed=history.state.active_generation)
+    history.start()
+    assert history.state.checkpoints.loads < history.state.generation
+    assert DistrustCheckpoints(after=2) not in history.commands
+    history.commit()
+    assert DistrustCheckpoints(after=2) in history.commands
+
+
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_all_workers_stop_if_one_cannot_read_the_checkpoint(is_damaged: bool) -> None:
     history = training()

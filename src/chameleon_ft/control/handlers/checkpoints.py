@@ -21,8 +21,8 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""
     state, config = draft.state, draft.state.settings.checkpoint
     assert state.active is not None
-    if message.generation == state.checkpoints.loads and message.step == state.active.first_step:
-        # All have read that state. The steps of newer checkpoints, which cannot be read, are trained again.
+    if message.step == state.active.first_step:
+        # All have that state. The steps of newer checkpoints, which could not be read, are trained again.
         draft.do(commands.DistrustCheckpoints(after=message.step))
     if message.step + 1 in state.checkpoints.failed:
         draft.state = replace(draft.state, checkpoints=state.checkpoints.repeated(message.step + 1))
