@@ -316,6 +316,9 @@ def test_what_a_run_has_recorded_is_refused_if_it_is_cut(tmp_path: Path, config:
             read_recorded_toml(path)
     path.write_text("".join(lines))
     assert read_recorded_toml(path)["workers"] == config.workers
+    path.write_text("".join(line for line in lines if not line.startswith(("lease_s", "clip_norm"))))
+    with pytest.raises(ConfigError, match="or add that setting if an earlier version of chameleon has written it"):
+        read_recorded_toml(path)
 
 
 def test_an_old_key_beside_its_new_one_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def read_recorded_toml(path: Path) -> dict[str, Any]:
     last = values.get(section)
     if not isinstance(last, Mapping) or key not in last:
         raise ConfigError(
-            f"{path}: is incomplete: {section}.{key}, the last setting that a run records, is missing; restore the file"
+            f"{path}: is incomplete: {section}.{key}, the last setting that a run records, is missing; restore the "
+            "file, or add that setting if an earlier version of chameleon has written it"
         )
     return values
 
