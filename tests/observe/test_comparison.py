@@ -234,5 +234,5 @@ def test_an_unfinished_record_is_cut_off_and_a_damaged_one_is_named(tmp_path: Pa
     TimelineLog(path).append(second)
     assert read_recorded_steps(path.parent) == [first, second]
     path.write_text(path.read_text().replace('"vote_s"', '"vote"', 1))
-    with pytest.raises(ConfigError, match=r"worker-0\.jsonl, record 1: vote_s: Field required; the file is damaged"):
+    with pytest.raises(ConfigError, match=r"worker-0\.jsonl, line 1: vote_s: Field required; the file is damaged"):
         read_recorded_steps(path.parent)

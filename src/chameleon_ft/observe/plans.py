@@ -17,7 +17,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.workload import Workload
 
-__all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans"]
+__all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans", "readable_generation_plans"]
 
 CostsFrom = Literal["profile", "corrected", "measured", "assumed"]
 """Source of the costs of a plan: the profile of the run, the profile corrected by measured operations of the run, these
@@ -78,9 +78,26 @@ class GenerationPlan:
 
 
 def read_generation_plans(folder: Path) -> dict[int, GenerationPlan]:
-    """Read the plans of a run by generation, ascending; see `RunDirectory.plan_file`."""
-    plans = (GenerationPlan.read(path) for path in folder.glob("generation-*.json"))
-    return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}
+    """Read the plans of a run by generation, ascending; see `RunDirectory.plan_file`.
+
+    Raises ConfigError if a file is damaged.
+    """
+    plans, damaged = readable_generation_plans(folder)
+    if damaged:
+        raise ConfigError(damaged[0])
+    return plans
+
+
+def readable_generation_plans(folder: Path) -> tuple[dict[int, GenerationPlan], list[str]]:
+    """As `read_generation_plans`, but leave out damaged files; also return what is wrong with each."""
+    plans: list[GenerationPlan] = []
+    damaged: list[str] = []
+    for path in folder.glob("generation-*.json"):
+        try:
+            plans.append(GenerationPlan.read(path))
+        except ConfigError as error:
+            damaged.append(str(error))
+    return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}, damaged
 
 
 def _check(plan: Plan, program: Program, workload: Workload, cluster: Cluster) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -13,9 +14,16 @@ from pydantic import Field, TypeAdapter, ValidationError
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.files import describe_invalid
-from chameleon_ft.observe.lines import read_lines
+from chameleon_ft.observe.lines import raw_lines
 
-__all__ = ["RecordedReduction", "RecordedStep", "StepPart", "TimelineLog", "read_recorded_steps"]
+__all__ = [
+    "RecordedReduction",
+    "RecordedStep",
+    "StepPart",
+    "TimelineLog",
+    "read_recorded_steps",
+    "readable_recorded_steps",
+]
 
 _LONGEST_BYTES: Final = 4 << 20  # in memory while the disk cannot be written
 
@@ -100,20 +108,42 @@ def read_recorded_steps(folder: Path) -> list[RecordedStep]:
 
     Raises ConfigError that names the file and the line of an invalid record.
     """
-    steps = [step for path in folder.glob("worker-*.jsonl") for step in _read_steps(path)]
-    return sorted(steps, key=lambda step: (step.step, step.generation, step.worker))
+    steps, damaged = readable_recorded_steps(folder)
+    if damaged:
+        raise ConfigError(damaged[0])
+    return steps
 
 
-def _read_steps(path: Path) -> Iterator[RecordedStep]:
-    record = TypeAdapter(RecordedStep)
-    for number, line in enumerate(read_lines(path), start=1):
-        try:
-            step = record.validate_python(line)
-        except ValidationError as error:
-            raise ConfigError(f"{path}, record {number}: {describe_invalid(error)}; the file is damaged") from None
-        if why := _contradiction(step):
-            raise ConfigError(f"{path}, record {number}: {why}; the file is damaged")
-        yield step
+def readable_recorded_steps(folder: Path) -> tuple[list[RecordedStep], list[str]]:
+    """As `read_recorded_steps`, but leave out the invalid records; also return what is wrong with each."""
+    steps: list[RecordedStep] = []
+    damaged: list[str] = []
+    for path in folder.glob("worker-*.jsonl"):
+        for number, line in enumerate(raw_lines(path), start=1):
+            try:
+                steps.append(_recorded_step(line))
+            except ConfigError as error:
+                if line.endswith(b"\n"):  # else it is unfinished, as a crash may leave it
+                    damaged.append(f"{path}, line {number}: {error}; the file is damaged")
+    return sorted(steps, key=lambda step: (step.step, step.generation, step.worker)), damaged
+
+
+def _recorded_step(line: bytes) -> RecordedStep:
+    """Return the step of a line. Raises ConfigError if it is invalid."""
+    try:
+        step = _record().validate_python(json.loads(line))
+    except ValidationError as error:
+        raise ConfigError(describe_invalid(error)) from None
+    except (ValueError, RecursionError):
+        raise ConfigError("is not JSON") from None
+    if why := _contradiction(step):
+        raise ConfigError(why)
+    return step
+
+
+@cache
+def _record() -> TypeAdapter[RecordedStep]:
+    return TypeAdapter(RecordedStep)
 
 
 def _contradiction(step: RecordedStep) -> str | None:

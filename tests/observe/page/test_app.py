@@ -26,7 +26,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import Recorder, RunDirectory
+from chameleon_ft.observe import Recorder, RunDirectory, TimelineLog
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page.app import STATIC, page_app
 from chameleon_ft.observe.page.gate import TokenGate
@@ -35,6 +35,7 @@ from chameleon_ft.observe.story import record_of
 from chameleon_ft.observe.terminal import TerminalView
 from tests.observe.live.lines import SLOW, add, event, failed, new_run, started, stepped
 from tests.observe.records import join_record, outcome_record
+from tests.observe.test_comparison import planned, recorded
 
 TOKEN = "a token"
 MONITORING = Path(__file__).parents[3] / "examples" / "monitoring"
@@ -231,6 +232,26 @@ def test_a_damaged_decision_is_told_and_left_out(page: Served, run: RunDirectory
     facts = dict(page.json("/api/state")["report"]["facts"])
     assert "a line cannot be read, and is left out: " in facts["damaged"]
     assert "events.jsonl, line 3: search_s: Field required" in facts["damaged"]
+
+
+def test_a_recorded_step_is_shown_beside_plans_and_records_that_are_damaged(page: Served, run: RunDirectory) -> None:
+    plan = planned()
+    plan.write(run.plan_file(plan.generation))
+    for part in (*recorded(plan, 3), *recorded(plan, 4)):
+        TimelineLog(run.timeline_file(part.worker)).append(part)
+    assert (page.json("/api/schedule")["step"], page.json("/api/schedule")["damaged"]) == (4, [])
+    run.plan_file(plan.generation + 1).write_text("{")
+    with run.timeline_file(0).open("a") as file:
+        file.write("{}\n")
+    found = page.json("/api/schedule")
+    assert found["step"] == 4
+    assert [text.partition(": ")[0] for text in found["damaged"]] == [
+        str(run.plan_file(plan.generation + 1)),
+        f"{run.timeline_file(0)}, line 3",
+    ]
+    run.plan_file(plan.generation).write_text("{")
+    status, text = page.get("/api/schedule")
+    assert (status, "does not hold the plan of a generation" in text) == (500, True)
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from chameleon_ft.observe.comparison import compare_generations
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.comparison import GenerationComparison, compare_generations
 from chameleon_ft.observe.decisions import decision_stories
 from chameleon_ft.observe.diagnosis import diagnose
 from chameleon_ft.observe.files import RunDirectory
@@ -13,10 +14,10 @@ from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.run_state import RunState
-from chameleon_ft.observe.plans import read_generation_plans
+from chameleon_ft.observe.plans import readable_generation_plans
 from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.story import notices_of, record_of
-from chameleon_ft.observe.timelines import read_recorded_steps
+from chameleon_ft.observe.timelines import readable_recorded_steps
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.quantities import in_ranges
 
@@ -86,14 +87,28 @@ def incidents(state: RunState) -> list[dict[str, Any]]:
 
 
 def schedule(run: RunDirectory) -> dict[str, Any] | None:
-    """Return the newest recorded step, measured and predicted; None if none was recorded.
+    """Return the newest recorded step, measured and predicted, and what is damaged; None if none was recorded.
 
-    Raises ConfigError if a file is damaged.
+    Raises ConfigError if all of them are damaged, or a file cannot be read.
     """
-    comparisons = compare_generations(read_generation_plans(run.plans), read_recorded_steps(run.timelines))
-    if not comparisons:
-        return None
-    comparison = comparisons[-1]
+    plans, damaged = readable_generation_plans(run.plans)
+    recorded, damaged_lines = readable_recorded_steps(run.timelines)
+    damaged += damaged_lines
+    for generation in reversed(plans):
+        own = [each for each in recorded if each.generation == generation]
+        try:
+            found = compare_generations(plans, own)
+        except ConfigError as error:
+            damaged.append(str(error))
+            continue
+        if found:
+            return {**_compared(found[0]), "damaged": damaged}
+    if damaged:
+        raise ConfigError(damaged[0])
+    return None
+
+
+def _compared(comparison: GenerationComparison) -> dict[str, Any]:
     step = comparison.steps[-1]
     lanes = [Lane.predicted(comparison.predicted), step.lane]
     workers = sorted(comparison.plan.plan.workers)

@@ -76,7 +76,7 @@ class Feed:
         return self._incidents[1]
 
     async def schedule(self) -> dict[str, Any] | None:
-        """Return the newest recorded step. Raises ConfigError if a file is damaged."""
+        """Return the newest recorded step. Raises ConfigError if none can be read."""
         return await asyncio.to_thread(content.schedule, self._watcher.run)
 
     async def news(self, *, steps: int, events: int) -> AsyncIterator[str]:

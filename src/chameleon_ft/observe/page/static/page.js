@@ -186,7 +186,8 @@ async function loadSchedule() {
   $("schedule-facts").textContent = `Step ${count(found.step)} in generation ${found.generation}: measured ${duration(found.measured_s)}, ` +
     `predicted ${duration(found.predicted_s)} (${error >= 0 ? "+" : ""}${(100 * error).toFixed(1)}%), from costs that are ${found.costs_from}. ` +
     "Of each worker the upper lane is predicted, the lower one measured." +
-    (found.left_out ? ` ${found.left_out} more workers are not drawn.` : "");
+    (found.left_out ? ` ${found.left_out} more workers are not drawn.` : "") +
+    (found.damaged.length ? ` What cannot be read is left out, such as ${found.damaged[0]}.` : "");
   drawSchedule($("schedule-canvas"), $("schedule-legend"), found);
 }
 
