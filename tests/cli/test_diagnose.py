@@ -183,7 +183,7 @@ action  the plan stays as it is, because no other is better
 
 Replaced: the coordinator
 since   2026-01-01 12:01:00 UTC
-why     the one before was lost
+why     the one before was lost, or left the run to it
 action  another one continued in step 70 and generation 4
 
 Slow disk: worker 3

@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 
 from chameleon_ft.observe import FailureRecord, NoticedBy, summarize
+from chameleon_ft.observe.records import FailureCostRecord
+from chameleon_ft.observe.story import notices_of
 from chameleon_ft.observe.terminal import TerminalView
 from tests.observe.records import failure_record, join_record, outcome_record, run_info, step_record
 
@@ -93,6 +95,13 @@ def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
     )
     assert all(each in out.getvalue() for each in words)
     assert out.getvalue().count("chameleon profile") == ("--profile FILE" in out.getvalue())
+
+
+@pytest.mark.parametrize(("steps", "words"), [(0.25, "0.25 steps longer"), (-0.11, "0.11 steps less")])
+def test_an_interrupted_step_may_take_less_than_a_usual_one(steps: float, words: str) -> None:
+    record = FailureCostRecord(incident_generations=(2,), step=6, failure_cost_steps=steps, predicted_steps=0.5)
+    (notice,) = notices_of(record)
+    assert notice.title == f"step 6 took {words} (predicted 0.50)"
 
 
 def test_there_is_no_warning_without_a_prediction() -> None:

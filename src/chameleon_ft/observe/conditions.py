@@ -154,7 +154,7 @@ def _answer_to_slowness(later: Sequence[Event]) -> str:
 
 def _took_over(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     action = f"another one continued in step {event['step']} and generation {event['generation']}"
-    return "the coordinator", "the one before was lost", action
+    return "the coordinator", "the one before was lost, or left the run to it", action
 
 
 def _stalled(event: Event, _: Sequence[Event], __: Event | None) -> Described:

@@ -67,7 +67,8 @@ def notices_of(record: RunRecord) -> tuple[Notice, ...]:
             return (_join(record),)
         case FailureCostRecord():
             predicted = "" if record.predicted_steps is None else f" (predicted {record.predicted_steps:.2f})"
-            text = f"step {record.step} took {record.failure_cost_steps:.2f} steps longer{predicted}"
+            steps = record.failure_cost_steps
+            text = f"step {record.step} took {abs(steps):.2f} steps {'less' if steps < 0 else 'longer'}{predicted}"
             return (Notice(text, "note"),)
         case OutcomeRecord():
             text = f"after {counted(record.steps, 'step')} of {record.policy}: {record.describe()}"
