@@ -246,8 +246,8 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
 def _lasting(rng: random.Random, run: DrawnRun) -> Failure:
     """Draw a failure that its worker survives."""
     # State that only one worker has is compared with no other.
-    kinds = _LASTING if run.dp > 1 and run.owners != 1 else _LASTING[:-2]
-    kind = rng.choice(kinds)
+    is_compared = run.dp > 1 and run.owners != 1
+    kind = rng.choice([each for each in _LASTING if is_compared or each != "corrupt"])
     return Failure(
         step=rng.randrange(1, run.steps - 5),
         worker=rng.randrange(run.workers),

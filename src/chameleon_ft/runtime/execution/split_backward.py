@@ -176,5 +176,5 @@ def _run_weight_half(
         if gradient is not None:  # which may share its memory with another gradient
             parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
     found.clear()
-    while starts:  # the uppermost first, each of which keeps the graph below it
+    while starts:  # each keeps the graph below it, until it has run
         starts.pop().run()
