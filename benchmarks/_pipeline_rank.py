@@ -128,8 +128,9 @@ class _Rank:
     def _samples(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of this pipeline's micro-batches, concatenated."""
         share = self._batch.samples // self._config.parallel.dp
-        ids = self._order.ids(step, self._batch.samples)[self._pipeline * share : (self._pipeline + 1) * share]
-        return load_micro_batch(self._job.dataset, ids)
+        return load_micro_batch(
+            self._job.dataset, self._order, step * self._batch.samples + self._pipeline * share, share
+        )
 
     def _terms(self, targets: Tensor) -> int:
         return self._job.loss_terms(targets) * self._config.parallel.dp

@@ -64,7 +64,7 @@ class _Replica:
         """Attempt the next step; return whether it was committed. With `fail`, end by SIGKILL in its middle."""
         step = self.manager.current_step()
         size = self._config.batch.micro_batch_size
-        ids = self._order.ids(step, self._config.batch.samples)
+        first = step * self._config.batch.samples
         terms = 0
         self.manager.start_quorum()
         self._gradient.zero_()
@@ -74,8 +74,8 @@ class _Replica:
                     worker=self._number, kind="kill", phase="forward", step=step
                 )
                 os.kill(os.getpid(), signal.SIGKILL)
-            start = (self._number * self._share + number) * size
-            inputs, targets = load_micro_batch(self._job.dataset, ids[start : start + size])
+            start = first + (self._number * self._share + number) * size
+            inputs, targets = load_micro_batch(self._job.dataset, self._order, start, size)
             self._job.loss(self._model(inputs), targets).backward()
             terms += self._job.loss_terms(targets)
         self._gradient.div_(terms)

@@ -26,7 +26,7 @@ def train_plainly(job: Job, *, steps: int, batch_size: int) -> nn.Module:
     optimizer = job.optimizer(list(model.parameters()))
     order = SampleOrder(len(job.dataset), 0)
     for step in range(steps):
-        inputs, targets = load_micro_batch(job.dataset, order.ids(step, batch_size))
+        inputs, targets = load_micro_batch(job.dataset, order, step * batch_size, batch_size)
         optimizer.zero_grad()
         (job.loss(model(inputs), targets) / job.loss_terms(targets)).backward()
         assert job.clip_norm is not None
@@ -38,7 +38,7 @@ def train_plainly(job: Job, *, steps: int, batch_size: int) -> nn.Module:
 def test_it_classifies_unseen_samples_after_short_training() -> None:
     model = train_plainly(load_example(), steps=80, batch_size=16)
     unseen = load_job(f"{EXAMPLES / 'own_model.py'}:job", RunConfig()).dataset
-    inputs, targets = load_micro_batch(unseen, range(50_000, 50_400))
+    inputs, targets = (torch.stack(each) for each in zip(*(unseen[i] for i in range(50_000, 50_400)), strict=True))
     with torch.no_grad():
         accuracy = float((model(inputs).argmax(1) == targets).float().mean())
 

@@ -318,7 +318,7 @@ def test_a_job_trains_in_a_plain_loop(tmp_path: Path) -> None:
     order = SampleOrder(len(job.dataset), 0)
     losses = []
     for step in range(30):
-        inputs, targets = load_micro_batch(job.dataset, order.ids(step, 4))
+        inputs, targets = load_micro_batch(job.dataset, order, 4 * step, 4)
         optimizer.zero_grad()
         loss = job.loss(model(inputs), targets) / job.loss_terms(targets)
         loss.backward()

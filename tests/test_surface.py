@@ -25,7 +25,7 @@ def exported(path: Path) -> list[str] | None:
 SURFACE = {
     "": ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"],
     "job": ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference", "load_job", "random_key"],
-    "keys": ["Purpose", "init_key", "random_key", "step_key"],
+    "keys": ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "deploy": ["WRITTEN_BY", "BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
@@ -109,7 +109,15 @@ SURFACE = {
         "read_recorded_toml",
         "read_toml",
     ],
-    "data": ["DataSummary", "SampleOrder", "SkippedFile", "check_data", "load_tokens", "prepare_data"],
+    "data": [
+        "DataSummary",
+        "SampleOrder",
+        "SkippedFile",
+        "check_data",
+        "load_tokens",
+        "prepare_data",
+        "read_sample",
+    ],
     "search": [
         "DEFAULT_EFFORT",
         "BaselinePlan",

@@ -10,10 +10,8 @@ import importlib
 import importlib.util
 import inspect
 import math
-import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.keys import Purpose, random_key
+from chameleon_ft.keys import Purpose, random_key, seeded
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -40,7 +38,10 @@ __all__ = ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference",
 
 
 class Dataset(Protocol):
-    """A map-style dataset: sample `i` is the same (input, target) in every process, at any time."""
+    """A map-style dataset: sample `i` is the same (input, target) in every process, at any time.
+
+    What it draws from the global generators of Python, NumPy and torch is; see `chameleon_ft.data.read_sample`.
+    """
 
     def __len__(self) -> int: ...
 
@@ -230,36 +231,19 @@ def load_job(reference: str, config: RunConfig) -> Job:
     """
     check_job_reference(reference)
     location, name = _split_reference(reference)
-    with _seeded(config.seed):
+    key = random_key(config.seed, Purpose.JOB)
+    with seeded(key):
         module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
     function = getattr(module, name, None)
     if function is None:
         raise ConfigError(f"job {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
     if not callable(function):
         raise ConfigError(f"job {reference!r}: {name!r} is not a function; name one that returns a Job")
-    with _seeded(config.seed):
+    with seeded(key):
         job = function(*((config,) if _needs_an_argument(function) else ()))
     if not isinstance(job, Job):
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
     return replace(job, precision=Precision(config.precision, config.fp32_modules))
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators inside the block, and restore their states after it."""
-    import numpy as np
-    import torch
-
-    key, states = random_key(seed, Purpose.JOB), (random.getstate(), np.random.get_state())
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(key)
-            random.seed(key)
-            np.random.seed(key % 2**32)
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -1,17 +1,30 @@
 """Keys for random numbers, which depend on what is drawn and not on where or when.
 
 Before each draw the generator is seeded with a key of (run seed, purpose, position). So every worker initialises a
-layer alike, and a micro-batch gets the same dropout mask on any worker.
+layer alike, reads a sample alike, and a micro-batch gets the same dropout mask on any worker.
 """
 
 from __future__ import annotations
 
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-__all__ = ["Purpose", "init_key", "random_key", "step_key"]
+if TYPE_CHECKING:
+    from numpy.random import BitGenerator
+
+__all__ = ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "step_key"]
 
 _KEY_MASK = (1 << 63) - 1
+
+generator_lock = threading.RLock()
+"""Of the global generators, which all threads share: hold it from a seed to the last number that follows from it."""
+
+_spare: list[BitGenerator] = []  # of NumPy, where making one takes much longer than seeding it
 
 
 class Purpose(IntEnum):
@@ -21,6 +34,7 @@ class Purpose(IntEnum):
     STEP = 2
     SHUFFLE = 3
     JOB = 4
+    SAMPLE = 5
 
 
 def random_key(seed: int, *parts: int) -> int:
@@ -34,6 +48,33 @@ def random_key(seed: int, *parts: int) -> int:
     # Decimal text is the same for an int and an IntEnum, and has no size limit.
     text = ",".join(str(int(part)) for part in (seed, *parts))
     return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little") & _KEY_MASK
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch's CPU inside the block; after it they go on as before it.
+
+    They are seeded as by ``random.seed(key)``, ``numpy.random.seed(key % 2**32)`` and ``torch.manual_seed(key)``.
+    """
+    import numpy as np
+    import torch
+    from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+    generator = torch.default_generator
+    with generator_lock:
+        python, numpys, torchs = random.getstate(), get_bit_generator(), generator.get_state()
+        bits = _spare.pop() if _spare else np.random.MT19937()
+        try:
+            set_bit_generator(bits)  # many times as quick as to save and restore the state of NumPy's own
+            np.random.seed(key % 2**32)
+            random.seed(key)
+            generator.manual_seed(key)
+            yield
+        finally:
+            random.setstate(python)
+            set_bit_generator(numpys)
+            generator.set_state(torchs)
+            _spare.append(bits)
 
 
 def init_key(seed: int, layer: int) -> int:

@@ -200,11 +200,11 @@ class _PlainLoop:
         for parameter in self._parameters:
             parameter.grad = None
         batch = self._config.batch
-        ids = self._order.ids_at(self._config.first_sample(step), batch.samples)
+        first = self._config.first_sample(step)
         loss_sum, terms = 0.0, 0
         for micro_batch in range(batch.micro_batches):
-            start = micro_batch * batch.micro_batch_size
-            inputs, targets = load_micro_batch(self._job.dataset, ids[start : start + batch.micro_batch_size])
+            start = first + micro_batch * batch.micro_batch_size
+            inputs, targets = load_micro_batch(self._job.dataset, self._order, start, batch.micro_batch_size)
             loss = loss_of(self._job, self._forward(inputs, step, micro_batch), targets.to(self._device))
             loss.backward()
             loss_sum += loss.item()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.data import SampleOrder
+from chameleon_ft.data import SampleOrder, read_sample
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.keys import Purpose, random_key
+
+TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -79,3 +86,67 @@ def test_no_samples_have_no_order(num_samples: int) -> None:
 def test_a_step_that_cannot_be_is_refused(step: int, batch_size: int) -> None:
     with pytest.raises(ConfigError, match=f"step {step} of {batch_size} samples"):
         SampleOrder(5, 0).ids(step, batch_size)
+
+
+class Drawn:
+    """Samples that draw from every global generator."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> TensorPair:
+        drawn = torch.tensor([random.random(), np.random.standard_normal(), float(torch.randn(()))])
+        return drawn, torch.tensor(index)
+
+
+def drawn(index: int, *, seed: int = 0, epoch: int = 0) -> list[float]:
+    numbers: list[float] = read_sample(Drawn(), index, seed=seed, epoch=epoch)[0].tolist()
+    return numbers
+
+
+def test_a_sample_is_one_draw_and_the_generators_go_on_as_before() -> None:
+    def draw() -> list[float]:
+        return [random.random(), np.random.standard_normal(), float(torch.randn(()))]
+
+    def seed() -> None:
+        random.seed(3)
+        np.random.seed(3)
+        torch.manual_seed(3)
+        draw()  # of the pair of normal numbers that NumPy makes, the second is left
+
+    seed()
+    expected = [*draw(), *draw()]
+    seed()
+    got = draw()
+    first = drawn(1)
+    assert [*got, *draw()] == expected
+    assert drawn(1) == first
+    draws = [first, drawn(2), drawn(1, seed=1), drawn(1, epoch=1)]
+    assert all(len({numbers[k] for numbers in draws}) == len(draws) for k in range(3))
+
+
+def test_a_draw_is_seeded_as_documented() -> None:
+    first = drawn(2, seed=5, epoch=1)
+    key = random_key(5, Purpose.SAMPLE, 1, 2)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.manual_seed(key)
+    assert first == Drawn()[2][0].tolist()
+
+
+def test_a_read_inside_a_read_is_a_draw_of_its_own() -> None:
+    class Nested(Drawn):
+        def __getitem__(self, index: int) -> TensorPair:
+            read_sample(Drawn(), index + 1, seed=7)
+            return super().__getitem__(index)
+
+    assert read_sample(Nested(), 0, seed=0)[0].tolist() == drawn(0)
+
+
+def test_a_micro_batch_continues_in_the_next_epoch() -> None:
+    inputs, ids = load_micro_batch(Drawn(), SampleOrder(3, 0), 2, 5)
+
+    assert ids.tolist() == SampleOrder(3, 0).ids_at(2, 5)
+    assert inputs.tolist() == [
+        drawn(index, epoch=epoch) for index, epoch in zip(ids.tolist(), (0, 1, 1, 1, 2), strict=True)
+    ]

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from chameleon_ft.config import RunConfig
+from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import param_bytes, state_bytes
-from chameleon_ft.models.checks import check_learning_rate, check_loss, check_optimizer, check_separate_parameters
+from chameleon_ft.models.checks import (
+    SampleReads,
+    check_learning_rate,
+    check_loss,
+    check_optimizer,
+    check_separate_parameters,
+)
 from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.runtime.inspection import inspect_job
@@ -146,3 +157,49 @@ def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any, mess
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor])
 def test_an_optimizer_that_makes_an_update_is_taken(optimizer: Any) -> None:
     check_optimizer(job(optimizer=optimizer), device=CPU)
+
+
+class Augmented:
+    """Samples with a random offset."""
+
+    def __init__(self, offset: Callable[[int], float]) -> None:
+        self._offset = offset
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), float(index)) + self._offset(index), torch.tensor(float("nan"))
+
+
+OWN = torch.Generator().manual_seed(0)
+READS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        lambda index: float(torch.rand((), generator=OWN)),
+        lambda index: time.perf_counter_ns() % 2**20,
+        lambda index: float(next(READS)),
+        lambda index: np.random.default_rng().random(),
+    ],
+    ids=["a generator of its own", "the clock", "a count", "fresh entropy"],
+)
+def test_a_data_set_that_reads_a_sample_differently_is_refused(offset: Callable[[int], float]) -> None:
+    first = SampleOrder(40, 5).ids(0, 1)[0]
+    reads = SampleReads(job(dataset=Augmented(offset)), 5)
+    with pytest.raises(ConfigError, match=f"sample {first} "):
+        reads.check()
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        lambda index: random.random(),
+        lambda index: np.random.default_rng(np.random.randint(2**31)).random(),
+        lambda index: float(torch.rand(())),
+    ],
+)
+def test_a_data_set_that_draws_from_global_generators_is_accepted(offset: Callable[[int], float]) -> None:
+    SampleReads(job(dataset=Augmented(offset)), 5).check()

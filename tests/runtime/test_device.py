@@ -134,7 +134,7 @@ def test_the_generator_of_an_accelerator_is_seeded_with_that_of_the_cpu(monkeypa
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     seed_forward = partial(build.seed_forward, 5, step=1, micro_batch=2, layer=3)
-    with build.generator_lock, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         seed_forward(device=torch.device("xpu", 1))
         assert seeds == [(torch.device("xpu", 1), torch.initial_seed())]
         seed_forward(device=CPU)

@@ -143,7 +143,7 @@ def losses_of_transformers(config: TrainConfig) -> list[float]:
     optimizer, order = job.optimizer(list(model.parameters())), SampleOrder(len(job.dataset), config.seed)
     losses = []
     for step in range(config.steps):
-        ids, targets = load_micro_batch(job.dataset, order.ids(step, config.batch.samples))
+        ids, targets = load_micro_batch(job.dataset, order, step * config.batch.samples, config.batch.samples)
         loss = functional.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -119,7 +119,9 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
         optimizer.zero_grad()
         total, terms = 0.0, 0
         for micro_batch in range(batch.micro_batches):
-            inputs, targets = load_micro_batch(job.dataset, _ids(order, batch, step, micro_batch))
+            inputs, targets = load_micro_batch(
+                job.dataset, order, _first(batch, step, micro_batch), batch.micro_batch_size
+            )
             for number, layer in enumerate(layers):
                 seed_forward(SEED, step=step, micro_batch=micro_batch, layer=number)
                 inputs = layer(inputs)
@@ -146,6 +148,5 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
     return done
 
 
-def _ids(order: SampleOrder, batch: Batch, step: int, micro_batch: int) -> Sequence[int]:
-    size = batch.micro_batch_size
-    return order.ids(step, batch.samples)[micro_batch * size : (micro_batch + 1) * size]
+def _first(batch: Batch, step: int, micro_batch: int) -> int:
+    return step * batch.samples + micro_batch * batch.micro_batch_size

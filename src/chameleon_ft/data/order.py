@@ -1,14 +1,18 @@
-"""The order of samples: for each epoch a pseudo-random permutation, evaluated at any step in O(1)."""
+"""The order of samples, for each epoch a pseudo-random permutation, evaluated at any step in O(1); and their draws."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
+from typing import TYPE_CHECKING
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.keys import Purpose, random_key
+from chameleon_ft.keys import Purpose, random_key, seeded
 
-__all__ = ["SampleOrder"]
+if TYPE_CHECKING:
+    from chameleon_ft.job import Dataset, TensorPair
+
+__all__ = ["SampleOrder", "read_sample"]
 
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
@@ -60,6 +64,23 @@ class SampleOrder:
                 value = _permute_box(value, keys, left, right)
             ids.append(value)
         return ids
+
+
+def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int = 0) -> TensorPair:
+    """Return sample `index` as every worker reads it, with the random numbers of one draw for each epoch.
+
+    Python's, NumPy's and torch's global generators are seeded by (seed, epoch, index) for the read, and continue after
+    it as before it. So a crop or a mask is the same on the first and on the last stage, after a failure and in a plain
+    loop, and another one in the next epoch.
+
+    Args:
+        dataset: map-style.
+        index: id of the sample, as `SampleOrder` gives it.
+        seed: seed of the run.
+        epoch: how many times all samples have been read before.
+    """
+    with seeded(random_key(seed, Purpose.SAMPLE, epoch, index)):
+        return dataset[index]
 
 
 def _permute_box(value: int, keys: tuple[int, ...], left: int, right: int) -> int:

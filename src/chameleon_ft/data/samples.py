@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 __all__ = ["TokenWindows", "load_micro_batch"]
 
 
-def load_micro_batch(dataset: Dataset, ids: Sequence[int]) -> TensorPair:
-    """Return the samples `ids` of `dataset` as (inputs, targets), stacked along a new first dimension."""
-    samples = [dataset[index] for index in ids]
+def load_micro_batch(dataset: Dataset, order: SampleOrder, first: int, count: int) -> TensorPair:
+    """Return `count` samples from position `first` of the order on as (inputs, targets), stacked in a new dimension 0.
+
+    Each is read as by `read_sample`.
+    """
+    samples = [
+        read_sample(dataset, index, seed=order.seed, epoch=position // order.num_samples)
+        for position, index in enumerate(order.ids_at(first, count), first)
+    ]
     return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
 
 

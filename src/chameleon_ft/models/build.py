@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.keys import init_key, step_key
+from chameleon_ft.keys import generator_lock, init_key, step_key
 from chameleon_ft.models.precision import cast_layer
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ __all__ = [
     "blank_layer",
     "build_layer",
     "build_on_meta",
-    "generator_lock",
     "gradient_bytes",
     "param_bytes",
     "seed_forward",
@@ -36,9 +34,6 @@ __all__ = [
 
 
 # --- layers and seeds ------------------------------------------------------------------------------------------------
-
-generator_lock = threading.RLock()
-"""Of torch's generator, which all threads share: hold it from a seed to the last random number that follows from it."""
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:

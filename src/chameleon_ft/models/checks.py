@@ -4,19 +4,63 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import build_on_meta, generator_lock
+from chameleon_ft.keys import generator_lock
+from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.elementwise import small_optimizer
 from chameleon_ft.models.precision import loss_of
 
-__all__ = ["check_learning_rate", "check_loss", "check_optimizer", "check_separate_parameters"]
+__all__ = [
+    "SampleReads",
+    "check_learning_rate",
+    "check_loss",
+    "check_optimizer",
+    "check_separate_parameters",
+]
+
+_READ_SAMPLES: Final = 4  # each twice before a run, which may be slow to read
+
+
+class SampleReads:
+    """The first samples of a run, read once, to see later whether they come out the same again."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self._job, self._seed = job, seed
+        size = len(job.dataset)
+        self._digests = {
+            index: self._digest(index) for index in SampleOrder(size, seed).ids(0, min(_READ_SAMPLES, size))
+        }
+
+    def check(self) -> None:
+        """Read each sample again. Raises ConfigError if one differs."""
+        for index, before in self._digests.items():
+            if self._digest(index) != before:
+                raise ConfigError(
+                    f"`dataset` reads sample {index} differently each time, but workers read it separately, for the "
+                    "inputs and for the targets, and again after a failure; draw with Python's `random`, "
+                    "`numpy.random` or torch's functions, whose global generators are seeded for each read of a "
+                    "sample, instead of a generator of its own, the clock or a count of reads"
+                )
+
+    def _digest(self, index: int) -> bytes:
+        sample: Any = read_sample(self._job.dataset, index, seed=self._seed)
+        # Others than pairs of tensors are refused elsewhere.
+        tensors = [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
+        found = [(str(each.dtype), each.shape, _bytes_of(each)) for each in tensors]
+        return blake2b(repr(found).encode()).digest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def check_separate_parameters(job: Job) -> None:
@@ -63,13 +107,13 @@ def check_optimizer(job: Job, *, device: torch.device) -> None:
         ) from error
 
 
-def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device) -> None:
-    """Compute the loss of one micro-batch, of random numbers as the output of the last layer.
+def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0) -> None:
+    """Compute the loss of the first micro-batch, of random numbers as the output of the last layer.
 
     Raises:
         ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should.
     """
-    _, targets = load_micro_batch(job.dataset, [index % len(job.dataset) for index in range(micro_batch_size)])
+    _, targets = load_micro_batch(job.dataset, SampleOrder(len(job.dataset), seed), 0, micro_batch_size)
     targets = targets.to(device)
     with generator_lock, torch.random.fork_rng(devices=[]):
         made = torch.rand(output.shape).to(device=device, dtype=output.dtype)

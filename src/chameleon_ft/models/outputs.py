@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
-from chameleon_ft.models.build import build_layer, build_on_meta, generator_lock, seed_forward
+from chameleon_ft.keys import generator_lock
+from chameleon_ft.models.build import build_layer, build_on_meta, seed_forward
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.randomness import OtherGenerators
 
@@ -41,7 +43,7 @@ def boundary_specs(
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
             does not return one tensor, or depends on more than its input, its parameters and torch's generator.
     """
-    inputs = _first_inputs(job, micro_batch_size)
+    inputs = _first_inputs(job, micro_batch_size, seed)
     if job.boundaries is not None:
         stated = tuple(job.boundaries(micro_batch_size))
         if not all(isinstance(each, BoundarySpec) for each in stated):
@@ -66,8 +68,9 @@ def _cast(spec: BoundarySpec, job: Job) -> BoundarySpec:
     return BoundarySpec(spec.shape, torch.bfloat16) if is_cast else spec
 
 
-def _first_inputs(job: Job, micro_batch_size: int) -> torch.Tensor:
-    sample: Any = job.dataset[0]  # a user's dataset may hold anything
+def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
+    order = SampleOrder(len(job.dataset), seed)
+    sample: Any = read_sample(job.dataset, order.ids(0, 1)[0], seed=seed)  # a user's dataset may hold anything
     match sample:
         case (torch.Tensor(), torch.Tensor()):
             pass
@@ -75,7 +78,7 @@ def _first_inputs(job: Job, micro_batch_size: int) -> torch.Tensor:
             message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
             raise ConfigError(message)
     try:
-        inputs, _ = load_micro_batch(job.dataset, [index % len(job.dataset) for index in range(micro_batch_size)])
+        inputs, _ = load_micro_batch(job.dataset, order, 0, micro_batch_size)
     except RuntimeError as error:
         raise ConfigError(
             f"the dataset's samples cannot be stacked to a micro-batch ({error}); let __getitem__(i) return tensors of "

@@ -16,7 +16,13 @@ from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import gradient_bytes, param_bytes, state_bytes, tied_bytes
-from chameleon_ft.models.checks import check_learning_rate, check_loss, check_optimizer, check_separate_parameters
+from chameleon_ft.models.checks import (
+    SampleReads,
+    check_learning_rate,
+    check_loss,
+    check_optimizer,
+    check_separate_parameters,
+)
 from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe.evidence import place_of
@@ -87,6 +93,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
     undivided = _undivided(job, config)
+    samples = SampleReads(job, config.seed)
     # A coordinator's host may lack the device of the workers.
     run_on = torch.device("meta") if missing_device(config) else claim_device(config)
     device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
@@ -95,8 +102,9 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         check_optimizer(job, device=run_on)
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     if run_on.type != "meta" and job.boundaries is None:
-        check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on)
+        check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
     check_learning_rate(job)
+    samples.check()  # some time after they were read, or the clock might not have moved
     sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
     if not any(gradients):
         raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")

@@ -17,7 +17,7 @@ from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import generator_lock
+from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.precision import loss_of
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
@@ -74,8 +74,7 @@ def micro_batches_of(
     @lru_cache(KEPT_MICRO_BATCHES)
     def load(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         first = step * batch.samples if first_sample is None else first_sample(step)
-        ids = order.ids_at(first + micro_batch * size, size)
-        inputs, targets = load_micro_batch(job.dataset, ids)
+        inputs, targets = load_micro_batch(job.dataset, order, first + micro_batch * size, size)
         return inputs.to(device), targets.to(device)
 
     return load

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import generator_lock, seed_forward
+from chameleon_ft.keys import generator_lock
+from chameleon_ft.models.build import seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState

@@ -42,7 +42,7 @@ class ModelOnDevice:
         self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        self._ids = SampleOrder(len(job.dataset), config.seed).ids(0, size)
+        self._order, self._size = SampleOrder(len(job.dataset), config.seed), size
         self.samples = self.load()
 
     @property
@@ -51,7 +51,7 @@ class ModelOnDevice:
 
     def load(self) -> tuple[Tensor, Tensor]:
         """Load the micro-batch, which costs as much as loading another one."""
-        inputs, targets = load_micro_batch(self.job.dataset, self._ids)
+        inputs, targets = load_micro_batch(self.job.dataset, self._order, 0, self._size)
         return inputs.to(self.device), targets.to(self.device)
 
     def kind(self, layer: int) -> str:
