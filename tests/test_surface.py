@@ -200,6 +200,7 @@ SURFACE = {
         "require_sound",
         "read_generation_plans",
         "read_lines",
+        "read_mark",
         "read_recorded_steps",
         "record_copies",
         "replace_file",

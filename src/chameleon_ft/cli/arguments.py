@@ -46,6 +46,7 @@ _Own = TypeVar("_Own", bound="DataclassInstance")
 
 _logger = logging.getLogger(__name__)
 
+_SET_BY_STARTS = ("forked", "run_id")  # not by hand
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
 _NO_FAILURES = "none"
@@ -158,7 +159,7 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flags(model: type[BaseModel], without: Collection[str] = ()) -> list[tuple[str, Any, Any]]:
     """Return (name, annotation, default) of each field, as `dataclasses.make_dataclass` takes them."""
-    return [_flag(name, info) for name, info in model.model_fields.items() if name not in without]
+    return [_flag(name, info) for name, info in model.model_fields.items() if name not in (*without, *_SET_BY_STARTS)]
 
 
 def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -200,7 +201,7 @@ def _started_run(
         return found
     name = name or ("llama" if file is None else file.stem)
     out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = config.model_copy(update={"output_dir": out.absolute()})
+    config = config.model_copy(update={"output_dir": out.absolute(), "run_id": uuid.uuid4().hex})
     check_address(config.control)
     if not is_auto:
         RunDirectory.require_free(out)
@@ -282,11 +283,12 @@ def _forked_run(
     step = newest_checkpoint(config, source, checkpoints=checkpoint_storage(before, source))
     fork = Forked(
         run=str(source.path),
+        run_id=before.run_of(step),
         step=step,
         samples=before.first_sample(step),
         micro_batch_size=before.batch.micro_batch_size,
     )
-    config = config.model_copy(update={"output_dir": out, "forked": fork})
+    config = config.model_copy(update={"output_dir": out, "forked": fork, "run_id": uuid.uuid4().hex})
     check_inputs(config)
     check_address(config.control)
     require_store(config, is_free=True)
@@ -317,7 +319,9 @@ def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str
 
 def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = False) -> PreparedRun:
     """Return a run that resumes with `config`. Raises ConfigError or CheckpointError if it cannot."""
-    config = config.model_copy(update={"output_dir": directory.path, "forked": directory.config().forked})
+    before = directory.config()
+    own = {"output_dir": directory.path, "forked": before.forked, "run_id": before.run_id}
+    config = config.model_copy(update=own)
     check_inputs(config)
     require_same_model(config, directory, fixed=FIXED)
     require_same_store(config, directory)

@@ -97,6 +97,10 @@ class RunConfig(Section):
     health: Health = Health()
     preflight: Preflight = Preflight()
     forked: Forked = Forked()
+    run_id: str = Field(
+        default="",
+        description="Tells the checkpoints of this run from those of others: set when it begins, not by hand.",
+    )
     emulation: Emulation = Emulation()
     control: Control = Control()
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
@@ -104,6 +108,10 @@ class RunConfig(Section):
     def first_sample(self, step: int) -> int:
         """Return the position of the first sample of a step in the concatenation of all epochs."""
         return self.forked.samples + (step - self.forked.step) * self.batch.samples
+
+    def run_of(self, step: int) -> str:
+        """Return the id of the run that writes the checkpoint of a step; empty if that was an earlier version."""
+        return self.forked.run_id if self.forked.run and step == self.forked.step else self.run_id
 
     @property
     def is_emulated(self) -> bool:

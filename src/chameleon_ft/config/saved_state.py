@@ -95,6 +95,7 @@ class Forked(Section):
     """Where a forked run began: set by `--fork`, not by hand."""
 
     run: str = Field(default="", description="Directory of the run that it continues; empty: it is not forked.")
+    run_id: str = Field(default="", description="Id of the run that has written that state.")
     step: int = Field(default=0, ge=0, description="Its first step; the steps before are those of that run.")
     samples: int = Field(default=0, ge=0, description="Samples of the steps before, over all runs.")
     micro_batch_size: int = Field(default=1, ge=1, description="That of the run that it continues.")

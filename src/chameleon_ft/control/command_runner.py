@@ -159,9 +159,9 @@ class CommandRunner:
                 self.files.log_kill(worker)
             case commands.SaveEvidence(file=file, text=text):
                 self.files.save_evidence(file, text)
-            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices):
+            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices, seals=seals):
                 kept = agreed if self._config.health.check_every else None
-                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices)
+                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices, seals=seals)
             case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
                 self.checkpoints.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
             case commands.DistrustCheckpoints(after=agreed):

@@ -5,7 +5,8 @@ They are carried out in their order, with the state that the event led to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
@@ -13,6 +14,7 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.observe import RunRecord, RunStatus
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.transfer import Transfer
 
 __all__ = [
@@ -143,6 +145,7 @@ class CompleteCheckpoint(Command):
     step: int
     agreed: int
     slices: frozenset[tuple[int, int, int]] = frozenset()  # as in `CheckpointParts`
+    seals: Mapping[str, str] = field(default_factory=lambda: FrozenMap({}))  # likewise
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self
 
 from chameleon_ft.errors import DamagedCheckpointError, StoreError
@@ -138,12 +139,20 @@ class RunCheckpoints:
         """Examine a complete checkpoint; the result may be there already."""
         return self._queue.ask(self._path, partial(Examined.of, self._storage, step))
 
-    def complete(self, step: int, *, agreed: int | None, slices: Collection[tuple[int, int, int]] = ()) -> None:
+    def complete(
+        self,
+        step: int,
+        *,
+        agreed: int | None,
+        slices: Collection[tuple[int, int, int]] = (),
+        seals: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Mark a checkpoint as complete, then remove those that are not needed any more; see `prune_checkpoints`."""
 
         def mark() -> None:
             self._try_copy_records()
-            mark_complete(self._storage, step, model=self._model, num_layers=self._num_layers, slices=slices)
+            model, layers = self._model, self._num_layers
+            mark_complete(self._storage, step, model=model, num_layers=layers, slices=slices, seals=seals)
             self._complete = sorted({*self._complete, step})
             if self._is_local:  # it may take long, and records wait for this queue
                 threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()

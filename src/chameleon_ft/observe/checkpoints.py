@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import xxhash
@@ -35,6 +36,7 @@ __all__ = [
     "mark_complete",
     "mark_damaged",
     "prune_checkpoints",
+    "read_mark",
     "require_sound",
     "seal_layer",
     "slice_directory",
@@ -79,15 +81,23 @@ def slice_directory(checkpoints: Path, step: int, layer: int, start: int, stop: 
     return checkpoints / slice_part(step, layer, start, stop)
 
 
+def read_mark(checkpoints: Path | Storage, step: int) -> dict[str, Any]:
+    """Return the content of the mark of a checkpoint; nothing if it is not marked.
+
+    Raises DamagedCheckpointError, or OSError.
+    """
+    try:
+        return _mark_of(storage_of(checkpoints), step)
+    except FileNotFoundError:
+        return {}
+
+
 def slices_of(checkpoints: Path | Storage, step: int) -> list[tuple[int, int, int]]:
     """Return (layer, first unit, unit after the last) of the slices of a checkpoint; none if it is not marked.
 
     Raises DamagedCheckpointError, or OSError.
     """
-    try:
-        mark = _mark_of(storage_of(checkpoints), step)
-    except FileNotFoundError:
-        return []
+    mark = read_mark(checkpoints, step)
     return [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
 
 
@@ -98,17 +108,31 @@ def mark_complete(
     model: str,
     num_layers: int,
     slices: Collection[tuple[int, int, int]] = (),
+    seals: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Mark a checkpoint whose layers and slices are all stored; `model` is the fingerprint of its model.
+    """Mark a checkpoint whose layers and slices are all stored. All of it is safe when this returns.
 
-    Only marked checkpoints are read. All of it is safe when this returns.
+    Only marked checkpoints are read.
+
+    Args:
+        model: the fingerprint of its model.
+        seals: what `seal_layer` returned for each layer and slice, by the names of their parts.
     """
-    storage, folder = storage_of(checkpoints), _folder(step)
-    names = storage.names(folder)
-    storage.sync(*(f"{folder}/{name}" for name in names if name.startswith("layer-")), folder)
+    storage = storage_of(checkpoints)
     content: dict[str, Any] = {"step": step, "model": model, "layers": num_layers}
+    if (run := storage.run_of(step)) is not None:
+        content["run"] = run
     if slices:
         content["slices"] = [list(each) for each in sorted(slices)]
+    if seals:
+        content["seals"] = dict(sorted(seals.items()))
+    _mark(storage, step, content)
+
+
+def _mark(storage: Storage, step: int, content: dict[str, Any]) -> None:
+    folder = _folder(step)
+    names = storage.names(folder)
+    storage.sync(*(f"{folder}/{name}" for name in names if name.startswith("layer-")), folder)
     if any(name.endswith(ARCHIVE) for name in names):
         sizes = sorted(storage.sizes(folder).items())
         content["archives"] = {name: size for name, size in sizes if name.endswith(ARCHIVE)}
@@ -218,30 +242,66 @@ def _sizes_of_files(storage: Storage, step: int) -> dict[str, int]:
     mark, folder = _mark_of(storage, step), _folder(step)
     if "archives" in mark:
         return dict(mark["archives"])
-    parts = [layer_part(step, layer) for layer in range(mark.get("layers", 0))]
-    parts += [slice_part(step, *place) for place in mark.get("slices", ())]
     sizes = {}
-    for part in parts:
-        for name, (num_bytes, _) in _unsealed(storage, f"{part}/{_CHECKSUMS}")["files"].items():
+    for part in _parts_of(mark, step):
+        file = f"{part}/{_CHECKSUMS}"
+        checksums = _unsealed(storage, file)
+        _require_own(checksums, part, mark, place=storage.place(file))
+        for name, (num_bytes, _) in checksums["files"].items():
             sizes[f"{part.removeprefix(f'{folder}/')}/{name}"] = num_bytes
     return sizes
 
 
-def seal_layer(directory: Path, tensors: Mapping[str, Sequence[int]]) -> None:
-    """Write the checksums of a layer's files, which are all in its folder, and of its `tensors`, by their keys."""
+def seal_layer(directory: Path, tensors: Mapping[str, Sequence[int]], *, part: str = "", run: str = "") -> str:
+    """Write the checksums of a layer's files, which are all in its folder, and of its `tensors`, by their keys.
+
+    Returns a digest of the tensors and of where they belong: the `part`, a name with the step and the layer, of `run`.
+    """
     files = {path.name: [path.stat().st_size, _checksum_of(path)] for path in sorted(directory.iterdir())}
-    content = {"files": files, "tensors": {key: list(each) for key, each in tensors.items()}}
+    values = {key: list(each) for key, each in tensors.items()}
+    content = {"run": run, "part": part, "files": files, "tensors": values}
     replace_file(directory / _CHECKSUMS, _sealed(content), mode=0o644, is_synced=True)
+    return _seal_of(content)
 
 
-def checked_files(directory: Path) -> tuple[dict[str, list[int]], Path | None]:
+def _seal_of(checksums: Mapping[str, Any]) -> str:
+    # Not of the files: two holders write equal tensors, but maybe not equal files.
+    own = {key: checksums.get(key, "") for key in ("run", "part", "tensors")}
+    return xxhash.xxh3_64_hexdigest(json.dumps(own, sort_keys=True).encode())
+
+
+def _parts_of(mark: Mapping[str, Any], step: int) -> list[str]:
+    parts = [layer_part(step, layer) for layer in range(mark.get("layers", 0))]
+    return parts + [slice_part(step, *place) for place in mark.get("slices", ())]
+
+
+def _require_own(checksums: Mapping[str, Any], part: str, mark: Mapping[str, Any], *, place: str) -> None:
+    """Raise DamagedCheckpointError if a part is sound, but of another layer, checkpoint or run."""
+    found, seals = checksums.get("part") or part, mark.get("seals", {})
+    if found != part:
+        raise DamagedCheckpointError(f"{place} is of another checkpoint or layer: it was written as {found}")
+    if "run" in mark and checksums.get("run", mark["run"]) != mark["run"]:
+        raise DamagedCheckpointError(f"{place} is of another run")
+    if seals and seals.get(part.partition("/")[2]) != _seal_of(checksums):
+        raise DamagedCheckpointError(f"{place} is not the one that this checkpoint was completed with")
+
+
+def checked_files(
+    directory: Path, *, part: str = "", mark: Mapping[str, Any] = MappingProxyType({}), place: str = ""
+) -> tuple[dict[str, list[int]], Path | None]:
     """Read all files of a layer; return the checksums of its tensors, and the first file that is damaged, if any.
 
+    Args:
+        part: the name of the layer, with the step.
+        mark: of its checkpoint; see `read_mark`.
+        place: where it is kept, for messages.
+
     Raises:
-        DamagedCheckpointError: the checksums themselves are damaged, or a file is missing.
+        DamagedCheckpointError: the checksums themselves are damaged or of another layer, or a file is missing.
         OSError: a file cannot be read.
     """
     checksums = _unsealed(Directory(directory), _CHECKSUMS)
+    _require_own(checksums, part or checksums.get("part", ""), mark, place=place)
     for name, expected in checksums["files"].items():
         path = directory / name
         if not path.exists():
@@ -286,12 +346,10 @@ def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Stora
     mark = _mark_of(source, step)
     if "layers" not in mark:
         raise DamagedCheckpointError(f"{source.place(_folder(step))} is of an earlier version, without checksums")
-    slices = [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
-    parts = [layer_part(step, layer) for layer in range(mark["layers"])]
-    for part in (*parts, *(slice_part(step, *place) for place in slices)):
+    for part in _parts_of(mark, step):
         with source.reading(part) as files, sink.writing(part) as draft:
             shutil.copytree(files, draft)
-    mark_complete(sink, step, model=mark["model"], num_layers=mark["layers"], slices=slices)
+    _mark(sink, step, {key: value for key, value in mark.items() if key != "archives"})
 
 
 def _link_folder(source: Path, draft: Path) -> None:
@@ -325,11 +383,18 @@ def _steps(storage: Storage) -> list[int]:
 
 def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     name = f"{_folder(step)}/{_COMPLETE}"
-    text = storage.read(name)
+    text, place = storage.read(name), storage.place(name)
+    mark: dict[str, Any] | None = None
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(mark := json.loads(text), dict) and mark.keys() == _WITHOUT_CHECKSUMS:
-            return mark
-    return _without_seal(text, storage.place(name))
+        mark = json.loads(text)
+    if not isinstance(mark, dict) or mark.keys() != _WITHOUT_CHECKSUMS:
+        mark = _without_seal(text, place)
+    if mark["step"] != step:
+        raise DamagedCheckpointError(f"{place} is of another checkpoint: it was written for step {mark['step']}")
+    run = storage.run_of(step)
+    if run is not None and mark.get("run", run) != run:  # earlier versions did not write it
+        raise DamagedCheckpointError(f"{place} is of another run")
+    return mark
 
 
 def _sealed(content: Mapping[str, Any]) -> str:

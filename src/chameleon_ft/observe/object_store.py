@@ -30,7 +30,7 @@ import fsspec
 from fsspec.callbacks import Callback
 
 from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError
-from chameleon_ft.observe.storage import ARCHIVE
+from chameleon_ft.observe.storage import ARCHIVE, RunOf, unknown_run
 from chameleon_ft.quantities import duration
 
 __all__ = ["ObjectStore"]
@@ -59,10 +59,12 @@ class ObjectStore:
         url: of the folder, such as s3://bucket/runs/mine.
         timeout_s: for which a request may make no progress.
         gives_up: whether a request is given up at all; otherwise only a refusal is an error.
+        run_of: the run that writes the checkpoint of a step there.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, gives_up: bool = True) -> None:
+    def __init__(self, url: str, *, timeout_s: float, gives_up: bool = True, run_of: RunOf = unknown_run) -> None:
         self.url = url.rstrip("/")
+        self.run_of = run_of
         self._timeout_s = timeout_s
         self._gives_up = gives_up
 

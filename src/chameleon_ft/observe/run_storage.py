@@ -17,10 +17,11 @@ def checkpoint_storage(config: RunConfig, run: RunDirectory, *, gives_up: bool =
     `gives_up`: whether requests to an object store that does not answer end with an error.
     """
     if not config.store.url:
-        return Directory(run.checkpoints)
+        return Directory(run.checkpoints, run_of=config.run_of)
     from chameleon_ft.observe.object_store import ObjectStore
 
-    return ObjectStore(config.store.checkpoints, timeout_s=config.store.timeout_s, gives_up=gives_up)
+    store = config.store
+    return ObjectStore(store.checkpoints, timeout_s=store.timeout_s, gives_up=gives_up, run_of=config.run_of)
 
 
 def record_copies(config: RunConfig, run: RunDirectory) -> Callable[[], None]:

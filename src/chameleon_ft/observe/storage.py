@@ -9,24 +9,36 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from chameleon_ft.observe.files import replace_file
 
-__all__ = ["ARCHIVE", "Directory", "Storage", "storage_of"]
+__all__ = ["ARCHIVE", "Directory", "RunOf", "Storage", "storage_of", "unknown_run"]
 
 ARCHIVE: Final = ".tar"
 """Suffix of a part where it is one file."""
+
+RunOf: TypeAlias = Callable[[int], str | None]
+"""Step of a checkpoint -> the id of the run that writes it, by which it is told from others; None: not known."""
+
+
+def unknown_run(_: int) -> None:
+    """Return None: the run that writes a checkpoint is not known."""
 
 
 class Storage(Protocol):
     """A place for checkpoints. All names are relative to it.
 
     Methods raise FileNotFoundError if there is no such file, and another OSError if it cannot be used now.
+
+    Attributes:
+        run_of: the run that writes the checkpoint of a step here.
     """
+
+    run_of: RunOf
 
     def place(self, name: str = "") -> str:
         """Return the path or the URL of a name, for messages."""
@@ -71,8 +83,9 @@ class Storage(Protocol):
 class Directory:
     """A directory as a `Storage`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, run_of: RunOf = unknown_run) -> None:
         self.path = path
+        self.run_of = run_of
 
     def place(self, name: str = "") -> str:
         return str(self.path / name)

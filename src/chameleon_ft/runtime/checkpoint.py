@@ -29,12 +29,11 @@ from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
 from chameleon_ft.observe import (
     Storage,
     checked_files,
-    has_checksums,
     is_complete,
     layer_part,
+    read_mark,
     seal_layer,
     slice_part,
-    slices_of,
     storage_of,
 )
 from chameleon_ft.runtime.execution.held_layer import LayerState
@@ -124,14 +123,15 @@ class CheckpointWriter:
         while True:
             generation, step, layers, slices, copy_s = self._jobs.get()
             started, error = time.perf_counter(), None
+            seals: dict[str, str] = {}
             try:
                 self._before_write(step)
                 # After a failure workers may repeat this step. A complete checkpoint never changes.
                 if not is_complete(self._checkpoints, step):
-                    for layer, state in layers.items():
-                        _write_part(self._checkpoints, layer_part(step, layer), state)
-                    for place, state in slices.items():
-                        _write_part(self._checkpoints, slice_part(step, *place), state)
+                    parts = {layer_part(step, layer): state for layer, state in layers.items()}
+                    parts |= {slice_part(step, *place): state for place, state in slices.items()}
+                    for part, state in parts.items():
+                        seals[part.partition("/")[2]] = _write_part(self._checkpoints, step, part, state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _describe(failure)  # disk full, folder gone: training continues, and the user is warned
             self._saved(
@@ -140,6 +140,7 @@ class CheckpointWriter:
                     step=step,
                     layers=tuple(layers),
                     slices=tuple(slices),
+                    seals=tuple(seals.items()),
                     copy_s=copy_s,
                     write_s=time.perf_counter() - started,
                     error=error,
@@ -148,12 +149,13 @@ class CheckpointWriter:
             self._jobs.task_done()
 
 
-def _write_part(checkpoints: Storage, part: str, state: LayerState) -> None:
-    """Write a layer, or a slice of one, and its checksums."""
+def _write_part(checkpoints: Storage, step: int, part: str, state: LayerState) -> str:
+    """Write a layer, or a slice of one, and its checksums; return its seal."""
     with checkpoints.writing(part) as draft:
         with _single_process():
             save(dict(state), storage_writer=FileSystemWriter(draft), no_dist=True)
-        seal_layer(draft, {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()})
+        tensors = {key: layer_checksums({key: each}, _CPU) for key, each in _tensors_of(state).items()}
+        return seal_layer(draft, tensors, part=part, run=checkpoints.run_of(step) or "")
 
 
 def read_layer(checkpoints: Path | Storage, step: int, layer: int) -> dict[str, Any]:
@@ -166,24 +168,24 @@ def read_layer(checkpoints: Path | Storage, step: int, layer: int) -> dict[str, 
         CheckpointError: it cannot be read here.
     """
     storage = storage_of(checkpoints)
-    state = _read(storage, step, layer, layer_part(step, layer))
     try:
-        slices = slices_of(storage, step)
+        mark = read_mark(storage, step)
     except OSError as error:
         raise CheckpointError(f"layer {layer}: {error}") from None
-    for place in slices:
+    state = _read(storage, layer, layer_part(step, layer), mark)
+    for place in mark.get("slices", ()):
         if place[0] == layer:
-            state |= _read(storage, step, layer, slice_part(step, *place))
+            state |= _read(storage, layer, slice_part(step, *place), mark)
     try:
         return joined_masters(state)
     except ValueError as error:
         raise DamagedCheckpointError(f"layer {layer}: {error}") from None
 
 
-def _read(storage: Storage, step: int, layer: int, part: str) -> dict[str, Any]:
+def _read(storage: Storage, layer: int, part: str, mark: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with storage.reading(part) as path:
-            return _checked(storage, step, part, path)
+            return _checked(storage, part, path, mark)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"layer {layer}: {error}") from None
     except (Exception, CheckpointException) as error:
@@ -192,12 +194,12 @@ def _read(storage: Storage, step: int, layer: int, part: str) -> dict[str, Any]:
         raise kind(f"layer {layer} cannot be read from {storage.place(part)}: {_describe(error)}") from error
 
 
-def _checked(storage: Storage, step: int, part: str, path: Path) -> dict[str, Any]:
+def _checked(storage: Storage, part: str, path: Path, mark: Mapping[str, Any]) -> dict[str, Any]:
     """Read the state in the files of a part, and check them. `path` is where they can be read."""
     try:
-        checksums, damaged = checked_files(path)
+        checksums, damaged = checked_files(path, part=part, mark=mark, place=storage.place(part))
     except FileNotFoundError:
-        if _promises_checksums(storage, step):
+        if "layers" in mark:  # it has checksums
             raise
         return _load(path)
     if damaged is not None:
@@ -208,13 +210,6 @@ def _checked(storage: Storage, step: int, part: str, path: Path) -> dict[str, An
         place = storage.place(part)
         raise DamagedCheckpointError(f"{place} was written with other values of {', '.join(changed)} than it has")
     return state
-
-
-def _promises_checksums(storage: Storage, step: int) -> bool:
-    try:
-        return has_checksums(storage, step)
-    except FileNotFoundError:
-        return False
 
 
 def _load(path: Path, only: str | None = None) -> dict[str, Any]:

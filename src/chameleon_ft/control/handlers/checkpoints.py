@@ -117,7 +117,8 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     events, complete = events.saved(part, num_layers=state.settings.num_layers, has_slices=has_slices)
     draft.state = replace(draft.state, checkpoints=events)
     if complete is not None:
-        draft.do(commands.CompleteCheckpoint(part.step, agreed=state.health.agreed, slices=complete.slices))
+        agreed, slices, seals = state.health.agreed, complete.slices, complete.seals
+        draft.do(commands.CompleteCheckpoint(part.step, agreed=agreed, slices=slices, seals=seals))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
 
 

@@ -20,8 +20,12 @@ class CheckpointParts:
 
     layers: frozenset[int] = frozenset()
     slices: frozenset[tuple[int, int, int]] = frozenset()  # (layer, first unit, unit after the last)
+    seals: Mapping[str, str] = FrozenMap({})  # name of each layer's and slice's folder -> digest of what it has
     copy_s: float = 0.0  # seconds that training paused: the longest that a rank took to copy its layers
     write_s: float = 0.0  # seconds that the slowest rank took to write its copy in the background
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seals", FrozenMap(self.seals))
 
     def covers_all(self, num_layers: int) -> bool:
         """Return whether the slices leave nothing out of any layer; they may overlap after a change of owners."""
@@ -58,6 +62,7 @@ class Checkpoints:
         new = CheckpointParts(
             old.layers.union(part.layers),
             old.slices.union(part.slices),
+            {**old.seals, **dict(part.seals)},
             max(old.copy_s, part.copy_s),
             max(old.write_s, part.write_s),
         )

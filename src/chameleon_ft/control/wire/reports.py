@@ -232,6 +232,7 @@ class CheckpointSaved(Message):
     step: int
     layers: tuple[int, ...]
     slices: tuple[tuple[int, int, int], ...] = ()  # (layer, first unit, unit after the last) of optimizer state
+    seals: tuple[tuple[str, str], ...] = ()  # (name of a layer's or slice's folder, digest of what it has)
     copy_s: float = 0.0  # seconds for which the rank's training stood still during the copy
     write_s: float = 0.0  # seconds in which the copy was written to disk, during training
     error: str | None = None
