@@ -104,7 +104,7 @@ def look_at(run: RunDirectory, *, exit_code: int, first_spoiled: int | None = No
         ended="finished" if exit_code == 0 else "stopped",
         problems=tuple(problems),
         worst_loss=verification.max_relative_loss_deviation,
-        worst_grad_norm=verification.max_relative_grad_norm_deviation,
+        worst_grad_norm=verification.max_relative_grad_norm_deviation or 0.0,
         fired=tuple(records.faults),
         policies=tuple(dict.fromkeys(f"{failure.policy}" for failure in records.failures)),
         transitions=len(records.of_kind("transition")),
@@ -180,7 +180,7 @@ def _losses(records: _Records, verification: Verification) -> Iterator[str]:
     grad_norm_tolerance = _GRAD_NORM_FACTOR * verification.tolerance
     if (
         verification.first_step_outside is not None
-        or verification.max_relative_grad_norm_deviation > grad_norm_tolerance
+        or (verification.max_relative_grad_norm_deviation or 0.0) > grad_norm_tolerance
     ):
         yield f"it is not the plain loop: {verification}"
     by_step: dict[int, list[float]] = {}

@@ -24,14 +24,23 @@ def exported(path: Path) -> list[str] | None:
 
 SURFACE = {
     "": ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"],
-    "job": ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference", "load_job", "random_key"],
+    "job": [
+        "BoundarySpec",
+        "Dataset",
+        "Job",
+        "Precision",
+        "call_function",
+        "check_job_reference",
+        "load_job",
+        "random_key",
+    ],
     "keys": ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "deploy": ["WRITTEN_BY", "BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
     "launch": ["coordinate", "run_agent", "stand_by", "take_over", "train", "work"],
     "launch.ray": ["ClusterOptions", "train"],
-    "verify": ["TOLERANCES", "StepComparison", "Verification", "repeat_run"],
+    "verify": ["TOLERANCES", "StepComparison", "UsersLoop", "Verification", "WeightComparison", "repeat_run"],
     "cli": ["main"],
     "simulate": [
         "MODELS",

@@ -122,6 +122,7 @@ def test_it_repeats_a_loop_that_is_written_by_hand(run: RunDirectory, config: Ru
     result = Verification.of(repeat_run(run), tolerance=1e-5)
     assert result.steps == STEPS
     assert result.max_relative_loss_deviation < 1e-6
+    assert result.max_relative_grad_norm_deviation is not None
     assert result.max_relative_grad_norm_deviation < 1e-5
 
 
@@ -250,3 +251,99 @@ def test_layers_are_trained_and_terms_counted_as_in_a_run(
     record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
     assert main(["verify", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["max_relative_loss_deviation"] < 1e-6
+
+
+# --- a loop of the user as the judge ---------------------------------------------------------------------------------
+
+LOOP = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from tests.test_verify import STEPS, train_by_hand
+
+def loop(config):
+    for record in train_by_hand(config, steps_of_run=[STEPS] * STEPS):
+        yield record.loss, record.grad_norm
+
+def losses(config):
+    yield from (loss for loss, _ in loop(config))
+
+def other():
+    yield from [1.0] * STEPS
+
+def short(config):
+    yield from list(losses(config))[:3]
+
+def endless(config):
+    yield from losses(config)
+    while True:
+        yield 0.5
+
+def undefined():
+    yield float("nan")
+
+def worded():
+    yield "a loss"
+
+def triple():
+    yield 1.0, 1.0, 1.0
+
+def failing(config):
+    yield next(losses(config))
+    raise KeyError("a mistake in the loop")
+
+def returned():
+    return 0.5
+"""
+
+
+def judge(run: RunDirectory, config: RunConfig, name: str, *flags: str) -> int:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    path = run.path.parent / "plain.py"
+    path.write_text(LOOP)
+    return main(["verify", str(run.path), "--against", f"{path}{name}", "--json", *flags])
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "code", "outside"),
+    [
+        ("", (), 0, []),
+        (":losses", (), 0, []),
+        (":endless", (), 0, []),
+        (":other", (), 1, ["loss"]),
+        (":short", ("--steps", "3"), 0, []),
+    ],
+)
+def test_a_loop_of_the_user_is_the_judge(
+    run: RunDirectory,
+    config: RunConfig,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    flags: tuple[str, ...],
+    code: int,
+    outside: list[str],
+) -> None:
+    assert judge(run, config, name, *flags) == code
+    data = json.loads(capsys.readouterr().out)
+    assert data["outside"] == outside
+    assert (data["max_relative_grad_norm_deviation"] is None) == bool(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        (":short", "3"),
+        (":undefined", "step 0"),
+        (":worded", "a loss"),
+        (":triple", "step 0"),
+        (":failing", "plain.py"),
+        (":returned", "float"),
+        (":absent", "absent"),
+        (".txt", "plain.py.txt"),
+    ],
+)
+def test_a_loop_that_cannot_judge_is_refused(
+    run: RunDirectory, config: RunConfig, capsys: pytest.CaptureFixture[str], name: str, named: str
+) -> None:
+    assert judge(run, config, name) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert "Traceback" not in message

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-__all__ = ["BoundarySpec", "Dataset", "Job", "Precision", "check_job_reference", "load_job", "random_key"]
+__all__ = [
+    "BoundarySpec",
+    "Dataset",
+    "Job",
+    "Precision",
+    "call_function",
+    "check_job_reference",
+    "load_job",
+    "random_key",
+]
 
 
 class Dataset(Protocol):
@@ -196,21 +205,25 @@ class Job:
         return (1.0,) * self.num_layers if self.layer_costs is None else tuple(self.layer_costs)
 
 
-def check_job_reference(reference: str) -> None:
+def check_job_reference(reference: str, kind: str = "job") -> None:
     """Check that the file or module of a reference exists, without importing more than the packages around it.
+
+    Args:
+        reference: of a function, as for `load_job`.
+        kind: what the function is, which is also its name where the reference names none.
 
     Raises:
         ConfigError: the reference is malformed, or its file or module does not exist.
     """
-    location, _ = _split_reference(reference)
+    location, _ = _split_reference(reference, kind)
     if _is_file(location):
         if not Path(location).is_file():
-            raise ConfigError(f"job {reference!r}: there is no file {location}")
+            raise ConfigError(f"{kind} {reference!r}: there is no file {location}")
         return
     _look_in_working_directory()
     if not _module_exists(location):
         raise ConfigError(
-            f"job {reference!r}: there is no module {location}; a file is named with its ending, {location}.py"
+            f"{kind} {reference!r}: there is no module {location}; a file is named with its ending, {location}.py"
         )
 
 
@@ -229,21 +242,30 @@ def load_job(reference: str, config: RunConfig) -> Job:
     Raises:
         ConfigError: there is no such function, or it returns no `Job`. Errors of the function itself pass through.
     """
-    check_job_reference(reference)
-    location, name = _split_reference(reference)
+    job = call_function(reference, config)
+    if not isinstance(job, Job):
+        _, name = _split_reference(reference, "job")
+        raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
+    return replace(job, precision=Precision(config.precision, config.fp32_modules))
+
+
+def call_function(reference: str, config: RunConfig, *, kind: str = "job") -> Any:
+    """Import the function that `reference` names, call it, and return its result.
+
+    As `load_job`, but for any kind of function. Raises ConfigError if there is none.
+    """
+    check_job_reference(reference, kind)
+    location, name = _split_reference(reference, kind)
     key = random_key(config.seed, Purpose.JOB)
     with seeded(key):
         module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
     function = getattr(module, name, None)
     if function is None:
-        raise ConfigError(f"job {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
+        raise ConfigError(f"{kind} {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
     if not callable(function):
-        raise ConfigError(f"job {reference!r}: {name!r} is not a function; name one that returns a Job")
+        raise ConfigError(f"{kind} {reference!r}: {name!r} is not a function; name one that returns a {kind}")
     with seeded(key):
-        job = function(*((config,) if _needs_an_argument(function) else ()))
-    if not isinstance(job, Job):
-        raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
-    return replace(job, precision=Precision(config.precision, config.fp32_modules))
+        return function(*((config,) if _needs_an_argument(function) else ()))
 
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
@@ -301,12 +323,12 @@ def _is_positive(number: object) -> bool:
         return False
 
 
-def _split_reference(reference: str) -> tuple[str, str]:
+def _split_reference(reference: str, kind: str) -> tuple[str, str]:
     head, colon, tail = reference.rpartition(":")
     # A path may contain a colon; the one that separates the function is followed by an identifier.
-    location, name = (head, tail) if colon and tail.isidentifier() else (reference, "job")
+    location, name = (head, tail) if colon and tail.isidentifier() else (reference, kind)
     if not (_is_file(location) or all(part.isidentifier() for part in location.split("."))):
-        raise ConfigError(f"job {reference!r}: write it as package.module:function or path/to/file.py:function")
+        raise ConfigError(f"{kind} {reference!r}: write it as package.module:function or path/to/file.py:function")
     return location, name
 
 

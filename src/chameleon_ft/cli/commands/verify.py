@@ -1,14 +1,15 @@
-"""`chameleon verify`: compare a run with one plain PyTorch loop."""
+"""`chameleon verify`: compare a run with a plain PyTorch loop."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalStr, RunPath, Switch, parse_arguments
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import check_job_reference
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.readable import readable_steps
 
@@ -19,8 +20,8 @@ __all__ = ["main"]
 class VerifyArguments:
     """Repeat the steps of a run in one plain, single-process PyTorch loop and compare losses and gradient norms.
 
-    The loop computes with the threads of one worker. The exit code is 0 if the losses agree within the tolerance and 1
-    if they do not.
+    The loop computes with the threads of one worker. The exit code is 0 if all agrees within the tolerance and 1 if it
+    does not: losses within the tolerance, gradient norms and weights within 100 times as much.
     """
 
     run: RunPath
@@ -29,6 +30,10 @@ class VerifyArguments:
     """Repeat only the first steps; by default all."""
     tolerance: OptionalFloat = None
     """Largest relative deviation of a loss that is allowed; by default 1e-5, and 2e-3 for a run in bf16."""
+    against: OptionalStr = None
+    """Compare with a loop of your own, FILE.py[:FUNCTION], by default the function `loop`: a generator that yields the
+    loss of each step, or (loss, gradient norm), and may return the state dict of nn.Sequential(*layers) at its end,
+    which is compared with the newest checkpoint. It gets the configuration of the run if it takes an argument."""
     json: Switch = False
     """Print the result as JSON."""
 
@@ -41,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     if given.tolerance is not None and not (math.isfinite(given.tolerance) and given.tolerance >= 0):
         raise ConfigError(f"--tolerance {given.tolerance}: should be 0 or a positive number, such as 1e-5")
     run = RunDirectory.open(given.run)
+    if given.against is not None:
+        check_job_reference(given.against, "loop")
     # Imported here, because --help must not wait for torch.
     import torch
     from rich.console import Console
@@ -48,14 +55,15 @@ def main(arguments: Sequence[str]) -> int:
 
     from chameleon_ft.runtime.device import require_devices
     from chameleon_ft.runtime.inspection import users_errors
-    from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
+    from chameleon_ft.verify import TOLERANCES, UsersLoop, Verification, repeat_run
 
     torch.set_num_threads(run.config().threads)
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)
     committed = len({record.step for record in readable_steps(run)[0]})
+    loop = None if given.against is None else UsersLoop(run, given.against)
     console = Console(stderr=True)
     comparisons = track(
-        repeat_run(run, limit=given.steps),
+        repeat_run(run, limit=given.steps) if loop is None else loop.compare(limit=given.steps),
         "repeating the run",
         total=committed if given.steps is None else min(given.steps, committed),
         console=console,
@@ -63,7 +71,9 @@ def main(arguments: Sequence[str]) -> int:
         transient=True,
     )
     tolerance = TOLERANCES[run.config().precision] if given.tolerance is None else given.tolerance
-    with users_errors(run.config()):
+    with users_errors(run.config().model_copy(update={} if loop is None else {"job": given.against})):
         result = Verification.of(comparisons, tolerance=tolerance)
+    if loop is not None:
+        result = replace(result, loop=loop.reference, weights=loop.weights, weights_left_out=loop.weights_left_out)
     print(json.dumps(result.to_json()) if given.json else result)
-    return 0 if result.first_step_outside is None else 1
+    return 1 if result.outside else 0
