@@ -23,9 +23,10 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.device import is_host_memory
 from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
-from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches, micro_batches_of
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation

@@ -18,9 +18,10 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.plan.rest import StepProgress
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError
-from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.execution.step_stats import StepStats

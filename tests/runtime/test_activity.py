@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from chameleon_ft.control.hung_process import read_in_progress
 from chameleon_ft.runtime.activity import Activity
 
 
@@ -28,3 +31,17 @@ def test_what_a_rank_is_doing() -> None:
             pass
         assert state() == ("sync", True, True, 3), "a wait that ends leaves the one around it"
     assert state() == ("quiesced", True, False, None)
+
+
+def test_a_read_is_seen_from_outside_the_process() -> None:
+    activity = Activity()
+    activity.publish()
+    activity.begin("F3")
+    assert read_in_progress(os.getpid()) is None
+    with activity.waiting("reading sample 7", is_reading=True):
+        assert activity.position(1).is_reading
+        found = read_in_progress(os.getpid())
+        assert found is not None
+        assert found.doing == "reading sample 7"
+    assert not activity.position(1).is_reading
+    assert read_in_progress(os.getpid()) is None

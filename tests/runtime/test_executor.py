@@ -21,9 +21,10 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
-from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector

@@ -26,11 +26,12 @@ from chameleon_ft.runtime.communicators import CommunicationError, InFlight
 from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, RecentSteps
 from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep, Wishes
-from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration

@@ -26,10 +26,11 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
-from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.split_backward import input_gradient
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block
-from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES
+from chameleon_ft.runtime.execution.micro_batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop
 from chameleon_ft.runtime.profiling.layers import measure_layers, operation_overhead_s
 from chameleon_ft.runtime.profiling.memory import held_in_phases

@@ -20,9 +20,10 @@ from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.step_state import StepState
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import best_program, check_program

@@ -31,6 +31,7 @@ PolicyName = Literal[
 ]
 _USUAL_OWNERS: Final = 2  # one may be lost
 _MOST_IN_A_MICRO_BATCH: Final = 1_000_000
+_MOST_READS: Final = 100  # that may be slow, one after the other, while another worker waits for a message
 _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
@@ -159,6 +160,12 @@ class Timeouts(Section):
         gt=0,
         description="Seconds for which all workers may wait for each other's messages before these count as failed.",
     )
+    sample_read_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that a worker may take to read one sample, for example from a file system that stalls, "
+        "before it counts as hung.",
+    )
     rendezvous_s: float = Field(
         default=120.0,
         gt=0,
@@ -178,6 +185,11 @@ class Timeouts(Section):
         ge=0,
         description="Seconds for which workers and agents look for another coordinator once they have lost theirs.",
     )
+
+    @property
+    def transport_s(self) -> float:
+        """Seconds after which a communication library gives up a message: never before a detector would."""
+        return self.first_step_s + _MOST_READS * self.sample_read_s
 
     def problems(self) -> Iterator[tuple[str, str]]:
         ordered = ("heartbeat_timeout_s", "watchdog_min_s", "collective_timeout_s", "rendezvous_s")

@@ -20,7 +20,7 @@ from websockets.exceptions import InvalidHandshake
 
 from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.host_process import HostProcess, is_stopped
-from chameleon_ft.control.hung_process import examine
+from chameleon_ft.control.hung_process import examine, read_in_progress
 from chameleon_ft.control.wire.address import CoordinatorAccess, own_address
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.messages import (
@@ -182,9 +182,7 @@ class Agent:
                 case Probe(probe=probe, worker=only):
                     for (worker, incarnation), rank in self._ranks.items():
                         if only in (None, worker):
-                            rank_id = {"worker": worker, "incarnation": incarnation}
-                            state = ProcessState(probe=probe, stopped=is_stopped(rank.pid), **rank_id)
-                            self._connection.send(state)
+                            self._connection.send(_state_of(rank, probe, worker=worker, incarnation=incarnation))
                 case Exit():
                     self._exit = message
                     # Drained workers may still be writing their parts of a checkpoint.
@@ -304,3 +302,9 @@ class Agent:
     def _were_told_to_exit(self) -> bool:
         """Return whether all ranks have ended, the last one by an order: the run is over, or they have left it."""
         return not (self._ranks or self._pending) and self._last_exit_code in (0, os.EX_TEMPFAIL)
+
+
+def _state_of(rank: HostProcess, probe: int, **rank_id: int) -> ProcessState:
+    read = read_in_progress(rank.pid)
+    doing = "" if read is None else read.doing
+    return ProcessState(probe=probe, stopped=is_stopped(rank.pid), is_reading=bool(doing), doing=doing, **rank_id)

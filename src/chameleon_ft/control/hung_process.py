@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from chameleon_ft.control.host_process import HostProcess, is_stopped, read_stat
-from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL
+from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, ActivityEntry, Evidence
 
-__all__ = ["examine"]
+__all__ = ["examine", "read_in_progress"]
 
 _EXAMINE_S: Final = 1.0  # bound on the whole examination, since the process is to be killed after it
 _SPY_S: Final = 0.5  # the part of it that is left to py-spy, if it is installed
@@ -26,6 +26,15 @@ _COMPLETE_AFTER_S: Final = 0.2  # without another line
 _LONGEST: Final = 500_000  # characters of the stacks
 _OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, which is written last
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+def read_in_progress(pid: int) -> ActivityEntry | None:
+    """Return the read of a sample that a process is at, if it is, though it may hold the interpreter's lock."""
+    try:
+        last = Evidence.parse(_activity_file(pid).read_text(encoding="utf-8", errors="replace")).last
+    except OSError:  # it has ended, or publishes no activity
+        return None
+    return last if last is not None and last.is_reading else None
 
 
 async def examine(examined: HostProcess) -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["TokenWindows", "load_micro_batch"]
 
 
-def load_micro_batch(dataset: Dataset, order: SampleOrder, first: int, count: int) -> TensorPair:
+def load_micro_batch(
+    dataset: Dataset,
+    order: SampleOrder,
+    first: int,
+    count: int,
+    *,
+    reading: Callable[[int], AbstractContextManager[object]] = nullcontext,
+) -> TensorPair:
     """Return `count` samples from position `first` of the order on as (inputs, targets), stacked in a new dimension 0.
 
-    Each is read as by `read_sample`.
+    Each is read as by `read_sample`, inside the context that `reading` returns for its id.
     """
-    samples = [
-        read_sample(dataset, index, seed=order.seed, epoch=position // order.num_samples)
-        for position, index in enumerate(order.ids_at(first, count), first)
-    ]
+    samples = []
+    for position, index in enumerate(order.ids_at(first, count), first):
+        with reading(index):
+            samples.append(read_sample(dataset, index, seed=order.seed, epoch=position // order.num_samples))
     return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
 
 

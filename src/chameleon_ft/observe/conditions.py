@@ -168,7 +168,9 @@ def _reclaimed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
 
 def _waiting(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     why = f"it has been {event['doing']} for {duration(event['since_s'])} or longer"
-    return f"worker {event['worker']}", why, "none; there is no limit to that"
+    limit_s = event.get("limit_s")
+    limit = "there is no limit to that" if limit_s is None else f"it counts as hung after {duration(limit_s)}"
+    return f"worker {event['worker']}", why, f"none; {limit}"
 
 
 def _records_late(event: Event, _: Sequence[Event], end: Event | None) -> Described:

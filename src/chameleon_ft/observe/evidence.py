@@ -33,7 +33,7 @@ ENTRY_BYTES: Final = 160
 STACKS_SIGNAL: Final = signal.SIGUSR2
 """Has a worker append the stacks of all its threads to its file."""
 
-_ENTRY: Final = re.compile(r"(?P<time>\d+\.\d{6}) (?P<verb>runs|waits): (?P<doing>.*\S)")
+_ENTRY: Final = re.compile(r"(?P<time>\d+\.\d{6}) (?P<verb>runs|waits|reads): (?P<doing>.*\S)")
 _FRAME: Final = re.compile(
     r'^\s+(?:File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)'  # faulthandler
     r"|(?P<function2>.+) \((?P<file2>.+):(?P<line2>\d+)\))$"  # py-spy
@@ -49,19 +49,21 @@ _BOOTSTRAP: Final = "_bootstrap"  # the function in which a thread begins that P
 _ESCAPED: Final = re.compile(r"\\(?:x([0-9a-f]{2})|u((?!d[89a-f])[0-9a-f]{4})|U(00(?:0[0-9a-f]|10)[0-9a-f]{4}))")
 
 
-def activity_entry(time: float = 0.0, doing: str = "", *, waiting: bool = False) -> bytes:
+def activity_entry(time: float = 0.0, doing: str = "", *, waiting: bool = False, is_reading: bool = False) -> bytes:
     """Return an entry of the ring; without arguments an empty one. `time` is in Unix seconds."""
-    text = f"{time:.6f} {'waits' if waiting else 'runs'}: {doing}" if doing else ""
+    verb = "reads" if is_reading else "waits" if waiting else "runs"
+    text = f"{time:.6f} {verb}: {doing}" if doing else ""
     return text.encode("ascii", "replace")[: ENTRY_BYTES - 1].ljust(ENTRY_BYTES - 1) + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ActivityEntry:
-    """An activity of a worker's training thread, and when it began, in Unix seconds."""
+    """An activity of a worker's training thread, and when it began, in Unix seconds; `is_reading` a sample."""
 
     time: float
     waiting: bool
     doing: str
+    is_reading: bool = False
 
     def __str__(self) -> str:
         return f"waiting: {self.doing}" if self.waiting else f"in {self.doing}"
@@ -100,7 +102,9 @@ class Evidence:
         """Read a worker's file; what is not as it should be is left out, for it may have been read while written."""
         ring, stacks = text[: ENTRIES * ENTRY_BYTES], text[ENTRIES * ENTRY_BYTES :]
         found = (_ENTRY.match(line) for line in ring.splitlines())
-        entries = [ActivityEntry(float(e["time"]), e["verb"] == "waits", e["doing"]) for e in found if e]
+        entries = [
+            ActivityEntry(float(e["time"]), e["verb"] != "runs", e["doing"], e["verb"] == "reads") for e in found if e
+        ]
         return cls(tuple(sorted(entries, key=lambda entry: entry.time)), stacks)
 
     @property

@@ -70,7 +70,7 @@ _STEP: Final[Mapping[str, Any]] = {
     "generation": _Count,
     "time": _Time,
 }
-_STEP_OPTIONAL: Final[Mapping[str, Any]] = {"is_rest": bool, "is_skipped": bool}
+_STEP_OPTIONAL: Final[Mapping[str, Any]] = {"is_rest": bool, "is_skipped": bool, "data_wait_s": _Number}
 _SLOW: Final[Mapping[str, Any]] = {
     "speed": _Speed,
     "since_step": _Count,
@@ -137,6 +137,7 @@ _OPTIONAL: Final[Mapping[str, Any]] = {
     "message": str | None,
     "error": str | None,
     "reason": str | None,
+    "limit_s": _Number,
     "arriving": dict[_Key, str],
     "adopted": _Counts,
     "slow_links": list[_Link],

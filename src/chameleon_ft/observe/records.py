@@ -112,7 +112,8 @@ class StepRecord(_Record):
 
     `time` is when the first worker reported the commit, in Unix seconds. If `is_rest`, the step was interrupted and
     completed, and `step_s` is the time since the commit before it, with the stall. If `is_skipped`, the step was bad
-    and has changed nothing: its loss is not a number, and no sample counts.
+    and has changed nothing: its loss is not a number, and no sample counts. For `data_wait_s` seconds of it the slowest
+    worker read samples.
     """
 
     step: int
@@ -127,6 +128,7 @@ class StepRecord(_Record):
     time: float
     is_rest: bool = False
     is_skipped: bool = False
+    data_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.step_s <= 0 or self.workers < 1:

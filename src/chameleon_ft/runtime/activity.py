@@ -51,7 +51,9 @@ class Activity:
         self._note(doing)
 
     @contextmanager
-    def waiting(self, doing: str, *, for_message: bool = False, peer: int | None = None) -> Iterator[None]:
+    def waiting(
+        self, doing: str, *, for_message: bool = False, peer: int | None = None, is_reading: bool = False
+    ) -> Iterator[None]:
         """Note that inside the block the thread waits, for another rank or for memory or disk.
 
         After it the thread does what it did before: it computes, or waits in an outer block.
@@ -59,9 +61,10 @@ class Activity:
         Args:
             for_message: whether it waits for another rank.
             peer: that rank; None if a collective does not tell.
+            is_reading: whether it reads a sample.
         """
-        before, was_waiting, was_for_message, previous_peer, _ = self._state
-        self._note(doing, for_message=for_message, peer=peer)
+        before, was_waiting, was_for_message, previous_peer, *_ = self._state
+        self._note(doing, for_message=for_message, peer=peer, is_reading=is_reading)
         try:
             yield
         finally:
@@ -69,15 +72,32 @@ class Activity:
 
     def position(self, probe: int) -> Position:
         """Return the answer to a probe."""
-        doing, waiting, for_message, peer, since = self._state
-        since_s = time.monotonic() - since
-        return Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s, for_message=for_message, peer=peer)
+        doing, waiting, for_message, peer, is_reading, since = self._state
+        return Position(
+            probe=probe,
+            doing=doing,
+            waiting=waiting,
+            since_s=time.monotonic() - since,
+            for_message=for_message,
+            peer=peer,
+            is_reading=is_reading,
+        )
 
-    def _note(self, doing: str, *, waiting: bool = True, for_message: bool = False, peer: int | None = None) -> None:
-        self._state = (doing, waiting, for_message, peer, time.monotonic())
+    def _note(
+        self,
+        doing: str,
+        *,
+        waiting: bool = True,
+        for_message: bool = False,
+        peer: int | None = None,
+        is_reading: bool = False,
+    ) -> None:
+        self._state = (doing, waiting, for_message, peer, is_reading, time.monotonic())
         if self._file is not None:
             begin = next(self._slots)
-            self._file[begin : begin + ENTRY_BYTES] = activity_entry(time.time(), doing, waiting=waiting)
+            self._file[begin : begin + ENTRY_BYTES] = activity_entry(
+                time.time(), doing, waiting=waiting, is_reading=is_reading
+            )
 
 
 class SlowIOReporter:

@@ -32,7 +32,8 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import BadStepError
 from chameleon_ft.runtime.execution.commit import Committer
-from chameleon_ft.runtime.execution.executor import Executor, Pace, micro_batches_of
+from chameleon_ft.runtime.execution.executor import Executor, Pace
+from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.execution.step_stats import StepRecorder
 from chameleon_ft.runtime.fault_injection import FaultInjector
@@ -75,6 +76,7 @@ class Trainer:
             seed=self.config.seed,
             device=self.device,
             first_sample=self.config.first_sample,
+            reading=partial(self._activity.waiting, is_reading=True),
         )
         self._state = RankState(
             worker=self.worker,

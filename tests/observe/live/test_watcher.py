@@ -132,6 +132,8 @@ def test_the_condition_follows_the_run(run: RunDirectory) -> None:
     assert condition(started(), stepped(0, 1.0), at=2.0) == "training"
     assert condition(at=10.9) == "training", "ten seconds are patience enough"
     assert condition(at=11.1) == "silent"
+    read = event("waiting", 11.2, worker=2, doing="reading sample 7", since_s=10.0, limit_s=600.0)
+    assert condition(read, at=11.9) == "reading"
     assert condition(stepped(1, 12.0), event("lost", 13.0, worker=3, host="b"), at=13.5) == "recovering"
     assert watcher.report().reason == "lost 3; no step is committed since"
     assert condition(failed(3, 14.0), at=14.0) == "recovering", "no step is committed yet"

@@ -28,6 +28,7 @@ __all__ = [
     "ProbeAnswered",
     "ProcessExited",
     "Progressed",
+    "Reading",
     "Recovered",
     "RecoveredLink",
     "SendProbe",
@@ -217,6 +218,16 @@ class Fatal(Finding):
 
     reason: str
     explained: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Finding):
+    """A worker has been reading a sample for `since_s` seconds, and may go on for `limit_s` seconds in all."""
+
+    worker: int
+    doing: str
+    since_s: float
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ When no step is committed for longer than a step takes, every worker is asked fo
 whether its processes are stopped. A worker is hung if its process is stopped at two probes in a row, because a debugger
 may stop it for a moment, or if it computes a single operation for many times longer than usual. In the first step with
 the layers that it has, an operation may take longer, because they may have to be compiled. A worker that waits for
-another is not at fault. If all wait for messages, these are lost.
+another is not at fault. If all wait for messages, these are lost. To read a sample is no operation: a file system may
+stall for minutes, so it has a limit of its own, and is told long before.
 
 A worker cannot answer while an extension or a compiler holds the interpreter's lock. If its agent answers that its
-process lives, it has as much time as an operation may take, counted from the first probe that it did not answer.
+process lives, it has as much time as an operation may take, counted from the first probe that it did not answer. The
+agent can also tell that it reads a sample.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from chameleon_ft.control.detectors.base import (
     OperationsTimed,
     ProbeAnswered,
     Progressed,
+    Reading,
     SendProbe,
     Signal,
     StepCommitted,
@@ -42,6 +45,7 @@ _PATIENCE: Final = 1.25  # steps of silence before the first probe
 _PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps
 _FORGET: Final = 0.99  # decay of the longest operation with each report
 _PROBE_EVERY: Final = 0.5  # steps between two probes
+_TOLD_S: Final = 10.0  # after which a read is told first, and again whenever the time has doubled
 _STOPPED_S: Final = 0.5  # the least time for which a process has to be stopped; a profiler needs less for a look
 
 
@@ -60,9 +64,10 @@ class Watchdog:
     # Worker -> when the first of the probes was sent that its agent has answered and it has not.
     silent: Mapping[int, float] = FrozenMap({})
     stopped: Mapping[int, float] = FrozenMap({})  # worker -> when its process was first found stopped, and since then
+    told: Mapping[int, tuple[str, float]] = FrozenMap({})  # worker -> the read that was told last, and its seconds then
 
     def __post_init__(self) -> None:
-        for name in ("positions", "silent", "stopped"):
+        for name in ("positions", "silent", "stopped", "told"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
@@ -120,6 +125,9 @@ class Watchdog:
         if answer.probe != self.probe or self.probed_at_s is None:
             return self, ()
         limit_s = self.timeouts.first_step_s if signal.in_first_step else self._operation_limit_s
+        if answer.is_reading:
+            limit_s = self.timeouts.sample_read_s
+        told: tuple[Finding, ...] = ()
         cause, after = None, self
         continued = without(self.stopped, worker)
         if isinstance(answer, Position):
@@ -129,8 +137,10 @@ class Watchdog:
                 silent=without(self.silent, worker),
                 stopped=continued,
             )
-            if not answer.waiting and answer.since_s > limit_s:
-                cause = f"hung: in {answer.doing} for {answer.since_s:.1f} s"
+            if answer.is_reading:
+                after, told = after._tell_reading(worker, answer.doing, answer.since_s)
+            if (answer.is_reading or not answer.waiting) and answer.since_s > limit_s:
+                cause = f"hung: {'' if answer.is_reading else 'in '}{answer.doing} for {answer.since_s:.1f} s"
         elif answer.stopped:
             since = self.stopped.get(worker, signal.at_s)
             after = replace(self, stopped={**self.stopped, worker: since})
@@ -138,10 +148,23 @@ class Watchdog:
                 cause = "hung: its process is stopped"
         elif worker not in self.positions:
             since = self.silent.get(worker, self.probed_at_s)
+            silent_s = signal.at_s - since
             after = replace(self, silent={**self.silent, worker: since}, stopped=continued)
-            if (silent_s := signal.at_s - since) > limit_s:
-                cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s"
-        return after, () if cause is None else (Lost(worker, "watchdog", cause),)
+            if answer.is_reading:
+                after, told = after._tell_reading(worker, answer.doing, silent_s)
+            if silent_s > limit_s:
+                doing = f" while {answer.doing}" if answer.is_reading else ""
+                cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s{doing}"
+        return after, told if cause is None else (Lost(worker, "watchdog", cause),)
+
+    def _tell_reading(self, worker: int, doing: str, since_s: float) -> tuple[Self, tuple[Finding, ...]]:
+        """Tell that a worker has been reading a sample for long, unless that has been told lately."""
+        before, told_s = self.told.get(worker, ("", 0.0))
+        due_s = max(_TOLD_S, 2 * told_s) if doing == before else _TOLD_S
+        if since_s < due_s:
+            return self, ()
+        finding = Reading(worker, doing, due_s, self.timeouts.sample_read_s)
+        return replace(self, told=updated(self.told, {worker: (doing, due_s)})), (finding,)
 
     def _overdue_messages(self, participants: tuple[int, ...]) -> tuple[MessageFailed, ...]:
         """Return the messages that all workers have waited for too long; none if one of them may only be slow."""

@@ -19,6 +19,7 @@ from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
 from chameleon_ft.plan.frozen_map import updated, without
+from chameleon_ft.quantities import duration
 
 __all__ = [
     "checkpoint_unreadable",
@@ -49,6 +50,8 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
             case signals.Fatal(reason=reason, explained=worker):
                 draft.state = replace(draft.state, incident=draft.state.incident.without(worker))
                 end(draft, "failed", reason)
+            case signals.Reading():
+                _reading(draft, finding)
             case signals.Slow():
                 slowness.slow(draft, finding)
             case signals.Recovered():
@@ -69,6 +72,22 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 stop(draft)
             case signals.Note(event=event, fields=fields):
                 draft.record(event, **fields)
+
+
+def _reading(draft: Draft, finding: signals.Reading) -> None:
+    """Record that a worker has been reading a sample for long."""
+    host = draft.state.hosts().get(finding.worker, "")
+    read_s, limit_s = duration(finding.since_s), duration(finding.limit_s)
+    draft.record(
+        "waiting",
+        worker=finding.worker,
+        host=host,
+        doing=finding.doing,
+        since_s=finding.since_s,
+        limit_s=finding.limit_s,
+        message=f"worker {finding.worker}{f' on {host}' if host else ''} has been {finding.doing} for {read_s}; it may "
+        f"take {limit_s} (timeouts.sample_read_s)",
+    )
 
 
 def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:

@@ -32,6 +32,8 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     if message.step != state.committed:
         return  # another worker has reported the step
     vote = message.vote
+    # A slow read says nothing about the plan, or about how long a step without one takes.
+    without_reads_s = max(message.step_s - vote.data_wait_s, 0.0) or message.step_s
     step_s = state.outcomes.completed_step_s(message.step_s, draft.at.unix_s) if is_rest else message.step_s
     # A step of the generation shows that all its workers have switched to it.
     switched_from = None if message.generation == state.generation else state.switched_from
@@ -39,7 +41,7 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     if is_rest:
         incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
     else:
-        incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
+        incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, without_reads_s))
     # Workers that train have switched to the newest plan.
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
         draft.do(commands.Task.PREPARE_DECISIONS)
@@ -48,8 +50,8 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     if vote.skipped:
         bad_steps.skipped(draft, message.step)
     if not is_rest and not vote.skipped and state.active.migration is None:  # layers that move make a step longer
-        draft.do(commands.MeasureStep(message.step_s))
-    outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s, is_rest=is_rest)
+        draft.do(commands.MeasureStep(without_reads_s))
+    outcomes, outcome = state.outcomes.committed(without_reads_s, draft.at.unix_s, is_rest=is_rest)
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
     if cost is not None:
         draft.do(commands.Record(cost))
@@ -80,6 +82,7 @@ def _step_record(
         time=at.unix_s,
         is_rest=is_rest,
         is_skipped=vote.skipped,
+        data_wait_s=min(vote.data_wait_s, step_s),
     )
 
 

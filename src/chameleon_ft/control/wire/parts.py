@@ -225,6 +225,7 @@ class Vote(MessagePart):
     checkpoint: bool = False  # whether all ranks write a checkpoint after this step
     skipped: bool = False  # whether the step is bad, and no rank changes anything; then the sums are 0
     snapshot: bool = False  # whether all ranks take a snapshot after this step
+    data_wait_s: float = 0.0  # seconds in which the slowest of the ranks read samples
     checked: bool = False  # whether the state before the step was compared between the holders of each layer: it agreed
 
     @property

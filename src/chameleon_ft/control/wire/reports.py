@@ -95,13 +95,18 @@ class WorkerExited(Message):
 
 
 class ProcessState(Message):
-    """An agent's answer to a probe: a worker's process lives, and whether it is stopped, so that it cannot answer."""
+    """An agent's answer to a probe: a worker's process lives, and whether it is stopped, so that it cannot answer.
+
+    A read of a sample may keep a process from answering, too: `doing` names it.
+    """
 
     type: Literal["process_state"] = "process_state"
     probe: int
     worker: int
     incarnation: int = 1
     stopped: bool
+    is_reading: bool = False
+    doing: str = ""
 
 
 class HangEvidence(Message):
@@ -222,6 +227,7 @@ class Position(Message):
     since_s: float  # seconds it has been doing so
     for_message: bool = False  # whether it waits for another rank
     peer: int | None = None  # that rank; None if a collective does not tell
+    is_reading: bool = False  # whether it reads a sample; `doing` names it
 
 
 class CheckpointSaved(Message):

@@ -12,6 +12,7 @@ from chameleon_ft.quantities import counted, duration, in_ranges
 __all__ = ["describe_workers", "facts_of"]
 
 _MOST_CAUSES: Final = 5
+_TOLD_SHARE: Final = 0.01
 
 
 def facts_of(report: RunReport) -> tuple[tuple[str, str], ...]:
@@ -28,6 +29,8 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "step", f"{last.step:,} of {report.steps:,} ({share:.1%}), {loss}{age}"
     if (pace := report.pace) is not None:
         yield "pace", f"{duration(pace.step_s)} a step, {pace.tokens_per_s:,.0f} tokens/s, over {pace.since}"
+        if pace.data_share >= _TOLD_SHARE:
+            yield "data wait", f"{pace.data_share:.1%} of the time of these steps, in which samples were read"
     if pace is not None and (earlier := report.earlier) is not None:
         change = f"{pace.step_s / earlier.step_s - 1:+.1%} step time"
         then = f"{duration(earlier.step_s)} a step, {earlier.tokens_per_s:,.0f} tokens/s"

@@ -13,11 +13,12 @@ from chameleon_ft.observe.records import RunStatus, StepRecord
 
 __all__ = ["CONDITIONS", "Condition", "Costs", "RunReport", "Saved"]
 
-Condition: TypeAlias = Literal["waiting", "training", "recovering", "silent", "lost"] | RunStatus
+Condition: TypeAlias = Literal["waiting", "training", "reading", "recovering", "silent", "lost"] | RunStatus
 
 CONDITIONS: Final[Mapping[Condition, str]] = {
     "waiting": "workers are joining, or load their layers",
     "training": "steps are committed",
+    "reading": "a sample takes long to read, and no step has been committed since",
     "recovering": "a worker is lost, and no step has been committed since",
     "silent": "no record for ten usual steps, and at least ten seconds",
     "lost": "the coordinator is gone, and the run has not ended",

@@ -16,6 +16,7 @@ from chameleon_ft.observe.live.workers import WorkerBoard
 from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.recorder import RecordLine
 from chameleon_ft.observe.records import RunStatus, StepRecord
+from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import FailureModel
 
 __all__ = ["RunState"]
@@ -57,6 +58,7 @@ class RunState:
         self._latest: float | None = None  # time of the newest record
         self.ending: Ending | None = None
         self._unresolved: list[int] = []  # workers that are lost, with no step committed since
+        self._read = ""  # a sample that takes long to read, by which worker; likewise
         self._generation, self._policy = 0, ""
         self._saved: dict[str, Saved] = {}
         self._error: str | None = None
@@ -128,6 +130,7 @@ class RunState:
     def _step(self, record: StepRecord) -> None:
         self.steps.add(record)
         self._unresolved.clear()
+        self._read = ""
 
     def _event(self, name: str, time: float, fields: Mapping[str, Any]) -> None:
         self.events.append(fields)
@@ -139,6 +142,9 @@ class RunState:
                 self._began = time if self._began is None else self._began
                 self._session, self.ending, self._total_steps = time, None, fields["steps"]
                 self._unresolved.clear()
+                self._read = ""
+            case "waiting" if "limit_s" in fields:
+                self._read = f"worker {fields['worker']} has been {fields['doing']} for {duration(fields['since_s'])}"
             case "plan":
                 self._generation, self._policy = fields["generation"], fields["policy"]
                 self.arriving = {}
@@ -176,6 +182,8 @@ class RunState:
         if self._unresolved:
             numbers = ", ".join(map(str, self._unresolved))
             return "recovering", f"lost {numbers}; no step is committed since"
+        if self._read:
+            return "reading", self._read
         pace, latest = self.steps.recent, self._latest or now
         limit_s = max(_SILENT_S, _SILENT_STEPS * (0.0 if pace is None else pace.step_s))
         if now - latest > limit_s:

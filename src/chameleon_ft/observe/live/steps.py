@@ -21,10 +21,14 @@ _MOST_COMPARED: Final = 2_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Median step time and throughput of some steps without a failure; `since` describes which."""
+    """Median step time and throughput of some steps without a failure, and the share of their time that reads took.
+
+    `since` describes which steps.
+    """
 
     step_s: float
     tokens_per_s: float
+    data_share: float
     since: str
 
 
@@ -54,6 +58,7 @@ class StepHistory:
     _loss: array[float] = field(default_factory=lambda: array("d"))
     _step_s: array[float] = field(default_factory=lambda: array("d"))
     _tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
+    _data_wait_s: array[float] = field(default_factory=lambda: array("d"))
     _workers: array[int] = field(default_factory=lambda: array("q"))
     _plain: array[int] = field(default_factory=lambda: array("q"))  # indices of steps without a failure
 
@@ -67,6 +72,7 @@ class StepHistory:
         self._loss.append(record.loss)
         self._step_s.append(record.step_s)
         self._tokens_per_s.append(record.tokens_per_s)
+        self._data_wait_s.append(record.data_wait_s)
         self._workers.append(record.workers)
         self._step.append(record.step)  # the last column: another thread may read as many rows as this one has
         if is_plain:
@@ -102,6 +108,7 @@ class StepHistory:
                 "loss": [_mean(self._loss[span]) for span in spans],
                 "tokens_per_s": [_mean(self._tokens_per_s[span]) for span in spans],
                 "step_s": [_mean(self._step_s[span]) for span in spans],
+                "data_wait_s": [_mean(self._data_wait_s[span]) for span in spans],
                 "longest_s": [max(self._step_s[span]) for span in spans],
                 "workers": [min(self._workers[span]) for span in spans],
             }
@@ -113,6 +120,7 @@ class StepHistory:
         return Pace(
             step_s=statistics.median(self._step_s[index] for index in indices),
             tokens_per_s=statistics.median(self._tokens_per_s[index] for index in indices),
+            data_share=sum(self._data_wait_s[i] for i in indices) / sum(self._step_s[i] for i in indices),
             since=since,
         )
 

@@ -102,6 +102,11 @@ class _Collector(Collector):
                 "Median throughput of the newest steps.",
                 None if pace is None else pace.tokens_per_s,
             ),
+            (
+                "data_wait_ratio",
+                "Share of the newest steps that reads took.",
+                None if pace is None else pace.data_share,
+            ),
             ("goodput_ratio", "Share of the time in which steps were trained that count.", report.goodput),
             ("remaining_seconds", "Seconds until the last step at this pace and goodput.", report.eta_s),
             ("next_failure_seconds", "Expected seconds until the next failure, as learned.", report.next_failure_s),

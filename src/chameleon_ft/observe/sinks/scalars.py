@@ -31,6 +31,7 @@ def _scalars(record: RunRecord) -> Iterator[tuple[str, float | None]]:
             yield "train/grad_norm", record.grad_norm
             yield "train/learning_rate", record.lr
             yield "pace/step_s", record.step_s
+            yield "pace/data_wait_s", record.data_wait_s
             yield "pace/tokens_per_s", record.tokens_per_s
             yield "run/workers", record.workers
             yield "run/generation", record.generation

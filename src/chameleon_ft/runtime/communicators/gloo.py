@@ -151,7 +151,7 @@ class GlooCommunicators:
                     group.index(membership.worker),
                     len(group),
                     device=device,
-                    timeout_s=self._timeouts.first_step_s,
+                    timeout_s=self._timeouts.transport_s,
                     key=membership.rendezvous.key,
                 )
             )

@@ -107,7 +107,7 @@ class NcclCommunicators:
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options.config.blocking = 0
-        options._timeout = timedelta(seconds=self._timeouts.first_step_s)
+        options._timeout = timedelta(seconds=self._timeouts.transport_s)
         group = nccl(store, rank, size, options)
         with self._lock:
             self._all.append(group)

@@ -35,6 +35,7 @@ from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 __all__ = ["AppliedStep", "CommitContext", "Committer", "ComputedStep", "Wishes"]
 
 _CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_MAX_NORM: Final = 32  # of a vote, which only sums: this norm of n equal times is at most n**(1/32) times their maximum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +285,7 @@ class Committer:
         ballot = [
             self.buffers.square_sum(self.worker),
             *(stats.loss, stats.terms, stats.samples),
+            stats.data_wait_s**_MAX_NORM,
             *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot),
             step.contributions,
             1.0,
@@ -291,7 +293,7 @@ class Committer:
             *checksums,
         ]
         total = self._sum(ballot, context)
-        grad_square_sum, loss_sum, terms, samples, finishing, switching, *counts = total
+        grad_square_sum, loss_sum, terms, samples, data_wait, finishing, switching, *counts = total
         checkpointing, snapshotting, contributions, voters, *others = counts
         _require_all(voters, context.members)
         is_checked = check is not None and check.compare(others[len(bounds) :])
@@ -306,6 +308,7 @@ class Committer:
             loss_sum=loss_sum,
             terms=round(terms),
             samples=round(samples),
+            data_wait_s=data_wait ** (1 / _MAX_NORM),
             finish=finishing > 0,
             switch=switching > 0,
             checkpoint=round(checkpointing) == len(context.members),

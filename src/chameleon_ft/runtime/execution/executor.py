@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from time import perf_counter
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from chameleon_ft.config import Batch
-from chameleon_ft.data.order import SampleOrder
-from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
@@ -25,6 +21,7 @@ from chameleon_ft.runtime.communicators.tags import tag_of
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import Repetition
 from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.runtime.execution.micro_batches import MicroBatches
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations
 from chameleon_ft.runtime.execution.sent_messages import SentMessages
 from chameleon_ft.runtime.execution.step_state import CountedLoss, Result, StepState, hop_of
@@ -32,7 +29,7 @@ from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["KEPT_MICRO_BATCHES", "Executor", "MicroBatches", "Pace", "Resend", "channels_of", "micro_batches_of"]
+__all__ = ["Executor", "Pace", "Resend", "channels_of"]
 
 _BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
 
@@ -50,43 +47,14 @@ Resend = tuple[int, int, bool, int]
 Pace = Callable[[Operation, float], None]
 """Returns when an operation, begun at so many seconds of `time.perf_counter`, would end on an emulated device."""
 
-MicroBatches = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Returns (inputs, targets) for (step, number of the micro-batch in the global batch of the step)."""
-
-KEPT_MICRO_BATCHES: Final = 64
-"""The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
-
-
-def micro_batches_of(
-    job: Job,
-    batch: Batch,
-    *,
-    seed: int,
-    device: torch.device,
-    first_sample: Callable[[int], int] | None = None,
-) -> MicroBatches:
-    """Return a function that loads micro-batches of `job` onto `device`.
-
-    `first_sample`: returns the position of the first sample of a step; None: all steps from 0 on have this batch.
-    """
-    order, size = SampleOrder(len(job.dataset), seed), batch.micro_batch_size
-
-    @lru_cache(KEPT_MICRO_BATCHES)
-    def load(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-        first = step * batch.samples if first_sample is None else first_sample(step)
-        inputs, targets = load_micro_batch(job.dataset, order, first + micro_batch * size, size)
-        return inputs.to(device), targets.to(device)
-
-    return load
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executor:
     """Executes programs on the layers a rank holds.
 
-    Per operation: wait for its message, compute, start sending the result. A message crosses while its receiver
-    computes only if its receive has been posted, so receives are posted a few ahead, in program order. Only too many
-    sends in flight are waited for (`SentMessages`). A checked program cannot deadlock this way.
+    Per operation: read its samples, wait for its message, compute, start sending the result. A message crosses while
+    its receiver computes only if its receive has been posted, so receives are posted a few ahead, in program order.
+    Only too many sends in flight are waited for (`SentMessages`). A checked program cannot deadlock this way.
     """
 
     job: Job
@@ -223,6 +191,10 @@ class _StepExecution:
             self._executor.faults.at(self._fault_at[index], self._state.step)
 
     def _run_operation(self, index: int, operation: Operation) -> None:
+        if operation.kind is OperationKind.FORWARD and (operation.first or operation.last):
+            start = perf_counter()
+            self._executor.micro_batches(self._state.step, operation.micro_batch)  # which the operation then finds read
+            self._stats.data_wait_s += perf_counter() - start
         message = self._message(index, operation)
         if operation.kind is OperationKind.FORWARD:
             self._executor.await_parameters(operation.layers)

@@ -42,6 +42,8 @@ class StepStats:
     loss: float = 0.0
     terms: int = 0
     samples: int = 0
+    data_wait_s: float = 0.0
+    """Seconds in which this worker read samples, between its operations."""
     spans: list[Span] = field(default_factory=list)
     """Of each operation, in order."""
     sent: dict[tuple[int, bool], list[float]] = field(default_factory=dict)

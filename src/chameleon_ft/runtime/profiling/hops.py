@@ -42,17 +42,13 @@ class ModelOnDevice:
         self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        self._order, self._size = SampleOrder(len(job.dataset), config.seed), size
-        self.samples = self.load()
+        order = SampleOrder(len(job.dataset), config.seed)
+        inputs, targets = load_micro_batch(job.dataset, order, 0, size)
+        self.samples = inputs.to(device), targets.to(device)
 
     @property
     def num_layers(self) -> int:
         return self.job.num_layers
-
-    def load(self) -> tuple[Tensor, Tensor]:
-        """Load the micro-batch, which costs as much as loading another one."""
-        inputs, targets = load_micro_batch(self.job.dataset, self._order, 0, self._size)
-        return inputs.to(self.device), targets.to(self.device)
 
     def kind(self, layer: int) -> str:
         """Return the name of the factory of `layer`, in lower case."""
@@ -191,13 +187,9 @@ class Hop:
         return boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
 
     def _forward(self, boundary: Tensor) -> Tensor:
-        """Run F, which loads the samples that it needs, as in a step."""
-        if self.is_first:
-            self.model.load()
+        """Run F; samples are read outside it, as in a step."""
         output = self._held.forward(self.layers, boundary, step=0, micro_batch=0, selective=self._selective)
         if self.is_last:
-            if not self.is_first:
-                self.model.load()
             output = loss_of(self.model.job, output, self.model.samples[1])
         return output
 

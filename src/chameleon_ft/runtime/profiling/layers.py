@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.profiles import LayerTimes, Spread
-from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES
+from chameleon_ft.runtime.execution.micro_batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.workload import LayerCost, is_recomputed
@@ -64,7 +64,7 @@ def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
 
     The median over the ranges of a few neighbouring layers, over F and B, and over rounds that each run all of them one
     after the other, so that a machine that slows down does so for both. Zero where one by one takes no longer, and
-    where there are fewer than three layers: a hop through a whole model loads its samples once.
+    where there are fewer than three layers.
     """
     together = min(_MOST_LAYERS_TOGETHER, model.num_layers)
     start = (model.num_layers - together) // 2
