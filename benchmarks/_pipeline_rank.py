@@ -132,10 +132,10 @@ class _Rank:
             self._job.dataset, self._order, step * self._batch.samples + self._pipeline * share, share
         )
 
-    def _terms(self, targets: Tensor) -> int:
-        return self._job.loss_terms(targets) * self._config.parallel.dp
+    def _terms(self, targets: Tensor) -> float:
+        return float(self._job.loss_terms(targets)) * self._config.parallel.dp
 
-    def _update(self, step: int, *, terms: int) -> None:
+    def _update(self, step: int, *, terms: float) -> None:
         scale = 1.0 / terms
         if self._job.clip_norm is not None:
             square_sum = torch.linalg.vector_norm(self._gradient, dtype=torch.float64) ** 2

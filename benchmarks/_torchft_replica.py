@@ -65,7 +65,7 @@ class _Replica:
         step = self.manager.current_step()
         size = self._config.batch.micro_batch_size
         first = step * self._config.batch.samples
-        terms = 0
+        terms = 0.0
         self.manager.start_quorum()
         self._gradient.zero_()
         for number in range(self._share):
@@ -77,7 +77,7 @@ class _Replica:
             start = first + (self._number * self._share + number) * size
             inputs, targets = load_micro_batch(self._job.dataset, self._order, start, size)
             self._job.loss(self._model(inputs), targets).backward()
-            terms += self._job.loss_terms(targets)
+            terms += float(self._job.loss_terms(targets))
         self._gradient.div_(terms)
         self.manager.allreduce(self._gradient).wait()
         if not self.manager.should_commit():

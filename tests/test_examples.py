@@ -28,7 +28,7 @@ def train_plainly(job: Job, *, steps: int, batch_size: int) -> nn.Module:
     for step in range(steps):
         inputs, targets = load_micro_batch(job.dataset, order, step * batch_size, batch_size)
         optimizer.zero_grad()
-        (job.loss(model(inputs), targets) / job.loss_terms(targets)).backward()
+        (job.loss(model(inputs), targets) / float(job.loss_terms(targets))).backward()
         assert job.clip_norm is not None
         nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
         optimizer.step()

@@ -320,7 +320,7 @@ def test_a_job_trains_in_a_plain_loop(tmp_path: Path) -> None:
     for step in range(30):
         inputs, targets = load_micro_batch(job.dataset, order, 4 * step, 4)
         optimizer.zero_grad()
-        loss = job.loss(model(inputs), targets) / job.loss_terms(targets)
+        loss = job.loss(model(inputs), targets) / float(job.loss_terms(targets))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, SupportsFloat, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import Purpose, random_key, seeded
@@ -127,8 +127,10 @@ class Job:
     Attributes:
         layers: a factory for each layer, first to last. Layer 0 gets the dataset's inputs, stacked: (micro-batch, ...).
         loss: (output of the last layer, stacked targets) -> the *sum* of the loss terms of the micro-batch, a scalar.
-        loss_terms: stacked targets -> number of terms that `loss` sums. Their sum over the global batch divides the
-            gradients, so that the loss trained on is the mean over all terms. Default: one for each sample.
+        loss_terms: stacked targets -> number of terms that `loss` sums, or the sum of their weights: any real number of
+            0 or more. Their sum over the global batch divides the gradients, so that the loss trained on is the mean
+            over all terms. A micro-batch without terms contributes nothing, and its loss is not computed. A step
+            without terms is skipped. Default: one for each sample.
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
         optimizer: parameters of this worker -> optimizer. Its state must be elementwise or per parameter, because
             workers hold different parameters.
@@ -151,7 +153,7 @@ class Job:
 
     layers: Sequence[LayerFactory]
     loss: Loss
-    loss_terms: Callable[[torch.Tensor], int] = len
+    loss_terms: Callable[[torch.Tensor], SupportsFloat] = len
     dataset: Dataset
     optimizer: OptimizerFactory
     elementwise: bool | None = None

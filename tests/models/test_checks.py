@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from chameleon_ft.models.checks import (
 )
 from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.models.outputs import boundary_specs
+from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.runtime.inspection import inspect_job
 
 OUTPUT = BoundarySpec((2, 4), torch.float32)
@@ -61,19 +63,37 @@ def test_a_loss_that_trains_nothing_is_refused(loss: Callable[..., Any], message
         check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
 
 
-def count_in_tensor(targets: Tensor) -> Tensor:
-    return (targets >= 0).sum()
+@pytest.mark.parametrize(
+    ("terms", "expected"),
+    [
+        (0, 0.0),
+        (2.25, 2.25),
+        (torch.tensor(0.75, dtype=torch.bfloat16), 0.75),
+        (torch.tensor(True), 1.0),
+        (np.float32(0.5), 0.5),
+        (torch.tensor(2**40 + 1), 2.0**40 + 1),
+    ],
+)
+def test_terms_are_any_number(terms: Any, expected: float) -> None:
+    check_loss(job(loss_terms=lambda targets: terms), OUTPUT, 2, device=CPU)
+    assert terms_of(job(loss_terms=lambda targets: terms), torch.zeros(2)) == expected
 
 
-@pytest.mark.parametrize("loss_terms", [len, count_in_tensor, lambda targets: 0, lambda targets: 2.0])
-def test_terms_are_counted_by_any_number(loss_terms: Callable[[Tensor], Any]) -> None:
-    check_loss(job(loss_terms=loss_terms), OUTPUT, 2, device=CPU)
-
-
-@pytest.mark.parametrize("terms", [-1, float("nan"), "many", None, torch.ones(2)])
+@pytest.mark.parametrize("terms", [-1, -0.25, math.nan, math.inf, "many", None, torch.ones(2), 1j])
 def test_what_counts_no_terms_is_refused(terms: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`loss_terms` returned .*: it returns how many terms"):
+    with pytest.raises(ConfigError, match="`loss_terms`"):
         check_loss(job(loss_terms=lambda targets: terms), OUTPUT, 2, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_without_terms_loss_and_gradient_are_zero_whatever_the_loss(dtype: torch.dtype) -> None:
+    output = torch.full((2, 4), math.inf, dtype=dtype, requires_grad=True)
+    divided = job(loss=lambda output, targets: output.abs().sum() / 0, loss_terms=lambda targets: 0)
+    loss, terms = loss_and_terms(divided, output, torch.zeros(2))
+    loss.backward()
+    assert (loss.item(), terms) == (0.0, 0.0)
+    assert output.grad is not None
+    assert not output.grad.any()
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])

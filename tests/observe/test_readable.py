@@ -78,6 +78,7 @@ EVENTS = [
     event("state_differs", 20.0, step=50, agreed=40, odd={}, undecided={"1": [0, 2]}),
     event("bad_step", 21.0, is_bad_again=True, action="skip", origins=[_ORIGIN], **_BAD),
     event("bad_step", 21.0, is_bad_again=False, action="applied", origins=[], **_BAD),
+    event("empty_step", 21.0, step=4, message="no sample of step 4 has a loss term"),
     event("decision_failed", 22.0, workers=[1], slow_links=[[0, 1]], error="no time"),
     event("discarded", 23.0, generation=3, error="out of memory"),
     event("snapshot", 24.0, step=8, held_up_s=0.0, seconds=1.0),

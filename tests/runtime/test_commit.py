@@ -110,6 +110,20 @@ def test_a_step_that_is_no_number_is_not_applied(tmp_path: Path, loss: float, gr
     assert all(torch.equal(one, other) for one, other in zip(before, weights(held), strict=True))
 
 
+def test_a_step_without_terms_is_skipped_now_and_later(tmp_path: Path) -> None:
+    now, later = held_layers(), held_layers()
+    first, second = committer(now, tmp_path, clip_norm=1.0), committer(later, tmp_path, clip_norm=1.0)
+    before = weights(now)
+    next(iter(first.buffers.of(first.buffers.segments[0]))).fill_(math.nan)
+    applied = commit_step(first, StepStats(loss=0.0, terms=0.0, samples=2))
+    second.reduced = True
+    assert second.apply(applied.vote) == applied
+    assert (applied.vote.skipped, applied.vote.empty, applied.grad_norm) == (True, True, 0.0)
+    assert first.committed == second.committed == 1
+    for held in (now, later):
+        assert all(torch.equal(one, other) for one, other in zip(before, weights(held), strict=True))
+
+
 class Deaf:
     """Communicators in which the others' share of the vote never arrives, though the sum comes back."""
 

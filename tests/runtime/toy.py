@@ -94,7 +94,7 @@ class PlainStep:
     """One step of the plain loop: its loss, norm, and gradients and weights by layer and name."""
 
     loss: float
-    terms: int
+    terms: float
     grad_norm: float
     gradients: dict[tuple[int, str], Tensor]
     weights: dict[tuple[int, str], Tensor]
@@ -117,7 +117,7 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
     done = []
     for step in range(steps):
         optimizer.zero_grad()
-        total, terms = 0.0, 0
+        total, terms = 0.0, 0.0
         for micro_batch in range(batch.micro_batches):
             inputs, targets = load_micro_batch(
                 job.dataset, order, _first(batch, step, micro_batch), batch.micro_batch_size
@@ -128,7 +128,7 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
             value = job.loss(inputs, targets)
             value.backward()
             total += value.item()
-            terms += job.loss_terms(targets)
+            terms += float(job.loss_terms(targets))
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

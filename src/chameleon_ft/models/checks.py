@@ -17,7 +17,7 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.elementwise import small_optimizer
-from chameleon_ft.models.precision import loss_of
+from chameleon_ft.models.precision import loss_of, terms_of
 
 __all__ = [
     "SampleReads",
@@ -120,7 +120,9 @@ def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device:
         made.requires_grad_(made.is_floating_point() or made.is_complex())
         try:
             loss: Any = loss_of(job, made, targets)
-            terms: Any = job.loss_terms(targets)
+            terms_of(job, targets)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(
                 f"the loss of an output of shape {output.shape} and targets of shape {tuple(targets.shape)} cannot be "
@@ -137,15 +139,6 @@ def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device:
         raise ConfigError(
             "`loss` returned a number that has no gradient by the output of the last layer, so nothing would be "
             "trained; compute it from the output, without detach() or no_grad()"
-        )
-    try:
-        is_count = math.isfinite(terms) and int(terms) >= 0
-    except (TypeError, ValueError, RuntimeError):
-        is_count = False
-    if not is_count:
-        raise ConfigError(
-            f"`loss_terms` returned {terms!r:.60}: it returns how many terms `loss` sums, a whole number, or a tensor "
-            "of one"
         )
 
 

@@ -8,14 +8,16 @@ copies.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
 
-__all__ = ["cast_layer", "loss_of"]
+__all__ = ["cast_layer", "loss_and_terms", "loss_of", "terms_of"]
 
 
 def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> dict[str, nn.Parameter]:
@@ -39,6 +41,35 @@ def loss_of(job: Job, output: Tensor, targets: Tensor) -> Tensor:
     """Return the job's loss of the last layer's output, which is computed in float32."""
     is_cast = job.precision.is_lower and output.is_floating_point()
     return job.loss(output.float() if is_cast else output, targets)
+
+
+def loss_and_terms(job: Job, output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    """Return the job's loss of the last layer's output, and its terms.
+
+    Without terms, the loss and its gradient are zero: the job's own loss is not computed, which may divide by them.
+
+    Raises:
+        ConfigError: `loss_terms` returned something else than a number of 0 or more.
+    """
+    terms = terms_of(job, targets)
+    if not terms:
+        return output.reshape(-1)[:0].sum().abs().float(), 0.0  # a sum over nothing, connected to the output
+    return loss_of(job, output, targets), terms
+
+
+def terms_of(job: Job, targets: Tensor) -> float:
+    """Return the terms of a micro-batch's loss. Raises ConfigError unless they are a number of 0 or more."""
+    returned = job.loss_terms(targets)
+    try:
+        terms = float(returned)
+    except (TypeError, ValueError, RuntimeError):
+        terms = math.nan
+    if not (math.isfinite(terms) and terms >= 0):
+        raise ConfigError(
+            f"`loss_terms` returned {returned!r:.60}: it returns how many terms `loss` sums, or the sum of their "
+            "weights, as a number of 0 or more or a tensor of one"
+        )
+    return terms
 
 
 def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int, nn.Parameter]) -> None:

@@ -304,6 +304,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "records_late": _records_late,
     "state_differs": _state_differs,
     "bad_step": _bad_step,
+    "empty_step": lambda event, _, __: (f"step {event['step']}", "no sample has a loss term", "it was skipped"),
     "join_failed": _join_failed,
     "blocklisted": _blocklisted,
     "decision_failed": _decision_failed,

@@ -112,8 +112,8 @@ class StepRecord(_Record):
 
     `time` is when the first worker reported the commit, in Unix seconds. If `is_rest`, the step was interrupted and
     completed, and `step_s` is the time since the commit before it, with the stall. If `is_skipped`, the step was bad
-    and has changed nothing: its loss is not a number, and no sample counts. For `data_wait_s` seconds of it the slowest
-    worker read samples.
+    or had no loss terms, and has changed nothing: its loss is not a number, and no sample counts. For `data_wait_s`
+    seconds of it the slowest worker read samples.
     """
 
     step: int
@@ -121,7 +121,7 @@ class StepRecord(_Record):
     grad_norm: float
     lr: float
     samples: int
-    tokens: int
+    tokens: float
     step_s: float
     workers: int
     generation: int

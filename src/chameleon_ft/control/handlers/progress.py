@@ -47,7 +47,10 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
         draft.do(commands.Task.PREPARE_DECISIONS)
     workers = len(state.active.plan.workers)
     draft.do(commands.Record(_step_record(message, draft.at, step_s=step_s, workers=workers, is_rest=is_rest)))
-    if vote.skipped:
+    if vote.empty:
+        text = f"no sample of step {message.step} has a loss term, so the step is skipped"
+        draft.record("empty_step", step=message.step, message=text)
+    elif vote.skipped:
         bad_steps.skipped(draft, message.step)
     if not is_rest and not vote.skipped and state.active.migration is None:  # layers that move make a step longer
         draft.do(commands.MeasureStep(without_reads_s))
@@ -75,7 +78,7 @@ def _step_record(
         grad_norm=message.grad_norm,
         lr=message.lr,
         samples=0 if vote.skipped else vote.samples,
-        tokens=0 if vote.skipped else vote.terms,
+        tokens=0 if vote.skipped else int(vote.terms) if vote.terms.is_integer() else vote.terms,
         step_s=step_s,
         workers=workers,
         generation=message.generation,

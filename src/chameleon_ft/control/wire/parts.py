@@ -218,12 +218,13 @@ class Vote(MessagePart):
 
     grad_square_sum: float  # squared L2 norm of the summed, not yet averaged, gradient of the whole model
     loss_sum: float
-    terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
+    terms: float  # loss terms of the global batch; the gradient and the loss are divided by it
     samples: int
     finish: bool  # whether some rank has received `Finish`: the run ends after this step
     switch: bool = False  # whether some rank has received `Switch`: the next generation follows
     checkpoint: bool = False  # whether all ranks write a checkpoint after this step
-    skipped: bool = False  # whether the step is bad, and no rank changes anything; then the sums are 0
+    skipped: bool = False  # whether the step is bad or empty, and no rank changes anything; then the sums are 0
+    empty: bool = False  # whether the step is skipped because it has no loss terms
     snapshot: bool = False  # whether all ranks take a snapshot after this step
     data_wait_s: float = 0.0  # seconds in which the slowest of the ranks read samples
     checked: bool = False  # whether the state before the step was compared between the holders of each layer: it agreed

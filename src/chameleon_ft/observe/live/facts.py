@@ -36,7 +36,7 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         then = f"{duration(earlier.step_s)} a step, {earlier.tokens_per_s:,.0f} tokens/s"
         yield f"{earlier.since}", f"{then}; {change} since"
     if report.goodput is not None:
-        yield "goodput", f"{report.goodput:.1%} of the time went into steps that count; {report.tokens:,} tokens"
+        yield "goodput", f"{report.goodput:.1%} of the time went into steps that count; {report.tokens:,.0f} tokens"
     if report.eta_s is not None:
         yield "ends in", f"{duration(report.eta_s)}, at this pace and goodput"
     if report.generation:

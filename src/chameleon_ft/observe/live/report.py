@@ -115,7 +115,7 @@ class RunReport:
     steps: int
     pace: Pace | None
     earlier: Pace | None
-    tokens: int
+    tokens: float
     goodput: float | None
     eta_s: float | None
     generation: int

@@ -51,7 +51,7 @@ class StepHistory:
 
     last: StepRecord | None = None
     useful_s: float = 0.0
-    tokens: int = 0
+    tokens: float = 0
     _highest: int = -1
     _step: array[int] = field(default_factory=lambda: array("q"))
     _time: array[float] = field(default_factory=lambda: array("d"))

@@ -28,6 +28,7 @@ CONTENT_TYPE: Final[str] = CONTENT_TYPE_LATEST
 
 _COUNTED: Final[Mapping[str, tuple[str, str]]] = {
     "bad_step": ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
+    "empty_step": ("chameleon_empty_steps", "Steps without a loss term, which were skipped."),
     "refused": ("chameleon_refused_connections", "Connections that were rejected, as far as they are recorded."),
     "checkpoint_failed": ("chameleon_failed_checkpoints", "Checkpoints that could not be written."),
     "join": ("chameleon_plan_switches", "Plans that the run has switched to without a failure."),

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from chameleon_ft.control.wire.parts import Progress, Vote
-from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Contributions, RecentSteps, Repetition
@@ -161,7 +161,6 @@ class Committer:
             StateDiffersError: the state before the update differs between holders; no rank applies the step.
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             BadStepError: the loss or the gradient is bad; no rank applies the step.
-            ConfigError: as `apply` does.
         """
         self.activity.begin(f"gradient sync in step {self.committed}")
         self.faults.at("sync", self.committed)
@@ -185,6 +184,9 @@ class Committer:
             if (why := self.recent.why_bad(loss, grad_norm, bounds)) is not None:
                 raise BadStepError(vote, why, step.sums())
             self.recent.add(loss, grad_norm)
+        else:
+            none = {"loss_sum": 0.0, "grad_square_sum": 0.0, "skipped": True, "empty": True}
+            vote = vote.model_copy(update=none)
         applied = self.apply(vote)
         step.stats.end_s = time.perf_counter()
         return applied
@@ -204,18 +206,10 @@ class Committer:
         check.compare(checksums)
 
     def apply(self, vote: Vote) -> AppliedStep:
-        """Apply step `committed` from the reduced gradients and its vote, without any message; or skip it.
-
-        Raises:
-            ConfigError: the batch has no loss terms.
-        """
+        """Apply step `committed` from the reduced gradients and its vote, without any message; or skip it."""
         assert self.reduced, "a step is applied only from a fully reduced gradient"
         if vote.skipped:
             return self._applied(vote, 0.0, self.held.learning_rate(self.committed))
-        if vote.terms < 1:
-            raise ConfigError(
-                f"step {self.committed}: the batch has {vote.terms} loss terms; make sure that `loss_terms` counts them"
-            )
         grad_norm = _grad_norm(vote)
         self.activity.begin(f"the optimizer in step {self.committed}")
         clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (grad_norm + _CLIP_EPSILON))
@@ -306,7 +300,7 @@ class Committer:
         vote = Vote(
             grad_square_sum=grad_square_sum,
             loss_sum=loss_sum,
-            terms=round(terms),
+            terms=terms,
             samples=round(samples),
             data_wait_s=data_wait ** (1 / _MAX_NORM),
             finish=finishing > 0,

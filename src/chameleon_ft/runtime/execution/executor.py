@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
-from chameleon_ft.models.precision import loss_of
+from chameleon_ft.models.precision import loss_and_terms
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.communicators.tags import tag_of
@@ -182,7 +183,7 @@ class _StepExecution:
             self._fail_if_planned(0)
         losses = self._state.losses.values()
         self._stats.loss = self._state.loss
-        self._stats.terms = sum(loss.terms for loss in losses)
+        self._stats.terms = math.fsum(loss.terms for loss in losses)
         self._stats.samples = sum(loss.samples for loss in losses)
         return self._stats
 
@@ -314,12 +315,11 @@ class _StepExecution:
         return output.detach()
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        job = self._executor.job
         _, targets = self._executor.micro_batches(self._state.step, micro_batch)
-        loss = loss_of(job, output, targets)
+        loss, terms = loss_and_terms(self._executor.job, output, targets)
         if micro_batch not in self._counted:
             value = loss.detach().clone()  # some losses are a view of all their terms
-            self._state.losses[micro_batch] = CountedLoss(value, int(job.loss_terms(targets)), len(targets))
+            self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))
         return loss
 
     def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:

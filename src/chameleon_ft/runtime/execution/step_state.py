@@ -31,10 +31,10 @@ def hop_of(operation: Operation) -> HopKey:
 
 @dataclass(frozen=True, slots=True)
 class CountedLoss:
-    """The loss of one micro-batch: its sum, of shape [], and the numbers of its terms and samples."""
+    """The loss of one micro-batch: its sum, of shape [], its terms and the number of its samples."""
 
     value: Tensor
-    terms: int
+    terms: float
     samples: int
 
 

@@ -40,7 +40,7 @@ class StepStats:
     """
 
     loss: float = 0.0
-    terms: int = 0
+    terms: float = 0.0
     samples: int = 0
     data_wait_s: float = 0.0
     """Seconds in which this worker read samples, between its operations."""
