@@ -9,11 +9,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # If it were set, each of the many interpreters that tests start would compile all modules of this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-single test-multi explore sequences check
+# Files or folders: `make test-multi TESTS=tests/launch` runs fewer.
+TESTS ?= tests
+# Of one process, and dependent on the instructions with which the processor computes: numbers, and memory of kernels.
+OF_PROCESSOR := tests/models tests/estimate/test_memory.py $(addprefix tests/runtime/test_,worker_memory.py \
+	profiling_layers.py split_backward.py float32_modules.py precision.py recompute.py executor.py)
+
+.PHONY: help setup train test test-single test-multi test-avx2 test-paced explore sequences check
 
 help:
 	@echo "make train      train a small model on this machine, through two failures"
 	@echo "make test       run all tests: those of test-single, in one process each, and of test-multi"
+	@echo "make test-avx2  run the tests that depend on the processor as on one without AVX-512"
+	@echo "make test-paced run the tests of worker processes at several paces, and beside a load"
 	@echo "make explore    run the tests of one process with examples that are drawn anew"
 	@echo "make sequences  train through 50 drawn sequences of failures, and check each"
 	@echo "make check      check format, lint and types"
@@ -24,16 +32,24 @@ setup: $(VENV)/.with-dev
 train: $(VENV)/.with-package
 	$(BIN)/chameleon train examples/quickstart.toml
 
-test: test-single test-multi
+test: $(VENV)/.with-dev
+	.ci/parts test-single test-multi
 
 test-single: $(VENV)/.with-dev
-	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal $(TESTS)
+
+test-avx2: $(VENV)/.with-dev
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal $(OF_PROCESSOR)
+
+test-paced: $(VENV)/.with-dev
+	.ci/paces
 
 test-multi: $(VENV)/.with-dev
 	# Two at a time, however many cores: these start a process for each worker, most of which wait for each other. The
 	# files in the order of tests/conftest.py: pytest-xdist would begin with those that have most tests.
 	$(BIN)/python -m pytest -m multiprocess --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 0 $$(grep -rl mark.multiprocess tests --include='test_*.py' | sort)
+		--max-worker-restart 8 $$(grep -rl mark.multiprocess $(TESTS) --include='test_*.py' | sort)
 
 explore: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore

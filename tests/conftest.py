@@ -6,10 +6,12 @@ import gc
 import math
 import os
 import signal
-from typing import Final
+from collections.abc import Generator
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 # Before torch is imported: tests share the machine's cores with each other and with the processes they start, and
 # idle threads that spin for work slow all of them down.
@@ -60,6 +62,37 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from chameleon_ft.recovery import warm_up
 
     warm_up()
+
+
+_AGAIN_S: Final = 20.0
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, object, object]:
+    """Interrupt a test again and again after its time-out: what it interrupts may wait once more while it cleans up."""
+    is_set = yield
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN_S)
+    return is_set
+
+
+class _EachTestOnce(LoadFileScheduling):  # type: ignore[misc]
+    """Does not repeat the test that ended its process, as the base class does until no process may be replaced."""
+
+    def remove_node(self, node: object) -> str | None:
+        for tests in self.assigned_work[node].values():
+            for test, is_complete in tests.items():
+                if not is_complete:
+                    tests[test] = True
+                    super().remove_node(node)
+                    return str(test)
+        super().remove_node(node)
+        return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _EachTestOnce | None:
+    """Return the scheduler for `--dist loadfile`."""
+    return _EachTestOnce(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture

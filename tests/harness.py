@@ -63,6 +63,20 @@ PATIENT = Timeouts(
 """Long timeouts, so that no worker is lost only because the machine is busy."""
 
 
+SLOWED = float(os.environ.get("CHAMELEON_TEST_SLOWED", "1"))
+"""How many times as long as usual every worker of `small_config` computes: tests hold at any pace of the machine."""
+
+
+def _slowed(failures: Sequence[Failure], workers: int) -> tuple[Failure, ...]:
+    """Return failures with which every worker is so much slower, from the start on."""
+    every = (Failure(step=0, worker=worker, kind="slow", factor=1 / SLOWED) for worker in range(workers))
+    own = (
+        each.model_copy(update={"factor": each.factor / SLOWED}) if each.kind == "slow" and each.factor else each
+        for each in failures
+    )
+    return *every, *own
+
+
 def small_config(directory: Path, **changes: Any) -> TrainConfig:
     """Return a run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields.
 
@@ -87,6 +101,8 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
     }
     fields |= changes
+    if SLOWED > 1:
+        fields["failures"] = _slowed(fields.get("failures", ()), fields["workers"])
     return TrainConfig(**{**fields, "parallel": undivided(fields["parallel"])})
 
 
@@ -156,25 +172,6 @@ class ScriptedView(View):
         if name == "checkpoint" and self.at_first_checkpoint is not None:
             call, self.at_first_checkpoint = self.at_first_checkpoint, None
             call()
-
-
-@dataclass
-class StoppingView(View):
-    """Ends the run like Ctrl-C, `more_steps` steps after its condition holds; shows nothing."""
-
-    run: RunDirectory
-    is_over: Callable[[Ended], object]
-    """Evaluated after every step."""
-    more_steps: int = 8
-    most_steps: int = 3000
-    """Steps after which the run ends whatever holds: a run that has decided otherwise would train for ever."""
-
-    def step(self, record: StepRecord) -> None:
-        self.most_steps -= 1
-        if self.is_over(Ended(0, self.run)):
-            self.more_steps -= 1
-        if self.more_steps == 0 or self.most_steps == 0:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def create_run(config: RunConfig, path: Path) -> RunDirectory:

@@ -31,7 +31,6 @@ from tests.harness import (
     Command,
     Ended,
     ScriptedView,
-    StoppingView,
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     create_run,
@@ -42,6 +41,7 @@ from tests.harness import (
     small_config,
     train_here,
 )
+from tests.histories import StoppingView
 
 pytestmark = pytest.mark.multiprocess
 

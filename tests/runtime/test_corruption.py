@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Checkpoint, Health, LlamaConfig, Parallel, Recovery
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
-from tests.harness import StoppingView, assert_as_the_plain_loop, fails, small_config, train_here
+from chameleon_ft.observe import complete_checkpoints
+from tests.harness import assert_as_the_plain_loop, fails, small_config, train_here
+from tests.histories import train_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -96,9 +97,7 @@ def test_nothing_is_found_where_layers_move_steps_are_completed_and_parameters_a
         recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.2),
         health=Health(detect_slow=False, check_every=1),
     )
-    run = RunDirectory(tmp_path / "run")
-    view = StoppingView(run, is_over=lambda ended: len(ended.lost) == 2 and ended.events("join"))
-    ended = train_here(config, run.path, view=view)
+    ended = train_until(config, tmp_path / "run", lambda ended: len(ended.lost) == 2 and ended.events("join"))
     assert ended.code == 130, ended.summary["reason"]
     assert not ended.events("state_differs")
     assert_as_the_plain_loop(ended)

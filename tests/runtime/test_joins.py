@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,11 @@ from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,
     Ended,
-    StoppingView,
     assert_as_the_plain_loop,
     fails,
     small_config,
-    train_here,
 )
+from tests.histories import StoppingView, train_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -69,14 +68,6 @@ def endless(directory: Path, **changes: Any) -> TrainConfig:
     return small_config(directory, **fields)
 
 
-def train_until(config: TrainConfig, path: Path, is_over: Callable[[Ended], object]) -> Ended:
-    """Train until something has come true, and some steps more."""
-    ended = train_here(config, path, view=StoppingView(RunDirectory(path), is_over))
-    assert is_over(ended), [(event["event"], event.get("message")) for event in ended.run.events()]
-    assert_nothing_was_lost(ended, repeated_steps=0)
-    return ended
-
-
 def assert_nothing_was_lost(ended: Ended, *, repeated_steps: int) -> None:
     summary = ended.summary
     how = {
@@ -103,6 +94,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path, redundancy: Literal["all"] | i
     parallel = Parallel(dp=2, pp=3, optimizer_redundancy=redundancy)
     config = endless(tmp_path, parallel=parallel, failures=(fails(3, step=4),))
     ended = train_until(config, tmp_path / "run", joined)
+    assert_nothing_was_lost(ended, repeated_steps=0)
     assert ended.lost == {3}
     (respawn,) = ended.events("respawn")
     assert (respawn["worker"], respawn["incarnation"]) == (3, 2)
@@ -130,17 +122,20 @@ def test_a_worker_that_came_back_is_lost_on_its_way_into_the_plan_or_soon_after(
         tmp_path / "run",
         lambda ended: len(ended.failures) > 1 and ended.events("join") and 3 in workers_of_last_plan(ended),
     )
+    assert_nothing_was_lost(ended, repeated_steps=0)
     assert ended.lost == {3}
     assert [event["incarnation"] for event in ended.events("respawn")] == [2, 3]
 
 
 def test_a_worker_is_lost_while_another_joins(tmp_path: Path) -> None:
-    failures = (fails(3, step=4), fails(3, step=4, phase="transfer"), fails(2, step=20, phase="transfer"))
     ended = train_until(
-        endless(tmp_path, failures=failures),
+        endless(tmp_path, failures=(fails(3, step=4), fails(3, step=4, phase="transfer"))),
         tmp_path / "run",
         lambda ended: len(ended.failures) > 2 and workers_of_last_plan(ended) == set(range(6)),
+        # In the first transfer after worker 3 was lost in one.
+        injected={("respawn", 2): Inject(worker=2, kind="kill", phase="transfer")},
     )
+    assert_nothing_was_lost(ended, repeated_steps=0)
     assert ended.lost == {2, 3}
 
 
@@ -172,7 +167,7 @@ def test_a_worker_is_lost_after_layers_have_arrived_at_others(tmp_path: Path) ->
     )
     run = RunDirectory(tmp_path / "run")
     view = KillsDuringMigration(run, worker=0)
-    ended = train_here(config, tmp_path / "run", view=view)
+    ended = train_until(config, tmp_path / "run", view.is_over, view=view)
     assert_nothing_was_lost(ended, repeated_steps=0)
     assert ended.lost == {0, 3}
     assert not ended.events("crashed")
@@ -255,6 +250,7 @@ def test_a_worker_that_keeps_dying_is_not_admitted_again(tmp_path: Path) -> None
     ended = train_until(
         config, tmp_path / "run", lambda ended: ended.events("blocklisted") and len(ended.failures) == 3
     )
+    assert_nothing_was_lost(ended, repeated_steps=0)
     assert [event["worker"] for event in ended.events("respawn")] == [3, 3]
     (blocklisted,) = ended.events("blocklisted")
     assert (blocklisted["worker"], blocklisted["deaths"]) == (3, 3)
@@ -269,6 +265,7 @@ def test_spares_stay_spares_where_the_policy_moves_nothing(tmp_path: Path) -> No
         failures=(fails(3, step=4),),
     )
     ended = train_until(config, tmp_path / "run", lambda ended: len(ended.events("decision")) == 2)
+    assert_nothing_was_lost(ended, repeated_steps=0)
     assert ended.events("decision")[-1]["chosen"] == "stay"
     assert len(ended.plans()) == 2
     assert ended.run.steps()[-1].workers == 5

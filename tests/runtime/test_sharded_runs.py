@@ -14,7 +14,6 @@ from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.observe import JoinRecord, RunDirectory
 from chameleon_ft.runtime.checkpoint import read_layer
 from tests.harness import (
-    StoppingView,
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     fails,
@@ -23,6 +22,7 @@ from tests.harness import (
     small_config,
     train_here,
 )
+from tests.histories import StoppingView
 
 pytestmark = pytest.mark.multiprocess
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Parallel, Recovery, RunConfig
-from chameleon_ft.observe import RunDirectory
 from chameleon_ft.profiles import read_profile, write_profile
-from tests.harness import PATIENT, StoppingView, assert_as_the_plain_loop, fails, train_here
+from tests.harness import PATIENT, assert_as_the_plain_loop, fails
+from tests.histories import train_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -34,9 +34,7 @@ def test_after_a_loss_layers_move_in_two_waves(tmp_path: Path) -> None:
         timeouts=PATIENT,
         failures=(fails(5, step=3),),
     )
-    run = RunDirectory(tmp_path / "run")
-    view = StoppingView(run, lambda ended: ended.events("join"))
-    ended = train_here(config, run.path, view=view)
+    ended = train_until(config, tmp_path / "run", lambda ended: ended.events("join"))
     (join,) = ended.events("join")
     assert (join["waves"], join["stop_s"], join["transfer_s"]) == (2, 0.0, 0.0)
     waves = ended.events("migration")

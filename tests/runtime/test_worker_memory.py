@@ -82,11 +82,20 @@ def plans(layers: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize(
-    ("job", "every"),  # of the plans
-    [(llama_job(), 1), (job_of([partial(nn.Linear, WIDTH, WIDTH)] * 4), 3), (in_bf16(llama_job()), 3)],
-    ids=["llama", "linear", "llama in bf16"],
+    ("job", "every", "onednn"),  # every which of the plans
+    [
+        (llama_job(), 1, True),
+        (job_of([partial(nn.Linear, WIDTH, WIDTH)] * 4), 3, True),
+        (in_bf16(llama_job()), 3, True),
+        (in_bf16(llama_job()), 3, False),
+    ],
+    ids=["llama", "linear", "llama in bf16", "llama in bf16 without oneDNN"],
 )
-def test_a_run_holds_what_is_predicted_from_its_layers(job: Job, every: int) -> None:
+def test_a_run_holds_what_is_predicted_from_its_layers(
+    job: Job, every: int, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not onednn:
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     model = on_device(job)
     layers = tuple(
         dataclasses.replace(bytes_of(job, layer), forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
@@ -113,7 +122,10 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job, every: int) -> 
             how = f"{len(plan.workers)} stages, split {plan.split_backward}, recompute {bool(plan.recompute)}, {worker}"
             errors.append(predicted[worker].peak_bytes / held - 1)
             assert -0.01 <= errors[-1] <= 0.05, how
-    assert sum(map(abs, errors)) / len(errors) < 0.01
+    # A layer has one figure of working bytes for F and B, and one for I and W, so the one that needs less is predicted
+    # too large. By how much depends on the processor: where oneDNN multiplies matrices in bf16, it needs working bytes
+    # in both, and without it only the F does.
+    assert sum(map(abs, errors)) / len(errors) < 0.015
 
 
 @pytest.mark.parametrize("favours_first", [False, True])
