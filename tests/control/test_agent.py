@@ -325,3 +325,22 @@ def test_what_was_given_up_ends_before_another_process_starts(starter: Starter, 
         await tell(connection, Exit(reason="over"))
 
     assert play(starter, coordinator)
+
+
+@pytest.mark.parametrize("may_start", [False, True])
+def test_it_ends_when_all_tasks_of_its_event_loop_are_cancelled(starter: Starter, may_start: bool) -> None:
+    """Whatever they are: the one that reaps a rank ends before the rank does."""
+
+    async def coordinator(connection: ServerConnection) -> None:
+        await tell(connection, Spawn(workers=(0, 1), incarnations=(1, 1)))
+        if may_start:
+            starter.may_start.set()
+            while len(starter.started) < 2:
+                await asyncio.sleep(0)
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await connection.wait_closed()
+
+    with pytest.raises(asyncio.CancelledError):
+        play(starter, coordinator)
+    assert all(process.exit_code.done() for process in starter.started)

@@ -217,8 +217,7 @@ class Agent:
                     self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
                     await self._connection.close()
                     return
-                self._ranks[worker, incarnation] = rank
-                self._tasks.start(self._reap(worker, incarnation, rank))
+                self._look_after(worker, incarnation, rank)
                 if (worker, incarnation) not in self._pending:
                     rank.kill()
                 self._pending.discard((worker, incarnation))
@@ -243,9 +242,8 @@ class Agent:
                 f"the process {process.pid} of worker {worker} belongs to another user; start the agent as that user"
             ) from None
         _logger.info("worker %d, process %d, is adopted", worker, process.pid)
-        self._ranks[worker, incarnation] = rank
         self._local_indexes[worker] = process.local_index
-        self._tasks.start(self._reap(worker, incarnation, rank))
+        self._look_after(worker, incarnation, rank)
 
     async def _end(self, given_up: Sequence[RankProcess]) -> None:
         """Kill ranks of another agent, before any is started in their place."""
@@ -291,6 +289,17 @@ class Agent:
             taken = set(self._local_indexes.values())
             self._local_indexes[worker] = next(index for index in itertools.count() if index not in taken)
         return self._local_indexes[worker]
+
+    def _look_after(self, worker: int, incarnation: int, rank: HostProcess) -> None:
+        self._ranks[worker, incarnation] = rank
+
+        def reaped(reaping: asyncio.Task[None]) -> None:
+            # The event loop may have cancelled it with all of its tasks: then `end_all` must not wait for it.
+            if reaping.cancelled():
+                del self._ranks[worker, incarnation]
+                rank.kill()
+
+        self._tasks.start(self._reap(worker, incarnation, rank)).add_done_callback(reaped)
 
     async def _reap(self, worker: int, incarnation: int, rank: HostProcess) -> None:
         """Report the exit of a rank to the coordinator as soon as it ends."""
