@@ -87,6 +87,19 @@ def test_one_that_is_stopped_or_killed_is_replaced_and_its_processes_live_on(
     assert record.message.endswith("; it is replaced")
 
 
+def test_the_end_of_one_is_noticed_before_a_process_is_to_be_started(server: ForkServer) -> None:
+    async def scene() -> None:
+        await ask(server)
+        for _ in range(2):
+            former = server.pid
+            os.kill(former, signal.SIGKILL)
+            while server.pid == former:
+                await asyncio.sleep(0.01)
+            await ask(server)
+
+    asyncio.run(scene())
+
+
 def test_one_that_is_stopped_while_it_loads_is_replaced() -> None:
     server = ForkServer("torch")
 

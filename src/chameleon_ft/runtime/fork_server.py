@@ -53,6 +53,9 @@ _logger = logging.getLogger(__name__)
 class ForkServer:
     """Starts the server at once, in the background, and a new one whenever that does not answer.
 
+    One that ends is replaced at once in an event loop in which it has forked before, so that the next process does not
+    wait until another server has loaded.
+
     To be made in the main thread, because the kernel ends the server with the thread that started it.
 
     Args:
@@ -92,17 +95,36 @@ class ForkServer:
         for _ in range(_ATTEMPTS):
             server = self._server
             try:
-                return await server.fork(call, files)
+                process = await server.fork(call, files)
             except ConnectionError as error:
                 reason = str(error)
-            if server is self._server:  # otherwise another call has replaced it
-                _logger.warning("the fork server %s; it is replaced", reason)
-                server.end()
-                self._server = _Server(self._preload, self._blocked)
+            else:
+                self._watch(self._server)
+                return process
+            self._replace(server, reason)
         raise ControlError(
             f"no process can be started: {_ATTEMPTS} fork servers in a row failed, and the last one {reason}; look at "
             "the output above, and at the memory and the limits of processes (ulimit -u) of this host"
         )
+
+    def _watch(self, server: _Server) -> None:
+        def ended() -> None:
+            loop.remove_reader(server.pidfd)
+            if server.has_loaded():  # otherwise the next one may not load, either
+                self._replace(server, server.describe_end())
+                self._watch(self._server)
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(server.pidfd, ended)
+
+    def _replace(self, server: _Server, reason: str) -> None:
+        """Replace a server, unless that has been done."""
+        if server is self._server:
+            _logger.warning("the fork server %s; it is replaced", reason)
+            if server.pidfd >= 0:
+                asyncio.get_running_loop().remove_reader(server.pidfd)
+            server.end()
+            self._server = _Server(self._preload, self._blocked)
 
 
 class _Server:
@@ -119,6 +141,7 @@ class _Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
 
     def _start(self, descriptor: int, preload: str) -> subprocess.Popen[bytes]:
         """Start the process, which serves at that descriptor of a socket."""
@@ -134,6 +157,9 @@ class _Server:
         self._process.kill()
         self._process.wait()
         self._socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
     async def fork(self, call: bytes, files: Iterable[int]) -> HostProcess:
         """Raises ConnectionError, which completes the sentence "the fork server", if the server is to be replaced."""
@@ -161,7 +187,7 @@ class _Server:
         except BlockingIOError:
             raise ConnectionError("takes no requests") from None
         except OSError:
-            raise ConnectionError(self._end()) from None
+            raise ConnectionError(self.describe_end()) from None
 
     async def _answer(self, connection: socket.socket) -> str:
         """Return the answer to a request. Raises ConnectionError if the server ends or is stopped, or takes long."""
@@ -175,7 +201,7 @@ class _Server:
                 if stopped and was_stopped and not answering.done():
                     raise ConnectionError("is stopped")
                 was_stopped = stopped
-                if not self._has_loaded():
+                if not self.has_loaded():
                     since_s = loop.time()
                 elif loop.time() - since_s > _ANSWER_S and not answering.done():
                     raise ConnectionError(f"does not answer for {_ANSWER_S:.0f} s")
@@ -185,16 +211,18 @@ class _Server:
         finally:
             answering.cancel()
         if not answer:
-            raise ConnectionError(self._end())
+            raise ConnectionError(self.describe_end())
         return answer.decode()
 
-    def _has_loaded(self) -> bool:
+    def has_loaded(self) -> bool:
+        """Return whether it has loaded what it forks."""
         if not self._is_loaded:
             with suppress(OSError):
                 self._is_loaded = self._socket.recv(len(_LOADED)) == _LOADED
         return self._is_loaded
 
-    def _end(self) -> str:
+    def describe_end(self) -> str:
+        """Complete the sentence "the fork server"."""
         try:
             return f"has ended with exit code {self._process.wait(1)}"
         except subprocess.TimeoutExpired:
