@@ -23,7 +23,7 @@ from unittest import mock
 import chameleon_ft.launch
 import chameleon_ft.runtime.preload
 from chameleon_ft.cli import commands, main
-from chameleon_ft.launch import processes
+from chameleon_ft.launch import background
 from chameleon_ft.launch.processes import SIGNALS, load_solvers
 from chameleon_ft.runtime import fork_server
 from chameleon_ft.runtime.process import end_with
@@ -66,7 +66,7 @@ def run_command(
     os.environ.update(environ)
     sys.argv[1:] = arguments
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    with mock.patch.object(fork_server, "_Server", _ForkedServer), mock.patch.object(processes, "_NICENESS", 0):
+    with mock.patch.object(fork_server, "_Server", _ForkedServer), mock.patch.object(background, "_NICENESS", 0):
         try:
             sys.exit(main())
         finally:  # as an interpreter ends

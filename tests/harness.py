@@ -43,7 +43,7 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.control.wire.messages import Exit
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.launch import processes
+from chameleon_ft.launch import background
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import InterruptCount, coordinate
 from chameleon_ft.launch.processes import start_fork_server
@@ -198,7 +198,7 @@ def resume_here(ended: Ended, *, view: View | None = None, **changes: Any) -> En
 def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: View | None) -> Ended:
     before = set(_children())
     config = config.model_copy(update={"output_dir": run.path})
-    with mock.patch.object(processes, "_NICENESS", 0):  # ranks take all cores, so that decisions would wait for long
+    with mock.patch.object(background, "_NICENESS", 0):  # ranks take all cores, so that decisions would wait for long
         code = coordinate(config, run=run, resume=resume, view=view or View(), beside=partial(_agent, config))
     left = [process for process in _children() if process not in before and not _is_server(process)]
     assert not left, f"the run has left processes behind: {left}"

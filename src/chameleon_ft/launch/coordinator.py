@@ -27,9 +27,9 @@ from chameleon_ft.control.lease import Claim, lease_of
 from chameleon_ft.control.wire.address import TOKEN_VARIABLE, address_of_host, join_address
 from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
+from chameleon_ft.launch.background import background
 from chameleon_ft.launch.forked_process import FORK
 from chameleon_ft.launch.processes import (
-    background,
     inspect,
     load_solvers,
     signals_handled,
@@ -190,6 +190,7 @@ async def serve_run(
             last=last,
             leadership=leadership,
         )
+        executor.replaced = partial(_record_replacement, recorder)
         # Its own journal has the whole state by now, or it begins a run anew.
         for journal in run.journals():
             if journal < run.journal_file(leadership.term):
@@ -213,6 +214,11 @@ async def serve_run(
                         return await coordinator.wait()
             finally:
                 recorder.files.submit(run.control_file, run.remove_control)
+
+
+def _record_replacement(recorder: Recorder, why: str) -> None:
+    message = f"the process of background work {why}; another one repeats its work"
+    recorder.event("background_replaced", reason=why, message=message)
 
 
 def _collect_rarely() -> None:

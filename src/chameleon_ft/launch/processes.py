@@ -1,4 +1,4 @@
-"""Signals and pipes of the processes of a run, the fork server, and the process of background work."""
+"""Signals and pipes of the processes of a run, and the fork server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from multiprocessing import Pipe, active_children, resource_tracker
-from multiprocessing.context import BaseContext
+from multiprocessing import Pipe
 from types import FrameType
 from typing import Any, Final, TextIO, cast
 
@@ -26,12 +24,11 @@ from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.runtime.fork_server import ForkServer, receive
-from chameleon_ft.runtime.process import end_with, terminations
+from chameleon_ft.runtime.process import terminations
 
 __all__ = [
     "RANK",
     "SIGNALS",
-    "background",
     "examine",
     "inspect",
     "load_solvers",
@@ -49,38 +46,12 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INSPECTION: Final = "chameleon_ft.runtime.inspection:inspection_main"
 _EXAMINATION: Final = "chameleon_ft.runtime.preflight:examination_main"
 _EXAMINATION_S: Final = 60.0
-_NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 
 
 @cache
 def start_fork_server() -> ForkServer:
     """Start a fork server that loads everything a rank needs; all runs of this process share it."""
     return ForkServer("chameleon_ft.runtime.preload", SIGNALS)
-
-
-@contextmanager
-def background(context: BaseContext) -> Iterator[Executor]:
-    """Yield an executor of one process for long work that is not urgent; it is killed at the end of the block."""
-    others = set(active_children())
-    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_init_background, initargs=(os.getpid(),))
-    if context.get_start_method() == "spawn":
-        with signals_deferred():
-            resource_tracker.ensure_running()  # lifts the block, which the start of the process must not
-    with signals_deferred():
-        executor.submit(os.getpid)
-    try:
-        yield executor
-    finally:
-        for process in set(active_children()) - others:
-            process.kill()
-        executor.shutdown(cancel_futures=True)
-
-
-def _init_background(parent: int) -> None:
-    end_with(parent)
-    # Before lowering the priority, which makes this second a minute beside ranks that compute on all cores.
-    load_solvers()
-    os.nice(_NICENESS)
 
 
 @cache
