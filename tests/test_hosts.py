@@ -67,6 +67,10 @@ class Network:
         """Pull a host's cable out of the switch."""
         ip("-n", self.name("coordinator"), "link", "set", host, "down")
 
+    def connect(self, host: str) -> None:
+        """Put it in again."""
+        ip("-n", self.name("coordinator"), "link", "set", host, "up")
+
     def remove(self) -> None:
         for host in ADDRESSES:
             subprocess.run(["ip", "netns", "del", self.name(host)], check=False, capture_output=True)
@@ -173,4 +177,47 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby(tmp_path: Pat
     assert_as_the_plain_loop(ended, steps=60)
     assert ended.steps == list(range(len(ended.steps)))
     assert ended.failures == []
+    assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
+
+
+def test_a_coordinator_that_is_cut_off_for_a_while_loses_no_worker(tmp_path: Path, network: Network) -> None:
+    """Without a standby: its workers train on, on two other hosts, and come back."""
+    config = small_config(
+        tmp_path,
+        workers=2,
+        steps=100_000,
+        parallel=Parallel(dp=2, pp=1),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        timeouts=TIMEOUTS.model_copy(update={"reconnect_s": 60.0}),
+        control=Control(host=ADDRESSES["second"]),
+        failures=unhurried(2, speed=0.25),
+    )
+    file = write_config(config, tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(
+            Command("coordinator", file, "--output-dir", run.path, network=network.name("second"))
+        )
+        coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.3:\d+")
+        agents = [
+            stack.enter_context(Command("agent", "--run", run.path, "--workers", "1", network=network.name(host)))
+            for host in ("first", "coordinator")
+        ]
+        coordinator.read_until(r"^\s+5\s")
+        network.cut_off("second")
+        time.sleep(5 * TIMEOUTS.heartbeat_timeout_s)  # for which the coordinator is cut off
+        network.connect("second")
+        coordinator.read_until("reclaimed")
+        step = int(coordinator.read_until(r"^\s+(\d+)\s")[1])
+        coordinator.read_until(rf"^\s+{step + 10}\s")
+        while (last := LastEntry.newest(run)) is None or last.state.reconnection.awaited:
+            time.sleep(0.05)
+        coordinator.signal(signal.SIGINT)
+        assert coordinator.wait() == 130, coordinator.printed
+        assert [agent.wait() for agent in agents] == [0, 0]
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.steps == list(range(len(ended.steps)))
+    assert ended.failures == []
+    assert ended.events("stalled") == []
     assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"

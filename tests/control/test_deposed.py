@@ -35,6 +35,8 @@ class Term:
     coordinator: Coordinator
     term: int = 0
     leads: bool = True
+    lapse: str = ""
+    is_suspended: bool = False
     is_released: bool = False
 
     def __post_init__(self) -> None:

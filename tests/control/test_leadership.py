@@ -278,14 +278,35 @@ def test_a_coordinator_that_cannot_renew_does_not_lead_until_it_can() -> None:
     assert kept(scene) == ["lapsed", "regained"]
 
 
+def test_a_coordinator_that_is_cut_off_for_too_long_takes_its_peers_for_lost() -> None:
+    async def scene(place: Place, clock: Clock, leadership: Leadership, told: list[str]) -> None:
+        clock.now += 3.0
+        assert leadership.suspend_if_cut_off(2.5, patience_s=60.0)
+        await turns()
+        clock.now += 56.0
+        await turns()
+        assert not leadership.holds()
+        clock.now += 2.0
+        await turns()
+        assert leadership.holds()
+        assert not leadership.suspend_if_cut_off(61.0, patience_s=60.0), "it has waited"
+        leadership.heard()
+        clock.now += 3.0
+        assert leadership.suspend_if_cut_off(2.5, patience_s=60.0)
+        leadership.heard()
+        await turns()
+
+    assert kept(scene) == ["lapsed", "regained"] * 2
+
+
 def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby() -> None:
     async def scene(place: Place, clock: Clock, leadership: Leadership, told: list[str]) -> None:
         leadership.heard()
         clock.now += 2.0
-        assert not leadership.suspend_if_cut_off(2.5), "some peer has been heard since"
+        assert not leadership.suspend_if_cut_off(2.5, patience_s=60.0), "some peer has been heard since"
         assert leadership.holds()
         clock.now += 1.0
-        assert leadership.suspend_if_cut_off(2.5)
+        assert leadership.suspend_if_cut_off(2.5, patience_s=60.0)
         assert not leadership.holds()
         await turns()
         before = place.last()
@@ -302,7 +323,7 @@ def test_a_coordinator_that_is_cut_off_leaves_the_run_to_a_standby() -> None:
 def test_a_coordinator_that_was_cut_off_leads_again_if_no_other_does() -> None:
     async def scene(place: Place, clock: Clock, leadership: Leadership, told: list[str]) -> None:
         clock.now += 3.0
-        assert leadership.suspend_if_cut_off(2.5)
+        assert leadership.suspend_if_cut_off(2.5, patience_s=60.0)
         await turns()
         assert not leadership.holds()
         leadership.heard()

@@ -211,12 +211,22 @@ class Coordinator:
         return False
 
     def _is_cut_off(self, since_s: float) -> bool:
-        return self._leadership is not None and self._leadership.suspend_if_cut_off(since_s)
+        """Return whether all peers on other hosts are silent, and this coordinator is the suspect."""
+        workers = {each.connection: each.host for each in self.state.members if each.is_live and each.connection}
+        if self._leadership is None or not (self.state.standbys or self._peers.are_elsewhere(workers)):
+            return False
+        # Peers have given up by then, too.
+        return self._leadership.suspend_if_cut_off(since_s, patience_s=self._config.timeouts.reconnect_s)
 
     def _lapsed(self) -> None:
-        """Let peers find the coordinator that may lead instead; without one, they train on, and wait for this one."""
+        """Let peers find the coordinator that may lead instead; without one, they train on, and wait for this one.
+
+        Those that are silent are to connect again: it is not known which of them still have a connection.
+        """
         if self.state.standbys:
             self._peers.drop_all()
+        elif self._leadership is not None and self._leadership.is_suspended:
+            self._peers.drop_all(local=False)
 
     def _regained(self) -> None:
         if self._is_leaving:
@@ -225,7 +235,8 @@ class Coordinator:
         if self._late_orders is not None:
             return  # it does not lead any more
         deferred, self._deferred = self._deferred, deque()
-        self._handle(events.TermClaimed(at=self._now(), term=self._term))
+        reason = "" if self._leadership is None else self._leadership.lapse
+        self._handle(events.TermClaimed(at=self._now(), term=self._term, reason=reason))
         for call in deferred:
             call()
 
@@ -302,7 +313,7 @@ class Coordinator:
 
     def silent(self, peer: Peer, since_s: float) -> None:
         """Handle missing heartbeats: the peer is lost, or this coordinator is cut off and another one may lead."""
-        if not self.leads() or (self.state.standbys and not peer.is_local and self._is_cut_off(since_s)):
+        if not self.leads() or (not peer.is_local and self._is_cut_off(since_s)):
             return
         if peer.number in self._peers:
             self._handle(events.Silent(at=self._now(), connection=peer.number, since_s=since_s))

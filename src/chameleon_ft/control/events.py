@@ -90,9 +90,13 @@ class TookOver(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermClaimed(Event):
-    """This coordinator, whose term had run out, has claimed the next one; no other has led meanwhile."""
+    """This coordinator, whose term had run out, has claimed the next one; no other has led meanwhile.
+
+    `reason`: why it had run out; empty if this process did not run.
+    """
 
     term: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

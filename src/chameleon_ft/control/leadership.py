@@ -32,6 +32,7 @@ __all__ = ["POLLS", "Leadership", "Tenure", "Watch", "wait_for_silence"]
 POLLS: Final = 20
 """How often a coordinator that stands by looks at the lease within its duration."""
 
+_STALL_S: Final = 1.0  # by which a wait is longer than asked for only if the process did not run
 _RENEWALS: Final = 3  # attempts to renew within the lease
 
 
@@ -88,6 +89,7 @@ class Leadership:
 
     Attributes:
         claim: the claim of the present term.
+        lapse: why the tenure has run out; empty if this process did not run.
     """
 
     def __init__(
@@ -100,6 +102,9 @@ class Leadership:
         self._is_over = False
         self._heard_s = clock()  # when a peer on another host gave its last sign of life
         self._is_suspended = False
+        self._suspended_until_s = math.inf
+        self._has_waited = False  # in vain, for a sign of life
+        self.lapse = ""
 
     @classmethod
     async def claimed(
@@ -114,6 +119,11 @@ class Leadership:
         """The number of the present term."""
         return self.claim.term
 
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it waits for a sign of life of another host."""
+        return self._is_suspended
+
     def holds(self) -> bool:
         """Return whether this coordinator leads now."""
         return not self._is_over and not self._is_suspended and self._tenure.holds(self._clock())
@@ -121,16 +131,18 @@ class Leadership:
     def heard(self) -> None:
         """Note a sign of life of a peer on another host, with which this host is not cut off."""
         self._heard_s = self._clock()
-        self._is_suspended = False
+        self._is_suspended = self._has_waited = False
 
-    def suspend_if_cut_off(self, since_s: float) -> bool:
-        """Leave the run to another coordinator if no peer on another host has been heard for `since_s`.
+    def suspend_if_cut_off(self, since_s: float, *, patience_s: float) -> bool:
+        """Stop leading, or leave the run to another coordinator, if no peer on another host was heard for `since_s`.
 
-        Then not the peers are lost, but this host is cut off. Once one is heard again, this coordinator tries to claim
-        the next term. Returns whether it is suspended.
+        Then not the peers are lost, but this host is cut off. Once one is heard again, or none has been for
+        `patience_s`, this coordinator tries to claim the next term. Returns whether it is suspended.
         """
-        if self._clock() - self._heard_s >= since_s:
+        if self._clock() - self._heard_s >= since_s and not self._has_waited:
             self._is_suspended, self._tenure = True, replace(self._tenure, since_s=-math.inf)
+            self._suspended_until_s = self._heard_s + patience_s
+            self.lapse = "no worker or agent of another host was heard"
         return self._is_suspended
 
     def end(self) -> None:
@@ -159,6 +171,7 @@ class Leadership:
                 lapsed()
                 await self._regain()
                 regained()
+                self.lapse = ""
             await asyncio.sleep(min(self._tenure.lease_s / _RENEWALS, max(0.0, self._left_s())))
             if not self.holds():
                 continue
@@ -168,11 +181,16 @@ class Leadership:
             try:
                 await asyncio.wait({renewing}, timeout=self._left_s())
                 if not renewing.done():
+                    if self._left_s() > -_STALL_S:  # otherwise this process did not run
+                        self.lapse = "the place of its lease did not answer"
                     lapsed()
-                with contextlib.suppress(LeaseError):
-                    if not await renewing:
-                        await self._deposed()
-                    self._tenure = self._tenure.renewed(began_s, self._clock())
+                if not await renewing:
+                    await self._deposed()
+                self._tenure = self._tenure.renewed(began_s, self._clock())
+            except LeaseError as error:
+                self.lapse = str(error)
+            else:
+                self.lapse = self.lapse if not self.holds() else ""
             finally:
                 renewing.cancel()
 
@@ -185,6 +203,8 @@ class Leadership:
         while True:
             began_s, is_lost = self._clock(), False
             with contextlib.suppress(LeaseError):
+                if self._is_suspended and began_s >= self._suspended_until_s:
+                    self._is_suspended, self._has_waited = False, True
                 if self._is_suspended:
                     newest = await self._lease.newest()
                     is_lost = newest is not None and newest.term > self.term

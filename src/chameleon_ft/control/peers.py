@@ -84,7 +84,20 @@ class Peers:
         if (peer := self._connected.get(connection)) is not None:
             peer.drop()
 
-    def drop_all(self) -> None:
-        """Close the connections of all peers."""
+    def drop_all(self, *, local: bool = True) -> None:
+        """Close the connections of all peers, or of all but the local ones."""
         for peer in self._connected.values():
-            peer.drop()
+            if local or not peer.is_local:
+                peer.drop()
+
+    def are_elsewhere(self, hosts: Mapping[int, str]) -> bool:
+        """Return whether all of these peers, or those of at least two hosts, are on other hosts than this process.
+
+        Several hosts are rarely lost at the same moment. If all are, the run ends, so that waiting costs nothing. One
+        silent host beside workers that are heard is lost.
+
+        Args:
+            hosts: connection -> host of its peer.
+        """
+        remote = {each: host for each, host in hosts.items() if each in self and not self._connected[each].is_local}
+        return len({*remote.values()}) > 1 or len(remote) == len(hosts)

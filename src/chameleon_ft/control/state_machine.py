@@ -67,7 +67,7 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
     draft = Draft(state, event.at)
     if _has_stalled(state, event):
         # The time of the stall is taken off all deadlines before anything that has happened meanwhile is judged.
-        _ticked(draft)
+        _ticked(draft, has_run=isinstance(event, events.TermClaimed) and event.reason != "")
         if draft.state.phase is Phase.OVER:
             return draft.state, tuple(draft.commands)
     match event:
@@ -82,8 +82,8 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             _ticked(draft)
         case events.TookOver(term=term, address=address):
             takeover.took_over(draft, term, address)
-        case events.TermClaimed(term=term):
-            takeover.reclaimed(draft, term)
+        case events.TermClaimed(term=term, reason=reason):
+            takeover.reclaimed(draft, term, reason)
         case events.Decided():
             regrouping.decided(draft, event)
         case events.DecisionFailed():
@@ -114,7 +114,8 @@ def _has_stalled(state: State, event: events.Event) -> bool:
     return event.at.monotonic_s - state.ticked_at_s > _STALL_S
 
 
-def _ticked(draft: Draft) -> None:
+def _ticked(draft: Draft, *, has_run: bool = False) -> None:
+    """Let the time go on; `has_run`: whether this coordinator could not act before, although it ran."""
     state, now = draft.state, draft.at.monotonic_s
     held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
     draft.state = replace(draft.state, ticked_at_s=now)
@@ -126,7 +127,9 @@ def _ticked(draft: Draft) -> None:
         )
     if held_up_s > _STALL_S:
         draft.state = replace(draft.state, reconnection=replace(draft.state.reconnection, stalled_at_s=now))
-        draft.record("stalled", stall_s=held_up_s, message=f"the coordinator did not run for {duration(held_up_s)}")
+        if not has_run:
+            message = f"the coordinator did not run for {duration(held_up_s)}"
+            draft.record("stalled", stall_s=held_up_s, message=message)
     state = draft.state
     for connection in takeover.missing(draft):
         _disconnected(draft, connection)

@@ -162,7 +162,7 @@ def _stalled(event: Event, _: Sequence[Event], __: Event | None) -> Described:
 
 
 def _reclaimed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
-    why = "it could not renew its term in time, and led no more"
+    why = f"it led no more, because {event.get('reason') or 'its term had run out'}"
     return "the coordinator", why, f"it leads in term {event['term']}, and no worker was given up for that"
 
 
@@ -239,7 +239,7 @@ def _host_refused(event: Event, _: Sequence[Event], __: Event | None) -> Describ
 
 def _not_ended(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     subject = f"worker {event['worker']} on {event['host']}"
-    return subject, "it was given up, does not answer and has no agent", "none; its process may still run"
+    return subject, "it was given up, and neither it nor an agent answers", "none; its process may still run"
 
 
 def _checkpoint(

@@ -57,10 +57,11 @@ def report_unresponsive(draft: Draft, connection: int) -> None:
     if worker is None:
         return
     process = f"process {worker.process.pid}" if worker.process is not None else "its process"
-    remedy = "start an agent there" if worker.agent_host else "end it by `kill -9`"
-    message = (
-        f"worker {worker.id} does not answer and has no agent, so {process} on {worker.host} may still run: {remedy}"
-    )
+    # Its agent was lost before: it has ended, or it is out of reach, too.
+    silent, remedy = "does not answer and has no agent", "end it by `kill -9`"
+    if worker.agent_host:
+        silent, remedy = "and the agent of its host do not answer", "start another agent there"
+    message = f"worker {worker.id} {silent}, so {process} on {worker.host} may still run: {remedy}"
     draft.record("not_ended", worker=worker.id, host=worker.host, message=message)
 
 

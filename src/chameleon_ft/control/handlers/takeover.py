@@ -89,14 +89,16 @@ def took_over(draft: Draft, term: int, address: str) -> None:
     _orders_lost(draft)
 
 
-def reclaimed(draft: Draft, term: int) -> None:
+def reclaimed(draft: Draft, term: int, reason: str) -> None:
     """Continue in the next term, after a time in which another coordinator might have led.
 
     Peers may have left this one, or were disconnected, to look for that one; so they have a while to reconnect.
     """
     reconnection = replace(draft.state.reconnection, stalled_at_s=draft.at.monotonic_s)
     draft.state = replace(draft.state, term=term, reconnection=reconnection)
-    draft.record("reclaimed", term=term, message=f"the coordinator had not led for a while; it does in term {term}")
+    why = f", because {reason}" if reason else ""
+    message = f"the coordinator had not led for a while{why}; it does in term {term}"
+    draft.record("reclaimed", term=term, reason=reason, message=message)
     draft.announce()
 
 
