@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from chameleon_ft.optim import adamw, warmup_cosine
+from chameleon_ft.optim import adamw, rate_shares, warmup_cosine
 
 
 def make_layer() -> nn.Module:
@@ -99,3 +99,19 @@ def test_the_rate_stays_within_its_bounds(
 
 def test_a_run_of_one_step_without_warm_up_ends_at_the_floor() -> None:
     assert warmup_cosine(0, peak=1.0, floor=0.1, warmup_steps=0, total_steps=1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "default", "expected"),
+    [
+        ([None], 0.1, [1.0]),
+        ([0.01], 0.1, [1.0]),
+        ([0.01, 1e-4], 1e-3, [1.0, 0.01]),
+        ([1e-4, 0.01], 1e-3, [0.01, 1.0]),
+        ([None, 1.0], 0.1, [1.0, 10.0]),
+        ([None, 0.0], 0.0, [1.0, 1.0]),
+    ],
+)
+def test_groups_keep_the_ratio_of_their_rates(rates: list[float | None], default: float, expected: list[float]) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))]} | ({} if rate is None else {"lr": rate}) for rate in rates]
+    assert rate_shares(torch.optim.SGD(groups, lr=default)) == pytest.approx(expected)

@@ -35,7 +35,7 @@ SURFACE = {
         "random_key",
     ],
     "keys": ["Purpose", "generator_lock", "init_key", "random_key", "seeded", "step_key"],
-    "optim": ["adamw", "warmup_cosine"],
+    "optim": ["adamw", "rate_shares", "warmup_cosine"],
     "quantities": ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"],
     "deploy": ["WRITTEN_BY", "BatchScript", "KubernetesRun", "Machines", "to_yaml", "with_reachable_host"],
     "launch": ["coordinate", "run_agent", "stand_by", "take_over", "train", "work"],

@@ -132,13 +132,16 @@ class Job:
             over all terms. A micro-batch without terms contributes nothing, and its loss is not computed. A step
             without terms is skipped. Default: one for each sample.
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
-        optimizer: parameters of this worker -> optimizer. Its state must be elementwise or per parameter, because
-            workers hold different parameters.
+        optimizer: all parameters of the model, in the order of its layers -> optimizer. They are whole, with the
+            attributes that a layer's factory sets, but without values: of each group a worker updates those that it
+            holds. The state and the update of a parameter may depend on that parameter alone. Numbers that are counted
+            in groups, on the optimizer or in its hooks, as by torch's schedulers, are saved and move with the layers.
         elementwise: whether the optimizer updates each element of a parameter from the element's own gradient and
             state alone, so that the holders of a layer can divide the update. None: that is known of most of torch's
             own (SGD, Adam, AdamW and others), and not assumed of any other.
-        learning_rate: step (from 0) -> rate set on all groups before the update of that step; None leaves the
-            optimizer's own.
+        learning_rate: step (from 0) -> rate of the update of that step. It replaces the optimizer's default rate, or if
+            no group has that, the largest rate of a group; groups keep their ratio to it, as by torch's LambdaLR. None
+            leaves the rates to the optimizer.
         clip_norm: largest global L2 norm of the gradient, which is scaled down above it. None: no clipping.
         layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
         tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy

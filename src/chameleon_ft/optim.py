@@ -1,4 +1,4 @@
-"""The optimizer of a Llama and its learning-rate schedule."""
+"""The optimizer of a Llama, and learning rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["adamw", "warmup_cosine"]
+__all__ = ["adamw", "rate_shares", "warmup_cosine"]
 
 
 def adamw(
@@ -47,3 +47,16 @@ def warmup_cosine(step: int, *, peak: float, floor: float, warmup_steps: int, to
     decay_steps = total_steps - warmup_steps
     progress = min(1.0, (step - warmup_steps + 1) / decay_steps) if decay_steps > 0 else 1.0
     return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def rate_shares(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return, for each group of an optimizer, its learning rate as a multiple of `Job.learning_rate`.
+
+    The groups keep the ratio of the rates that they were made with, as by torch's LambdaLR. The multiple is 1 for the
+    optimizer's default rate, or if no group has that, for the largest rate of a group.
+    """
+    default = float(optimizer.defaults.get("lr", 0.0))
+    rates = [float(group.get("initial_lr", group.get("lr", default))) for group in optimizer.param_groups]
+    used = [rate for rate, group in zip(rates, optimizer.param_groups, strict=True) if group["params"]]
+    base = default if default > 0 and default in used else max(used, default=default)
+    return [1.0 if rate == base else rate / base for rate in rates]

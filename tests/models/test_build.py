@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import blank_layer, build_layer, param_bytes, seed_forward, state_bytes
+from chameleon_ft.models.build import blank_layer, build_layer, param_bytes, seed_forward
 from chameleon_ft.models.llama import llama_layers, next_token_loss
+from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.optim import adamw
 from tests.models.jobs import CONFIG, LLAMA, Zeros, make_job
 

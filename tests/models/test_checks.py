@@ -21,15 +21,15 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import param_bytes, state_bytes
+from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
     check_learning_rate,
     check_loss,
-    check_optimizer,
     check_separate_parameters,
 )
 from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.runtime.inspection import inspect_job
@@ -160,23 +160,6 @@ def test_sizes_of_a_layer_that_exists_already_leave_its_weights_alone() -> None:
     state_bytes(job(layers=[lambda: built], optimizer=partial(torch.optim.AdamW, lr=1.0)))
     assert torch.equal(built.weight, before)
     assert built.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        (torch.optim.LBFGS, r"LBFGS, which cannot make an update \(TypeError: .*closure.* without a closure"),
-        (lambda ps: torch.optim.SparseAdam(list(ps)), r"SparseAdam, which cannot .* all gradients are dense"),
-    ],
-)
-def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_optimizer(job(optimizer=optimizer), device=CPU)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor])
-def test_an_optimizer_that_makes_an_update_is_taken(optimizer: Any) -> None:
-    check_optimizer(job(optimizer=optimizer), device=CPU)
 
 
 class Augmented:

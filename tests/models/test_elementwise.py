@@ -40,7 +40,7 @@ class Mine(torch.optim.AdamW):
 def job(optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], elementwise: bool | None = None) -> Job:
     data = [(torch.zeros(4), torch.zeros(4))]
     return Job(
-        layers=[partial(nn.Linear, 4, 4)],
+        layers=[partial(nn.Linear, 4, 4, bias=False)],
         loss=nn.MSELoss(),
         dataset=data,
         optimizer=optimizer,

@@ -18,7 +18,8 @@ from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfi
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.job import BoundarySpec, Job, Precision
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.models.build import gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.build import gradient_bytes, param_bytes, tied_bytes
+from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.observe import FaultLog

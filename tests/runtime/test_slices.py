@@ -29,7 +29,8 @@ from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.optimizer import ParameterVector, joined_masters
+from chameleon_ft.runtime.execution.optimizer import joined_masters
+from chameleon_ft.runtime.execution.parameter_vector import ParameterVector
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.fault_injection import flip_random_bit
 from chameleon_ft.runtime.inspection import inspect_job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,10 @@ __all__ = [
     "build_layer",
     "build_on_meta",
     "gradient_bytes",
+    "measure_layers",
     "param_bytes",
     "seed_forward",
-    "state_bytes",
+    "tensor_bytes",
     "tie",
     "tied_bytes",
 ]
@@ -133,29 +133,14 @@ def param_bytes(job: Job) -> tuple[int, ...]:
     Raises:
         ConfigError: the named layer cannot be built on the meta device.
     """
-    return _per_layer(job, lambda module, masters: sum(parameter.nbytes for parameter in module.parameters()))
+    return measure_layers(
+        job, lambda layer, module, masters: sum(parameter.nbytes for parameter in module.parameters())
+    )
 
 
 def gradient_bytes(job: Job) -> tuple[int, ...]:
     """Return the bytes of each layer's gradients, first layer to last. Raises as `param_bytes`."""
-    return _per_layer(job, lambda module, masters: sum(map(_gradient_bytes, module.parameters())))
-
-
-def state_bytes(job: Job) -> tuple[int, ...]:
-    """Return the bytes of each layer's state after a step, first layer to last.
-
-    The state is what moves with a layer: parameters, or their masters, persistent buffers, and the state of the
-    optimizer, which is found by a step on the meta device. If that fails, only the optimizer state created until then
-    counts, which is all of it for most optimizers.
-
-    Raises:
-        ConfigError: the named layer cannot be built on the meta device.
-    """
-
-    def measure(module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
-        return _tensor_bytes({**module.state_dict(), **masters}) + _optimizer_bytes(job, module, masters)
-
-    return _per_layer(job, measure)
+    return measure_layers(job, lambda layer, module, masters: sum(map(_gradient_bytes, module.parameters())))
 
 
 def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:
@@ -179,12 +164,12 @@ def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:
     return found
 
 
-def _per_layer(job: Job, measure: Callable[[nn.Module, Mapping[str, nn.Parameter]], int]) -> tuple[int, ...]:
+def measure_layers(job: Job, measure: Callable[[int, nn.Module, Mapping[str, nn.Parameter]], int]) -> tuple[int, ...]:
     """Measure each layer and its masters on the meta device, and layers with the same factory only once."""
     sizes: dict[int, int] = {}
     for layer, factory in enumerate(job.layers):
         if id(factory) not in sizes:
-            sizes[id(factory)] = measure(*_cast_on_meta(job, layer))
+            sizes[id(factory)] = measure(layer, *_cast_on_meta(job, layer))
     return tuple(sizes[id(factory)] for factory in job.layers)
 
 
@@ -192,27 +177,8 @@ def _gradient_bytes(parameter: nn.Parameter) -> int:
     return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize if parameter.requires_grad else 0
 
 
-def _optimizer_bytes(job: Job, module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
-    trained = [masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    if not trained:
-        return 0
-    # Copies, because a factory may return a module that exists already, with real parameters.
-    parameters = [torch.nn.Parameter(torch.empty_like(each, device=_META)) for each in trained]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    state: Mapping[Any, Mapping[str, Any]] = {}
-    # An optimizer that fails on the meta device may work on a real one.
-    with contextlib.suppress(Exception):
-        optimizer = job.optimizer(parameters)
-        state = optimizer.state
-        for group in optimizer.param_groups:
-            # The meta device lacks these kernels; the state is the same without them.
-            group.update({name: False for name in ("fused", "foreach") if name in group})
-        optimizer.step()
-    return sum(_tensor_bytes(own) for own in state.values())
-
-
-def _tensor_bytes(values: Mapping[str, Any]) -> int:
+def tensor_bytes(values: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors among some values."""
     return sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
 
 

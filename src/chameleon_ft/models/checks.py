@@ -16,14 +16,12 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
-from chameleon_ft.models.elementwise import small_optimizer
 from chameleon_ft.models.precision import loss_of, terms_of
 
 __all__ = [
     "SampleReads",
     "check_learning_rate",
     "check_loss",
-    "check_optimizer",
     "check_separate_parameters",
 ]
 
@@ -86,25 +84,6 @@ def check_separate_parameters(job: Job) -> None:
                     "copy of its own; let each factory build its own parameters, and name the copies that are to stay "
                     "equal in the job's `tied`"
                 )
-
-
-def check_optimizer(job: Job, *, device: torch.device) -> None:
-    """Let the optimizer update a small matrix and a vector, or a matrix alone if it takes no vectors.
-
-    Raises:
-        ConfigError: `optimizer` returns something else, or one that cannot make an update.
-    """
-    parameters = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((2, 2), (2,))]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = small_optimizer(job, *parameters)
-    try:
-        optimizer.step()
-    except Exception as error:
-        raise ConfigError(
-            f"`optimizer` returned {type(optimizer).__name__}, which cannot make an update ({type(error).__name__}: "
-            f"{error}); it is called by step(), without a closure, and all gradients are dense"
-        ) from error
 
 
 def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0) -> None:

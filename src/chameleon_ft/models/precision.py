@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
 
-__all__ = ["cast_layer", "loss_and_terms", "loss_of", "terms_of"]
+__all__ = ["cast_layer", "loss_and_terms", "loss_of", "parameter_like", "terms_of"]
 
 
 def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> dict[str, nn.Parameter]:
@@ -35,6 +35,14 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
     masters: dict[int, nn.Parameter] = {}
     _cast(module, "", precision, masters)
     return {name: masters[id(each)] for name, each in module.named_parameters() if id(each) in masters}
+
+
+def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return a parameter with the memory of `values`, and the class and the attributes of another one."""
+    made: nn.Parameter = values.detach().as_subclass(type(parameter))
+    made.requires_grad_(parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made
 
 
 def loss_of(job: Job, output: Tensor, targets: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
     for parameter in module._parameters.values():
         if parameter is not None and _is_cast(parameter) and id(parameter) not in masters:
             if parameter.requires_grad:
-                masters[id(parameter)] = nn.Parameter(parameter.detach().float())
+                masters[id(parameter)] = parameter_like(parameter, parameter.float())
                 parameter.grad_dtype = torch.float32
             parameter.data = parameter.data.to(torch.bfloat16)
     for key, buffer in module._buffers.items():

@@ -15,15 +15,16 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import gradient_bytes, param_bytes, state_bytes, tied_bytes
+from chameleon_ft.models.build import gradient_bytes, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
     check_learning_rate,
     check_loss,
-    check_optimizer,
     check_separate_parameters,
 )
 from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.optimizer import state_bytes
+from chameleon_ft.models.optimizer_check import check_optimizer
 from chameleon_ft.models.outputs import boundary_specs
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan.frozen_map import FrozenMap

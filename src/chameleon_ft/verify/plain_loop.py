@@ -50,6 +50,7 @@ class PlainLoop:
         self._parameters = list(nn.ModuleList(self._layers).parameters())
         self._updated = [self._masters.get(each, each) for each in self._parameters]
         self._optimizer = job.optimizer(self._updated)
+        self._own_rates = [group.get("initial_lr", group.get("lr", 1.0)) for group in self._optimizer.param_groups]
         self._order = SampleOrder(len(job.dataset), config.seed)
 
     def load(self, checkpoints: Storage, step: int) -> None:
@@ -98,8 +99,11 @@ class PlainLoop:
         largest = math.inf if self._job.clip_norm is None else self._job.clip_norm
         grad_norm = nn.utils.clip_grad_norm_(self._updated, largest).item()
         if rate is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
+            # The schedule is that of the default rate, or of the largest one if no group has the default.
+            default, rates = self._optimizer.defaults.get("lr"), self._own_rates
+            base = default if default in rates and default else max(rates)
+            for group, own in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate if own == base else rate * own / base
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)

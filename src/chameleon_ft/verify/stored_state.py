@@ -28,6 +28,12 @@ def stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str,
     module = dict[str, Any]()
     pieces = dict[tuple[str, str], dict[int, Any]]()  # by parameter and key of the optimizer, empty for a master
     whole = _read(checkpoints, layer_part(step, layer))
+    if "values" in whole:
+        place = checkpoints.place(layer_part(step, layer))
+        raise ConfigError(
+            f"{place}: the optimizer keeps more than the state of parameters, with which a plain loop cannot begin; "
+            "verify a run that is not forked"
+        )
     parts = (
         _read(checkpoints, slice_part(step, *place)) for place in slices_of(checkpoints, step) if place[0] == layer
     )

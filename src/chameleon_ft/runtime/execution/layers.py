@@ -15,7 +15,8 @@ from chameleon_ft.models.build import seed_forward
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
-from chameleon_ft.runtime.execution.optimizer import LayerOptimizer, Range
+from chameleon_ft.runtime.execution.optimizer import LayerOptimizer
+from chameleon_ft.runtime.execution.parameter_vector import Range
 
 __all__ = ["HeldLayers"]
 

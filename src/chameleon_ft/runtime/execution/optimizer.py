@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import torch
@@ -19,55 +19,18 @@ from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.plan.shards import UNITS
+from chameleon_ft.models.optimizer import ModelOptimizer
+from chameleon_ft.models.precision import parameter_like
+from chameleon_ft.runtime.execution.parameter_vector import ParameterVector, Range, Trained
+from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 
-__all__ = ["LayerOptimizer", "ParameterVector", "Range", "joined_masters"]
+__all__ = ["LayerOptimizer", "joined_masters"]
 
-_ALIGNMENT: Final = 64  # elements: vectorized code computes the same values for a slice as for the whole parameter
 _ENTRY: Final = re.compile(
     r"(module|(?P<optimizer>optimizer))/(?P<name>.+?)(\[(?P<start>\d+):(?P<stop>\d+)\])?(?(optimizer)/(?P<key>[^/]*))"
 )
 _MASTER: Final = ""  # instead of a key of the optimizer's state
-
-Range = tuple[int, int]
-"""The units from a first one to one that is not included; see `plan.shards`."""
-
-_Updated = Mapping[str, nn.Parameter]
-"""The parameters of a layer that are trained, by name."""
-
-
-class ParameterVector:
-    """The trained parameters of a layer, one after the other, without those that are shared with other layers."""
-
-    def __init__(self, parameters: _Updated) -> None:
-        self._parameters = parameters
-        self._size = sum(p.numel() for p in parameters.values())
-
-    def pieces(self, units: Range) -> Iterator[tuple[str, int, int]]:
-        """Yield (name, first element, element after the last) of the parts of parameters in a range of units.
-
-        Ranges that meet have neither gaps nor overlaps between them.
-        """
-        first, last = (self._cut(unit) for unit in units)
-        begin = 0
-        for name, parameter in self._parameters.items():
-            start, stop = max(first, begin), min(last, begin + parameter.numel())
-            if start < stop:
-                yield name, start - begin, stop - begin
-            begin += parameter.numel()
-
-    def views(self, units: Range) -> list[Tensor]:
-        """Return the elements of parameters in a range of units, in place."""
-        return [self._parameters[name].detach().view(-1)[start:stop] for name, start, stop in self.pieces(units)]
-
-    def _cut(self, unit: int) -> int:
-        """Return the element at which a unit begins: aligned in its parameter."""
-        element, begin = self._size * unit // UNITS, 0
-        for parameter in self._parameters.values():
-            if element < begin + parameter.numel():
-                return element - (element - begin) % _ALIGNMENT
-            begin += parameter.numel()
-        return begin
+_VALUES: Final = "values"  # key of what the optimizer keeps besides the state of parameters, as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +61,7 @@ class _Part:
             # A forward would not miss a master that nothing is restored into, but for NaN.
             values = torch.full_like(values, math.nan, dtype=parameter.grad_dtype) if master is None else master
         shape = parameter.shape if is_whole else (1,) * (parameter.ndim - 1) + (stop - start,)
-        return cls(layer, name, parameter, start, stop, nn.Parameter(values.view(shape)))
+        return cls(layer, name, parameter, start, stop, parameter_like(parameter, values.view(shape)))
 
     @property
     def is_rounded(self) -> bool:
@@ -155,13 +118,13 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Updating:
-    """A torch optimizer, None if there is nothing to update, and all that it updates."""
+    """All that is updated, and the optimizer's state of it."""
 
-    torch: torch.optim.Optimizer | None = None
     parts: tuple[_Part, ...] = ()
+    state: Mapping[Tensor, Mapping[str, Any]] = field(default_factory=dict)
 
     def state_of(self, part: _Part) -> Mapping[str, Any]:
-        return {} if self.torch is None else self.torch.state.get(part.own, {})
+        return self.state.get(part.own, {})
 
     def kept_for(self, layer: int, name: str) -> list[_Kept]:
         """Return the optimizer's state of a parameter, and masters."""
@@ -175,9 +138,9 @@ class _Updating:
 
 
 class LayerOptimizer:
-    """One torch optimizer over all that a rank updates, renewed when that changes.
+    """The job's optimizer, which holds all that a rank updates.
 
-    The state of layers and slices may be read in any thread, also while it is renewed.
+    The state of layers and slices may be read in any thread, also while other parameters take the place of these.
 
     Attributes:
         owned: layer -> the ranges of units that the rank owns; None: it updates all parameters of its layers.
@@ -185,10 +148,12 @@ class LayerOptimizer:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._model = ModelOptimizer(job)
         self._updating = _Updating()
+        self._values: str | None = ""  # of the optimizer, once it is known
         self.owned: Mapping[int, Sequence[Range]] | None = None
 
-    def renew(self, layers: Mapping[int, _Updated], received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+    def renew(self, layers: Mapping[int, Trained], received: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Update what the rank owns of these layers from now on, with the state that is kept for it.
 
         Args:
@@ -203,19 +168,20 @@ class LayerOptimizer:
         masters = {place: [each for each in pieces if each.is_master] for place, pieces in kept.items()}
         states = {place: [each for each in pieces if not each.is_master] for place, pieces in kept.items()}
         parts = tuple(part for layer in sorted(layers) for part in self._parts_of(layer, layers[layer], masters))
-        optimizer = self._job.optimizer([part.own for part in parts]) if parts else None
-        if optimizer is not None:
-            for part in parts:
-                if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
-                    optimizer.state[part.own] = _shaped(found, part)
-        self._updating = _Updating(optimizer, parts)
+        state = self._model.torch.state
+        self._updating = replace(self._updating, state=dict(state))  # which other threads may read meanwhile
+        self._model.hold(((part.layer, part.name), part.own) for part in parts)
+        for part in parts:
+            if found := _assembled(states.get((part.layer, part.name), ()), part.start, part.stop):
+                state[part.own] = _shaped(found, part)
+        self._updating = _Updating(parts, state)
 
-    def vector_of(self, layer: int, updated: _Updated) -> ParameterVector:
+    def vector_of(self, layer: int, updated: Trained) -> ParameterVector:
         """Return the parameters of a layer that are updated by slices."""
         tied = self._job.tied_in(layer)
         return ParameterVector({name: parameter for name, parameter in updated.items() if name not in tied})
 
-    def slices_of_masters(self, layer: int, updated: _Updated, masters: Mapping[str, Tensor]) -> dict[str, Any]:
+    def slices_of_masters(self, layer: int, updated: Trained, masters: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return copies of what the rank owns of the masters of a layer, by the keys that `state_of_slice` gives."""
         vector = self.vector_of(layer, updated)
         return {
@@ -227,37 +193,39 @@ class LayerOptimizer:
 
     def update(self, step: int) -> float:
         """Update the parameters from their gradients as they are; return the learning rate."""
-        lr, updating = self.learning_rate(step), self._updating
-        if updating.torch is not None:
-            if self._job.learning_rate is not None:
-                for group in updating.torch.param_groups:
-                    group["lr"] = lr
-            for part in updating.parts:
-                part.take_gradient()
-            updating.torch.step()
-            for part in updating.parts:
-                if part.is_rounded:
-                    part.round()
+        lr, parts = self.learning_rate(step), self._updating.parts
+        for part in parts:
+            part.take_gradient()
+        self._model.step(None if self._job.learning_rate is None else lr)
+        self._values = None
+        for part in parts:
+            if part.is_rounded:
+                part.round()
         return lr
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         if self._job.learning_rate is not None:
             return float(self._job.learning_rate(step))
-        optimizer = self._updating.torch
-        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+        return float(self._model.torch.param_groups[0]["lr"])
 
     def state_of(self, layer: int) -> dict[str, Any]:
-        """Return the state that moves with a layer: all of it, or if slices are owned, that of shared parameters."""
+        """Return the state that moves with a layer: all of it, or if slices are owned, that of shared parameters.
+
+        What the optimizer keeps besides is part of it, because it is equal on all workers.
+        """
         tied, updating = None if self.owned is None else self._job.tied_in(layer), self._updating
-        return {
+        if self._values is None:
+            changed = self._model.values.changed()
+            self._values = encode_description([{_VALUES: changed}]).decode() if changed else ""
+        return ({_VALUES: self._values} if self._values else {}) | {
             f"optimizer/{part.name}/{key}": value
             for part in updating.parts
             if part.layer == layer and (tied is None or part.name in tied)
             for key, value in updating.state_of(part).items()
         }
 
-    def state_of_slice(self, layer: int, updated: _Updated, units: Range) -> dict[str, Any]:
+    def state_of_slice(self, layer: int, updated: Trained, units: Range) -> dict[str, Any]:
         """Return the state of a range of units that the rank owns; tensors may be views of the optimizer's own."""
         found, updating = dict[str, Any](), self._updating
         for name, start, stop in self.vector_of(layer, updated).pieces(units):
@@ -267,23 +235,23 @@ class LayerOptimizer:
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
         """Take over the state of what the rank owns of a layer; it may be cut into other slices."""
-        updating = self._updating
-        if updating.torch is None:
-            return
-        own = [part for part in updating.parts if part.layer == layer]
+        if values := state.get(_VALUES):
+            self._model.values.restore(decode_description(values.encode())[0][_VALUES])
+            self._values = None
+        own = [part for part in self._updating.parts if part.layer == layer]
         kept = _kept_in(state, {part.name: part.parameter for part in own})
         for part in own:
             found = _both_assembled(kept.get(part.name, ()), part.start, part.stop)
             if (master := found.pop(_MASTER, None)) is not None:
                 part.own.data.copy_(master.view(part.own.shape))
             if found:
-                updating.torch.state[part.own] = {
-                    key: value.to(_device_of(key, part.own, updating.torch)) if isinstance(value, Tensor) else value
+                self._model.torch.state[part.own] = {
+                    key: value.to(self._device_of(key, part)) if isinstance(value, Tensor) else value
                     for key, value in _shaped(found, part).items()
                 }
 
     def _parts_of(
-        self, layer: int, updated: _Updated, masters: Mapping[tuple[int, str], Sequence[_Kept]]
+        self, layer: int, updated: Trained, masters: Mapping[tuple[int, str], Sequence[_Kept]]
     ) -> Iterator[_Part]:
         names: Iterable[str] = updated
         if self.owned is not None:
@@ -296,12 +264,11 @@ class LayerOptimizer:
         for name in sorted(names, key=list(updated).index):
             yield _Part.of(layer, name, updated[name], 0, updated[name].numel())
 
-
-def _device_of(key: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return torch.device("cpu") if on_host else parameter.device
+    def _device_of(self, key: str, part: _Part) -> torch.device:
+        """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
+        group = self._model.group_of((part.layer, part.name)) or {}
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        return torch.device("cpu") if on_host else part.own.device
 
 
 def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +296,7 @@ def joined_masters(state: Mapping[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _kept_in(state: Mapping[str, Any], parameters: _Updated) -> dict[str, list[_Kept]]:
+def _kept_in(state: Mapping[str, Any], parameters: Trained) -> dict[str, list[_Kept]]:
     """Return what a layer's state has for each of these parameters, in whichever slices."""
     found: dict[tuple[str, int, int, bool], dict[str, Any]] = defaultdict(dict)
     for entry, value in state.items():

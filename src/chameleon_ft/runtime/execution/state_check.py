@@ -20,7 +20,7 @@ from chameleon_ft.errors import ChameleonError
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.device import side_stream
 from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.optimizer import Range
+from chameleon_ft.runtime.execution.parameter_vector import Range
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 from chameleon_ft.sync import Segment
 

@@ -22,7 +22,7 @@ from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.optimizer import Range
+from chameleon_ft.runtime.execution.parameter_vector import Range
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.state_transfer.layer_messages import (
     IncomingLayers,

@@ -1,0 +1,107 @@
+"""An optimizer is tried before a run, on small parameters: as a whole, on parts of them, and after a restart."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.models.optimizer_check import check_optimizer
+from tests.models.test_checks import CPU, job
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (torch.optim.LBFGS, r"LBFGS, which cannot make an update \(TypeError: .*closure.* without a closure"),
+        (lambda ps: torch.optim.SparseAdam(list(ps)), r"SparseAdam, which cannot .* all gradients are dense"),
+    ],
+)
+def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_optimizer(job(optimizer=optimizer), device=CPU)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon, torch.optim.Adafactor])
+def test_an_optimizer_that_makes_an_update_is_taken(optimizer: Any) -> None:
+    check_optimizer(job(layers=[partial(nn.Linear, 4, 4, bias=False)] * 2, optimizer=optimizer), device=CPU)
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += 0.1 * torch.randn(())
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps on itself what depends on the parameters that it has."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.size = sum(float(p.grad.norm()) for group in self.param_groups for p in group["params"])
+        super().step()
+
+
+class Hiding(torch.optim.SGD):
+    """Keeps momentum where no one looks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.hidden: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.hidden[parameter] = self.hidden.get(parameter, 0.0) * 0.9 + parameter.grad
+                parameter -= 0.1 * self.hidden[parameter]
+
+
+def clipping(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def clip(own: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in own.param_groups for p in group["params"]], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+class FirstOnly(torch.optim.SGD):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["params"][0].grad is not None
+        super().step()
+
+
+def with_buffers(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.averages = [torch.zeros_like(p) for p in optimizer.param_groups[0]["params"]]  # type: ignore[attr-defined]
+    return optimizer
+
+
+def by_values(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if float(p.norm()) > 0.1], lr=0.1)
+
+
+def of_others(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def split(parameters: Any) -> torch.optim.Optimizer:
+    return FirstOnly([{"params": [p for p in parameters if p.ndim == n]} for n in (1, 2)], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Noisy, Averaging, Hiding, clipping, split, with_buffers, by_values, of_others],
+    ids=lambda each: each.__name__,
+)
+def test_an_optimizer_that_needs_more_than_a_worker_has_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ConfigError):
+        check_optimizer(job(optimizer=optimizer), device=CPU)
