@@ -149,6 +149,9 @@ class Job:
         boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run before training.
             None: found by running one micro-batch through the layers.
         precision: element type that the layers compute in; `load_job` sets that of the configuration.
+        built_in_full: layers of which a worker initialises the parameters even if it then loads a state, because the
+            factory computes more from them than the state; None: found whenever a worker builds such a layer. The
+            inspection of a job finds them before a run.
 
     Raises:
         ConfigError: a field is missing or out of range; the message says which and what to change.
@@ -166,6 +169,7 @@ class Job:
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
     precision: Precision = Precision()
+    built_in_full: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         # nn.Sequential is not a Sequence and neither is a class; both would fail later with a less clear error.

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import blank_layer, build_layer, param_bytes, seed_forward
+from chameleon_ft.models.build import (
+    blank_layer,
+    build_layer,
+    layers_built_in_full,
+    param_bytes,
+    seed_forward,
+)
+from chameleon_ft.models.kept import digests_beside_state
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.optim import adamw
@@ -29,28 +39,51 @@ def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
 
 
 class Keeping(nn.Module):
-    """Has a buffer outside its state, computed by `make`."""
+    """Keeps what `keep` computes from its weights."""
 
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, keep: Callable[[Keeping, Tensor], None]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(3))
+        self.weight = nn.Parameter(torch.empty(3, 3))
         nn.init.normal_(self.weight)
-        self.register_buffer("kept", make(self.weight.detach()), persistent=False)
+        self.inner = nn.Identity()
+        keep(self, self.weight.detach())
+
+    def mask(self, value: Tensor, *, persistent: bool = False) -> None:
+        self.register_buffer("kept", value, persistent=persistent)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda weight: torch.arange(3.0), lambda weight: weight.clone(), lambda weight: torch.randn(3)],
-    ids=["fixed", "of the weights", "drawn"],
+    ("keep", "is_built"),
+    [
+        (lambda layer, weight: layer.mask(weight.clone()), True),
+        (lambda layer, weight: layer.mask(weight.abs() > 0.5), True),
+        (lambda layer, weight: layer.mask((weight * 100).int()), True),
+        (lambda layer, weight: setattr(layer, "kept", float(weight.std())), True),
+        (lambda layer, weight: setattr(layer.inner, "kept", {"mask": (weight[0].tolist(),)}), True),
+        (lambda layer, weight: setattr(layer, "kept", weight.numpy().argsort()), True),
+        (lambda layer, weight: setattr(layer, "kept", (lambda mask: lambda x: x * mask)(weight > 0)), True),
+        (lambda layer, weight: setattr(layer, "kept", [nn.Parameter(weight.clone(), requires_grad=False)]), True),
+        (lambda layer, weight: setattr(layer, "kept", round(float(weight.abs().max()))), True),
+        (lambda layer, weight: layer.mask(torch.randn(3)), True),
+        (lambda layer, weight: prune.l1_unstructured(layer, "weight", amount=0.5), True),
+        (lambda layer, weight: layer.mask(weight > 0, persistent=True), False),
+        (lambda layer, weight: layer.mask(torch.arange(3.0)), False),
+        (lambda layer, weight: setattr(layer, "kept", [layer.weight, layer.inner, threading.Lock()]), False),
+        (lambda layer, weight: parametrizations.weight_norm(layer), False),
+    ],
 )
-def test_a_layer_without_its_state_has_all_the_rest(make: Callable[[Tensor], Tensor]) -> None:
-    job = make_job([lambda: Keeping(make)], Zeros(3))
+def test_a_layer_is_built_in_full_if_more_than_its_state_depends_on_its_weights(
+    keep: Callable[[Keeping, Tensor], None], is_built: bool
+) -> None:
+    job = make_job([nn.Identity, partial(Keeping, keep), nn.Identity], Zeros(3))
     state = torch.default_generator.get_state()
-
-    blank, built = blank_layer(job, 0, 7), build_layer(job, 0, 7)
-
-    assert torch.equal(torch.default_generator.get_state(), state)
-    assert torch.equal(blank.get_buffer("kept"), built.get_buffer("kept"))
+    assert layers_built_in_full(job, 7) == ((1,) if is_built else ())
+    for known in (None, layers_built_in_full(job, 7)):
+        blank = blank_layer(replace(job, built_in_full=known), 1, 7)
+        assert torch.equal(torch.default_generator.get_state(), state)
+        built = build_layer(job, 1, 7)
+        assert digests_beside_state(blank) == digests_beside_state(built)
+        assert any(parameter.isnan().any() for parameter in blank.parameters()) is not is_built
 
 
 def test_a_layer_whose_state_comes_from_elsewhere_is_not_drawn() -> None:

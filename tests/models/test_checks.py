@@ -96,6 +96,56 @@ def test_without_terms_loss_and_gradient_are_zero_whatever_the_loss(dtype: torch
     assert not output.grad.any()
 
 
+class _OfOutput(nn.Module):
+    """A loss with a parameter and a buffer; it may count its calls."""
+
+    def __init__(self, *, frozen: bool, counts: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=not frozen)
+        self.register_buffer("weight", torch.ones(4))
+        self.counts, self.calls, self.last = counts, 0, torch.zeros(())
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += self.counts
+        self.last = output.detach().mean()
+        return functional.cross_entropy(output * self.scale, targets, self.get_buffer("weight"), reduction="sum")
+
+
+def test_a_loss_that_is_trained_itself_is_refused_however_it_is_given() -> None:
+    learned = _OfOutput(frozen=False)
+    given: list[Callable[..., Any]] = [learned, learned.forward, partial(learned), lambda *args: learned(*args)]
+    for loss in given:
+        with pytest.raises(ConfigError, match=r"parameter of its own, of shape \(\)"):
+            check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
+    assert check_loss(job(loss=_OfOutput(frozen=True)), OUTPUT, 2, device=CPU) == ()
+    with pytest.raises(ConfigError, match="changes what it keeps"):
+        check_loss(job(loss=_OfOutput(frozen=True, counts=True)), OUTPUT, 2, device=CPU)
+
+
+def _of_tokens(output: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_terms", "is_hinted"),
+    [
+        (partial(_of_tokens, reduction="sum"), len, True),
+        (partial(_of_tokens, reduction="sum"), Tensor.numel, False),
+        (partial(_of_tokens, reduction="sum"), lambda targets: (targets >= 0).sum() / 3, False),
+        (lambda output, targets: _of_tokens(output, targets) * len(targets), len, False),
+        (_of_tokens, len, True),
+        (lambda output, targets: functional.cross_entropy(output.mT, targets, reduction="sum"), len, True),
+    ],
+    ids=["sum of tokens", "counted", "weighted", "means of samples", "mean", "classes second"],
+)
+def test_a_hint_is_given_where_the_loss_sums_other_terms_than_those_counted(
+    loss: Callable[..., Tensor], loss_terms: Callable[[Tensor], Any], is_hinted: bool
+) -> None:
+    data = [(torch.zeros(6), torch.arange(6) % 4) for _ in range(3)]
+    tokens = job(loss=loss, loss_terms=loss_terms, dataset=data)
+    assert bool(check_loss(tokens, BoundarySpec((2, 6, 4), torch.float32), 2, device=CPU)) is is_hinted
+
+
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])
 def test_what_is_no_learning_rate_is_refused(rate: Any) -> None:
     with pytest.raises(ConfigError, match=r"`learning_rate` returned .* for step 0: it returns the rate"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -146,10 +147,10 @@ class Running(nn.Module):
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")], ids=str)
 def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.device) -> None:
-    job = make_job([nn.Identity, partial(Running, persistent=True)], Zeros(4))
-    with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes its buffer 'mean' in its forward"):
-        boundary_specs(job, 2, device=device)
-    boundary_specs(make_job([partial(Running, persistent=False)], Zeros(4)), 2, device=device)
+    for persistent in (True, False):
+        job = make_job([nn.Identity, partial(Running, persistent=persistent)], Zeros(4))
+        with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes 'mean'"):
+            boundary_specs(job, 2, device=device)
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")])
@@ -187,6 +188,7 @@ class Runs(nn.Module):
         self.run = run
         self.calls = 0
         self.seen: list[Tensor] = []
+        self.iterator = itertools.count()
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
@@ -222,18 +224,122 @@ def test_a_layer_whose_output_depends_on_earlier_calls_is_refused(
     run: Callable[[Runs, Tensor], Tensor], name: str
 ) -> None:
     job = make_job([nn.Identity, partial(Runs, run)], Ones(4))
-    with pytest.raises(ConfigError, match=rf"layer 1 \(Runs\) returns something else .* its forward changes '{name}'"):
+    with pytest.raises(ConfigError, match=rf"layer 1 \(Runs\) changes '{name}'"):
         boundary_specs(job, 2)
 
 
 def _count_only(layer: Runs, x: Tensor) -> Tensor:
     layer.calls += 1
-    layer.get_buffer("count").add_(1)
     return torch.dropout(x, 0.5, train=True)
 
 
-def test_a_layer_may_count_its_calls_if_no_output_depends_on_it() -> None:
-    assert len(boundary_specs(make_job([partial(Runs, _count_only)], Ones(4)), 2)) == 1
+def _keep_largest(layer: Runs, x: Tensor) -> Tensor:
+    layer.mean = torch.maximum(layer.get_buffer("mean"), x.detach().amax(0))
+    return x
+
+
+def _advance(layer: Runs, x: Tensor) -> Tensor:
+    next(layer.iterator)
+    return x
+
+
+CALLS = 0
+EMBEDDING = partial(nn.Embedding, 3, 4, max_norm=0.1)  # scales its weights down
+
+
+class CountsGlobally(nn.Module):
+    calls = 0
+
+    def __init__(self, *, in_class: bool) -> None:
+        super().__init__()
+        self.in_class = in_class
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += not self.in_class
+        type(self).calls += self.in_class
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(partial(Runs, run) for run in (_count_only, _keep_largest, _advance)),
+        partial(CountsGlobally, in_class=True),
+        partial(CountsGlobally, in_class=False),
+        EMBEDDING,
+    ],
+    ids=["count", "maximum", "iterator", "count of a class", "global count", "weights"],
+)
+def test_a_layer_that_keeps_more_than_its_last_input_is_refused_whatever_its_output(
+    layer: Callable[[], nn.Module],
+) -> None:
+    with pytest.raises(ConfigError, match="in its forward"):
+        boundary_specs(make_job([layer], Zeros(2, dtype=torch.int64) if layer is EMBEDDING else Ones(4)), 2)
+
+
+def _cache(layer: Runs, x: Tensor) -> Tensor:
+    layer.seen = layer.seen or [torch.ones(x.shape[1])]
+    return x * layer.seen[0]
+
+
+def _keep_last(layer: Runs, x: Tensor) -> Tensor:
+    layer.seen = [x.detach(), y := x * 2]
+    return y
+
+
+@pytest.mark.parametrize("run", [_cache, _keep_last])
+def test_a_layer_may_keep_a_cache_and_its_last_values(run: Callable[[Runs, Tensor], Tensor]) -> None:
+    assert len(boundary_specs(make_job([nn.Identity, partial(Runs, run)], Ones(4)), 2)) == 2
+
+
+GLOBAL = nn.Parameter(torch.ones(4))
+
+
+class Partly(nn.Module):
+    """Trains one part, and may use, list, detach or keep another one."""
+
+    def __init__(self, *, used: bool = False, listed: bool = False, frozen: bool = False, way: str = "") -> None:
+        super().__init__()
+        self.one, other = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(not frozen)
+        self.other, self.used, self.way = [other] if listed else nn.ModuleList([other]), used, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach() if self.way == "detached" else x
+        y: Tensor = self.one(x)
+        if self.used or (self.way == "by value" and float(x.detach().sum()) > 1e9):
+            y = y + self.other[0](x)
+        if self.way == "kept":
+            self.loss = (y**2).mean()
+        return y * GLOBAL if self.way == "global" else y
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("meta")], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"used": True, "listed": True}, *({"used": True, "way": way} for way in ("detached", "kept", "global"))],
+    ids=["not used", "in a list", "no way back", "loss inside", "global"],
+)
+def test_what_would_not_be_trained_is_refused(changes: dict[str, Any], device: torch.device) -> None:
+    if device.type == "meta" and (changes.get("listed") or changes.get("way") == "global"):
+        pytest.skip("a tensor that is none of its parameters is not on that device")
+    job = make_job([partial(nn.Linear, 4, 4), partial(Partly, **changes)], Zeros(4))
+    with pytest.raises(ConfigError, match=r"layer 1 \(Partly\).*train"):
+        boundary_specs(job, 2, device=device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"used": True}, {"frozen": True}, {"frozen": True, "used": True, "listed": True}, {"way": "by value"}],
+    ids=["used", "frozen", "frozen in a list", "used by value"],
+)
+def test_what_is_frozen_or_used_for_some_values_is_not(changes: dict[str, Any]) -> None:
+    assert len(boundary_specs(make_job([nn.Identity, partial(Partly, **changes)], Zeros(4)), 2)) == 2
+
+
+def test_no_way_back_is_needed_where_nothing_is_trained_before() -> None:
+    frozen = lambda: nn.Linear(4, 4).requires_grad_(False)  # noqa: E731
+    assert len(boundary_specs(make_job([frozen, partial(Partly, used=True, way="detached")], Zeros(4)), 2)) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

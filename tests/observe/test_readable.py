@@ -90,6 +90,7 @@ EVENTS = [
     *(event(name, 26.0, **_OF_STEP) for name in ("checkpoint_unchecked", "snapshot_unreadable")),
     event("snapshots_off", 27.0, reason="no memory"),
     event("optimizer_undivided", 27.0, optimizer="Muon"),
+    event("hint", 27.0, message="`loss` seems to return the mean"),
     event("refused", 28.0, address="10.0.0.9:1", reason="wrong join token", count=1),
     event("solar_storm", 29.0, worker=3, message="a bit has flipped"),
     event("finished", 30.0, status="failed", reason="all workers are lost"),

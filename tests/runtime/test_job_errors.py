@@ -23,14 +23,24 @@ import torch
 from torch import nn
 from chameleon_ft import Job
 
+class Calls:
+    made = 0
+
+    @classmethod
+    def count(cls, x):
+        cls.made += not x.is_meta
+        return cls.made
+
+def count(x):  # where the inspection does not look: a layer that keeps a count of its own is refused
+    return Calls.count(x)
+
 class Trap(nn.Module):
     def __init__(self):
         super().__init__()
         self.weights = nn.Linear(4, 4)
-        self.calls = 0
 
     def forward(self, x):
-        self.calls += not x.is_meta
+        calls = count(x)
         {trap}
         return self.weights(x)
 
@@ -56,9 +66,7 @@ def broken_job(
 
 
 def test_an_error_that_every_worker_meets_ends_the_run(tmp_path: Path) -> None:
-    ended = train_here(
-        broken_job(tmp_path, trap="if self.calls > 7: raise ValueError('a bug of mine')"), tmp_path / "run"
-    )
+    ended = train_here(broken_job(tmp_path, trap="if calls > 7: raise ValueError('a bug of mine')"), tmp_path / "run")
     assert ended.code == 1
     assert re.search(
         rf"ValueError: a bug of mine, at {tmp_path}/broken.py:\d+ in forward; see",
@@ -69,7 +77,7 @@ def test_an_error_that_every_worker_meets_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
-    trap = "if self.calls > 2: raise ValueError('the third time')"  # the first two times are before training
+    trap = "if calls > 2: raise ValueError('the third time')"  # the first two times are before training
     config = broken_job(tmp_path, trap=trap).model_copy(update={"batch": Batch(micro_batches=8, micro_batch_size=2)})
     ended = train_here(config, tmp_path / "run")
     assert (ended.code, ended.steps) == (1, [])
@@ -77,7 +85,7 @@ def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:
-    config = broken_job(tmp_path, trap="if self.calls: raise ValueError('always')")
+    config = broken_job(tmp_path, trap="if calls: raise ValueError('always')")
     with pytest.raises(ConfigError, match=r"layer 0 \(Trap\) cannot be run on .* \(ValueError: always\)"):
         train_here(config, tmp_path / "run")
 
@@ -85,7 +93,7 @@ def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_p
 def test_an_error_of_one_worker_is_its_loss(tmp_path: Path) -> None:
     flag = tmp_path / "taken"
     trap = (
-        f"if self.calls == 8:\n            try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
+        f"if calls == 8:\n            try: os.close(os.open({str(flag)!r}, os.O_CREAT | os.O_EXCL))\n"
         "            except FileExistsError: pass\n            else: raise ValueError('cosmic ray')"
     )
     ended = train_here(broken_job(tmp_path, trap=trap), tmp_path / "run")

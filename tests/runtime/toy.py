@@ -42,7 +42,8 @@ class Constant(nn.Module):
         self.value = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.value.expand_as(x)
+        # By a value, as a gate would: a layer that never passes a gradient on is refused.
+        return x if float(x.detach().abs().sum()) < 0 else self.value.expand_as(x)
 
 
 class Samples:

@@ -119,7 +119,12 @@ class CommandRunner:
             peers=peers,
             now=now,
         )
-        self._welcome = messages.Welcome(config=config_to_toml(config), run=str(run.path), boundaries=job.boundaries)
+        self._welcome = messages.Welcome(
+            config=config_to_toml(config),
+            run=str(run.path),
+            boundaries=job.boundaries,
+            built_in_full=job.built_in_full,
+        )
 
     def require_costs(self, before: State, event: events.Event, after: State) -> None:
         """Raise ControlError if a rank joins a running training and no costs of its links are known."""

@@ -110,6 +110,8 @@ class DecisionTasks:
                     "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
                 )
                 self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
+            for hint in self._planner.hints:
+                self._recorder.event("hint", message=hint)
             plan = self._planner.start(
                 members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
             )

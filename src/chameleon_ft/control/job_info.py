@@ -50,6 +50,8 @@ class JobInfo:
     ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
     tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
     undivided: str = ""  # name of the optimizer, if holders of a layer cannot share its state; otherwise empty
+    hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
+    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
 

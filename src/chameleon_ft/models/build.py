@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import generator_lock, init_key, step_key
+from chameleon_ft.models.kept import digests_beside_state
 from chameleon_ft.models.precision import cast_layer
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ __all__ = [
     "blank_layer",
     "build_layer",
     "build_on_meta",
+    "differs_if_blank",
     "gradient_bytes",
+    "layers_built_in_full",
     "measure_layers",
     "param_bytes",
     "seed_forward",
@@ -50,18 +53,45 @@ def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
 
 
 def blank_layer(job: Job, layer: int, seed: int) -> nn.Module:
-    """Build layer `layer` on the CPU to load a state into: its parameters may hold anything, its buffers do not.
+    """Build layer `layer` on the CPU to load a state into: its parameters may hold anything, all else is as built.
 
-    Initialising parameters takes most of the time of `build_layer`. They are initialised only if something else
-    depends on them or on the random numbers after them.
+    Initialising parameters takes most of the time of `build_layer`. They are initialised only where the rest of the
+    layer depends on them; see `differs_if_blank`.
     """
+    known = job.built_in_full
+    is_built = differs_if_blank(job, layer, seed) if known is None else layer in known
+    return build_layer(job, layer, seed) if is_built else _build_blank(job, layer, seed)[0]
+
+
+def differs_if_blank(job: Job, layer: int, seed: int) -> bool:
+    """Return whether a layer without initialised parameters differs from one with them in more than its state.
+
+    A factory may compute masks, tables or attributes from its initial weights, or draw random numbers after them.
+    """
+    try:
+        module, draws = _build_blank(job, layer, seed)
+        blank = digests_beside_state(module)
+    except Exception:  # noqa: BLE001 - the factory cannot bear weights that are not a number
+        return True
+    del module
+    return draws or blank != digests_beside_state(_initialize(job, layer, seed))
+
+
+def layers_built_in_full(job: Job, seed: int) -> tuple[int, ...]:
+    """Return the layers that `differs_if_blank` names, of which those with the same factory are examined once."""
+    differs = {id(factory): layer for layer, factory in reversed([*enumerate(job.layers)])}
+    found = {factory: differs_if_blank(job, layer, seed) for factory, layer in differs.items()}
+    return tuple(layer for layer, factory in enumerate(job.layers) if found[id(factory)])
+
+
+def _build_blank(job: Job, layer: int, seed: int) -> tuple[nn.Module, bool]:
+    """Build a layer whose parameters are not a number; return it, and whether its factory has drawn anything else."""
     with generator_lock, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
         before = torch.default_generator.get_state()
         with _SkipInitialization():  # type: ignore[no-untyped-call]
             module = job.layers[layer]()
-        is_unused = torch.equal(before, torch.default_generator.get_state())
-    return module if is_unused and not _has_blank_buffers(module) else build_layer(job, layer, seed)
+        return module, not torch.equal(before, torch.default_generator.get_state())
 
 
 class _SkipInitialization(TorchDispatchMode):
@@ -73,16 +103,6 @@ class _SkipInitialization(TorchDispatchMode):
         if func in self._FILLS and isinstance(args[0], torch.nn.Parameter) and args[0].is_floating_point():
             return args[0].fill_(math.nan)
         return func(*args, **(kwargs or {}))
-
-
-def _has_blank_buffers(module: nn.Module) -> bool:
-    """Return whether a buffer that is not part of the state was computed from a blank parameter."""
-    return any(
-        buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if name in part._non_persistent_buffers_set
-    )
 
 
 def _initialize(job: Job, layer: int, seed: int) -> nn.Module:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -16,6 +18,8 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
+from chameleon_ft.models.kept import digest
+from chameleon_ft.models.outputs import untracked_leaf
 from chameleon_ft.models.precision import loss_of, terms_of
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "check_separate_parameters",
 ]
 
+_ALIKE: Final = 1e-3  # relative
 _READ_SAMPLES: Final = 4  # each twice before a run, which may be slow to read
 
 
@@ -86,20 +91,24 @@ def check_separate_parameters(job: Job) -> None:
                 )
 
 
-def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0) -> None:
-    """Compute the loss of the first micro-batch, of random numbers as the output of the last layer.
+def check_loss(
+    job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0
+) -> tuple[str, ...]:
+    """Compute the loss of the first micro-batch, of random numbers as the output of the last layer; return hints.
 
     Raises:
-        ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should.
+        ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should; or `loss` has
+            parameters of its own, or changes what it keeps.
     """
     _, targets = load_micro_batch(job.dataset, SampleOrder(len(job.dataset), seed), 0, micro_batch_size)
     targets = targets.to(device)
+    before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
         made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
         made.requires_grad_(made.is_floating_point() or made.is_complex())
         try:
             loss: Any = loss_of(job, made, targets)
-            terms_of(job, targets)
+            terms = terms_of(job, targets)
         except ConfigError:
             raise
         except Exception as error:
@@ -108,17 +117,62 @@ def check_loss(job: Job, output: BoundarySpec, micro_batch_size: int, *, device:
                 f"computed ({type(error).__name__}: {error}); check that `loss` takes the output of the last layer and "
                 "the stacked targets, and `loss_terms` the targets"
             ) from error
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ConfigError(
-            f"`loss` returned {found}: it returns the sum of the loss terms of a micro-batch, a tensor of one number; "
-            'give torch\'s losses reduction="sum"'
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"`loss` returned {found}: it returns the sum of the loss terms of a micro-batch, a tensor of one "
+                'number; give torch\'s losses reduction="sum"'
+            )
+        if (leaf := untracked_leaf(loss, partial(loss_of, job, made, targets), own=[made])) is not None:
+            raise ConfigError(
+                f"`loss` computes with a parameter of its own, of shape {tuple(leaf.shape)}, which would not be "
+                "trained; move it into the last layer, or freeze it by requires_grad_(False)"
+            )
+        if (after := digest((job.loss, job.loss_terms))) != before:
+            for other in (2 * made.detach().flip(0), made):
+                loss_of(job, other, targets), job.loss_terms(targets)
+            if digest((job.loss, job.loss_terms)) != after:
+                raise ConfigError(
+                    "`loss` or `loss_terms` changes what it keeps, such as a count or a mean, of which each worker "
+                    "would have another value; let it depend on nothing but the output and the targets"
+                )
+        if not (loss.requires_grad and torch.autograd.grad(loss, made, allow_unused=True)[0] is not None):
+            raise ConfigError(
+                "`loss` returned a number that has no gradient by the output of the last layer, so nothing would be "
+                "trained; compute it from the output, without detach() or no_grad()"
+            )
+        with contextlib.suppress(Exception):  # of any class: the loss takes no other shapes
+            return _hints(job, made.detach(), targets, float(loss.detach()), terms)
+    return ()
+
+
+def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -> tuple[str, ...]:
+    """Return hints if the terms do not seem to be those that the loss sums."""
+
+    def of(output: Tensor, targets: Tensor) -> tuple[float, float]:
+        return float(loss_of(job, output, targets)), terms_of(job, targets)
+
+    twice, twice_terms = of(torch.cat([made, made]), torch.cat([targets, targets]))
+    if loss and terms and math.isclose(twice, loss, rel_tol=_ALIKE) and twice_terms > terms:
+        return (
+            "`loss` seems to return the mean over a micro-batch, which is divided by the terms again; return the sum",
         )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "`loss` returned a number that has no gradient by the output of the last layer, so nothing would be "
-            "trained; compute it from the output, without detach() or no_grad()"
+    if made.ndim > 2 and made.shape[:2] == targets.shape[:2]:
+        places = 1
+    elif targets.ndim > 1 and made.shape[2:] == targets.shape[1:]:
+        places = -1
+    else:
+        return ()
+    # The loss of every other place in a sample, such as a token, and of the others, which are terms if it is their sum.
+    chosen = [torch.arange(first, targets.shape[places], 2, device=targets.device) for first in (0, 1)]
+    halves = [of(made.index_select(places, each), targets.index_select(places, each)) for each in chosen]
+    is_sum = math.isclose(sum(half for half, _ in halves), loss, rel_tol=_ALIKE)
+    if is_sum and all(half > loss / 10 and counted == terms > 0 for half, counted in halves):
+        return (
+            f"`loss` seems to sum {targets.shape[places]} values of a sample that `loss_terms` does not count, which "
+            "multiplies gradients; count them, as by loss_terms=torch.Tensor.numel",
         )
+    return ()
 
 
 def check_learning_rate(job: Job) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,7 +15,8 @@ from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import generator_lock
-from chameleon_ft.models.build import build_layer, build_on_meta, seed_forward
+from chameleon_ft.models.build import build_layer, build_on_meta, gradient_bytes, seed_forward
+from chameleon_ft.models.kept import changed, digests_beside_state, marks_of_state
 from chameleon_ft.models.precision import cast_layer
 from chameleon_ft.models.randomness import OtherGenerators
 
@@ -22,10 +25,9 @@ if TYPE_CHECKING:
 
     from chameleon_ft.job import Job
 
-__all__ = ["boundary_specs"]
+__all__ = ["boundary_specs", "untracked_leaf"]
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum in any order
 
 
@@ -53,9 +55,9 @@ def boundary_specs(
         return tuple(_cast(spec, job) for spec in stated)
     boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
-    outputs: dict[tuple[int, BoundarySpec], torch.Tensor] = {}  # the blocks of a model mostly share one factory
+    outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}  # the blocks of a model mostly share one factory
     for layer, factory in enumerate(job.layers):
-        key = (id(factory), BoundarySpec.of(boundary))
+        key = (id(factory), BoundarySpec.of(boundary), layer == 0)
         if key not in outputs:
             outputs[key] = _output(job, layer, boundary, seed=seed)
         boundary = outputs[key]
@@ -94,11 +96,11 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
     cast_layer(module, job.precision, is_first=layer == 0)
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
-    boundary = boundary.clone()  # not a leaf, so that a layer that changes it in place runs, and is refused below
-    buffers = {name: (buffer, buffer._version) for name, buffer in _persistent_buffers(module)}
-    generators, state = OtherGenerators(), _state_of(module)
+    given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
+    generators, state, beside = OtherGenerators(), marks_of_state(module), digests_beside_state(module)
     name = f"layer {layer} ({type(module).__name__})"
-    output = _run(module, boundary, name, layer=layer, seed=seed)
+    run = partial(_run, module, name=name, layer=layer, seed=seed)
+    output = run(boundary)
     if used := generators.used_since():
         raise ConfigError(
             f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
@@ -109,31 +111,128 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
             f"{name} changes its input in place, which torch refuses on a worker whose layers begin there, and which a "
             "layer that is run again would find changed; return a new tensor, for example by inplace=False or x = x + y"
         )
-    for key, buffer in _persistent_buffers(module):
-        old, version = buffers.get(key, (None, 0))
-        if buffer.is_floating_point() and (buffer is not old or buffer._version != version):
-            raise ConfigError(
-                f"{name} changes its buffer {key!r} in its forward, which would come out differently on each worker "
-                "that holds it; compute it from the input or, if no output depends on it, register it with "
-                "persistent=False"
-            )
+    if found := changed(state, marks_of_state(module)):
+        raise ConfigError(
+            f"{name} changes {found[0]!r} of its state in its forward, which would come out differently on each worker "
+            "that holds it; compute it from the input and the parameters each time"
+        )
     if not isinstance(output, torch.Tensor):
         raise ConfigError(
             f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
             "users of them into the same layer"
         )
-    output = output.detach()  # and without its graph, while the layer may run again
-    changed = sorted(key for key, value in _state_of(module).items() if state.get(key, ()) != value)
-    if changed and device != _META and not _is_close(output, _run(module, boundary, name, layer=layer, seed=seed)):
-        raise ConfigError(
-            f"{name} returns something else for the same input when it is run again, because its forward changes "
-            f"{changed[0]!r}, of which each worker would have another value; let it depend on nothing but its input, "
-            "its parameters and torch's generator"
-        )
+    _require_gradients(job, layer, module, given, output, run)
+    output = output.detach()
+    if found := changed(beside, after := digests_beside_state(module)):
+        # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
+        with contextlib.suppress(ConfigError):
+            run(2 * boundary.flip(0) + 1 if boundary.is_floating_point() else boundary.flip(0))
+        again = run(boundary)
+        if output.is_meta or _is_close(output, again):
+            found = changed(after, digests_beside_state(module))
+        if found:
+            raise ConfigError(
+                f"{name} changes {found[0]!r} in its forward, of which each worker would have another value, and its "
+                "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
+            )
     return output
 
 
-def _run(module: nn.Module, boundary: torch.Tensor, name: str, *, layer: int, seed: int) -> Any:
+def _require_gradients(
+    job: Job,
+    layer: int,
+    module: nn.Module,
+    given: torch.Tensor,
+    output: torch.Tensor,
+    run: Callable[[torch.Tensor], Any],
+) -> None:
+    """Raise ConfigError if something would not be trained that seems to be meant to.
+
+    A layer that does not choose by values what it computes, as a mixture of experts does, also runs on the meta device,
+    and always uses the parameters that it uses there. Only one that is used nowhere is refused.
+    """
+    name, graph = f"layer {layer} ({type(module).__name__})", _graph_of(output)
+    for key, value in ((key, value) for part in module.modules() for key, value in vars(part).items()):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn not in graph:
+            raise ConfigError(
+                f"{name} keeps {key!r}, of which no gradient is computed, because only what the last layer returns is "
+                "part of the loss; return what is to be trained, and keep other values by detach()"
+            )
+    if (leaf := untracked_leaf(output, lambda: run(given), own=[given, *module.parameters()])) is not None:
+        raise ConfigError(
+            f"{name} computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient and is none of its "
+            "parameters, so it would not be trained; register it, as nn.Parameter or by nn.ModuleList, or freeze it by "
+            "requires_grad_(False)"
+        )
+    idle = _without_gradient(module, given, output, is_first=layer == 0)
+    if idle and not given.is_meta:
+        idle &= _without_gradient_on_meta(job, layer, given)
+    if parameters := sorted(idle - job.tied_in(layer) - {""}):
+        raise ConfigError(
+            f"{name} does not use its parameter {parameters[0]!r} for its output, so it would not be trained; leave it "
+            "out, or freeze it by requires_grad_(False)"
+        )
+    last = max(number for number, factory in enumerate(job.layers) if factory is job.layers[layer])
+    if "" in idle and any(gradient_bytes(job)[:last]):
+        raise ConfigError(
+            f"the output of {name} has no gradient by its input, so the layers before it would not be trained; compute "
+            "it from the input without detach(), or freeze their parameters by requires_grad_(False)"
+        )
+
+
+def _without_gradient(module: nn.Module, given: torch.Tensor, output: torch.Tensor, *, is_first: bool) -> set[str]:
+    """Run the backward; return the names of the trained parameters without a gradient, and "" if the input has none."""
+    try:
+        if output.requires_grad:
+            with generator_lock:
+                output.backward(torch.zeros_like(output))
+    except Exception:
+        if output.is_meta:  # not all operations can run there
+            return set()
+        raise
+    idle = {name for name, each in module.named_parameters() if each.requires_grad and each.grad is None}
+    module.zero_grad()
+    return idle if is_first or given.grad is not None else idle | {""}
+
+
+def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor) -> set[str]:
+    try:
+        module = build_on_meta(job, layer)
+        cast_layer(module, job.precision, is_first=layer == 0)
+        given = given.detach().to(_META).requires_grad_(given.requires_grad)
+        output = _run(module, given, name="", layer=layer, seed=0)
+        return _without_gradient(module, given, output, is_first=layer == 0)
+    except Exception:  # noqa: BLE001 - of any class: the layer looks at values, or cannot run there
+        return set()
+
+
+def _graph_of(output: torch.Tensor) -> dict[Any, None]:
+    """Return the nodes of the graph that a backward of `output` runs through."""
+    found: dict[Any, None] = {}
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            stack.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def untracked_leaf(
+    output: torch.Tensor, run: Callable[[], torch.Tensor], *, own: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
+    """Return a tensor beside `own` that a backward of `output` would add a gradient to; `run` computes it again."""
+    known = set(map(id, own))
+    strange = {id(leaf): leaf for leaf in _leaves_of(output) if id(leaf) not in known}
+    again = {id(leaf) for leaf in _leaves_of(run())} if strange else set()  # one that is made in it is another then
+    return next((leaf for key, leaf in strange.items() if key in again), None)
+
+
+def _leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
+    return [node.variable for node in _graph_of(output) if hasattr(node, "variable")]
+
+
+def _run(module: nn.Module, boundary: torch.Tensor, *, name: str, layer: int, seed: int) -> Any:
     device = boundary.device
     try:
         # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
@@ -160,32 +259,6 @@ def _build_alike(job: Job, layer: int, seed: int) -> nn.Module:
                 "weights; draw them from torch, whose generator is seeded before a layer is built"
             )
     return module
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    persistent = module.state_dict(keep_vars=True)
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
-
-
-def _state_of(module: nn.Module) -> dict[str, object]:
-    """Return a value for each buffer and each attribute of a layer, by name, that differs once a forward changes it."""
-    found: dict[str, object] = {}
-    for path, part in module.named_modules():
-        own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
-        for name, value in {**own, **part._buffers}.items():
-            found[f"{path}.{name}" if path else name] = _mark(value)
-    return found
-
-
-def _mark(value: object) -> object:
-    match value:
-        case torch.Tensor():
-            return id(value), value._version
-        case int() | float() | complex() | str():
-            return value
-        case list() | dict() | set():
-            return id(value), len(value)
-    return id(value)
 
 
 def _is_close(output: torch.Tensor, again: Any) -> bool:

@@ -321,6 +321,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
     "snapshots_off": _snapshots_off,
     "optimizer_undivided": _optimizer_undivided,
+    "hint": lambda event, _, __: ("the job", event["message"], "none"),
     "refused": _refused,
     "messages_failed": _messages_failed,
 }

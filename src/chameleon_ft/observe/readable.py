@@ -128,6 +128,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "snapshot_unreadable": {"step": _Count},
     "snapshots_off": {"reason": str},
     "optimizer_undivided": {"optimizer": str},
+    "hint": {"message": str},
     "refused": {"address": str, "reason": str},
     "messages_failed": {"generation": _Count, "reports": list[_Report]},
 }

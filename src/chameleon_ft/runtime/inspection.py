@@ -15,7 +15,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import gradient_bytes, param_bytes, tied_bytes
+from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
     check_learning_rate,
@@ -101,9 +101,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     check_separate_parameters(job)
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
+    hints: tuple[str, ...] = ()
     boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
     if run_on.type != "meta" and job.boundaries is None:
-        check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
+        hints = check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
     check_learning_rate(job)
     samples.check()  # some time after they were read, or the clock might not have moved
     sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
@@ -124,6 +125,8 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         undivided=undivided,
+        hints=hints,
+        built_in_full=layers_built_in_full(job, config.seed),
         device=device,
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )

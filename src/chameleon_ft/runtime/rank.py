@@ -12,6 +12,7 @@ import time
 import tomllib
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -170,7 +171,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         worker=worker,
         config=config,
         run=run,
-        job=load_job(config.job, config),
+        job=replace(load_job(config.job, config), built_in_full=welcome.built_in_full),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
         new_communicators=new_communicators,

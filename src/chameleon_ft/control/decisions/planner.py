@@ -161,6 +161,11 @@ class Planner:
         return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
 
     @property
+    def hints(self) -> tuple[str, ...]:
+        """Doubts about the job, which do not prevent a run."""
+        return self._job.hints
+
+    @property
     def undivided(self) -> str:
         """Name of the optimizer whose state holders do not share, though they would by default; otherwise empty."""
         return self._job.undivided if self._shares_by_default else ""

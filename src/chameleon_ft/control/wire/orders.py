@@ -99,6 +99,7 @@ class Welcome(Message):
     config: str  # the run's resolved configuration as TOML
     run: str  # the run directory
     boundaries: tuple[BoundaryMessage, ...]  # output of each layer
+    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     incarnation: int = 1  # number of the worker's incarnation, from 1
 
 
