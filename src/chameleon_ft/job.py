@@ -246,12 +246,13 @@ def load_job(reference: str, config: RunConfig) -> Job:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
             Modules are also looked for in the working directory. The folder of a file is put on the import path, as
             for a script.
-        config: passed to the function if it requires an argument.
+        config: passed to the function if it requires an argument, with the horizon of the schedule as its steps.
 
     Raises:
         ConfigError: there is no such function, or it returns no `Job`. Errors of the function itself pass through.
     """
-    job = call_function(reference, config)
+    # A schedule is not to move when a run resumes with more steps.
+    job = call_function(reference, config.model_copy(update={"steps": config.horizon}))
     if not isinstance(job, Job):
         _, name = _split_reference(reference, "job")
         raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")

@@ -288,6 +288,8 @@ def _forked_run(
         samples=before.first_sample(step),
         micro_batch_size=before.batch.micro_batch_size,
     )
+    _say_horizon(config, before)
+    config = config.with_horizon_of(before)
     config = config.model_copy(update={"output_dir": out, "forked": fork, "run_id": uuid.uuid4().hex})
     check_inputs(config)
     check_address(config.control)
@@ -332,7 +334,14 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     newest_checkpoint(config, directory, checkpoints=checkpoints)
     check_address(config.control)
     prepare_data_of(config)
+    _say_horizon(config, directory.config())
     return PreparedRun(config, directory, resume=True, is_new=False)
+
+
+def _say_horizon(config: RunConfig, before: RunConfig) -> None:
+    """Say that the schedule of the learning rate is made for another number of steps from now on."""
+    if config.horizon_steps not in (None, before.horizon):
+        print(f"horizon_steps: the learning rate is scheduled for {config.horizon_steps} steps, not {before.horizon}")
 
 
 def _earlier_run(config: RunConfig, lock: RunLock) -> PreparedRun | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field
 
@@ -53,6 +53,12 @@ class RunConfig(Section):
         default=4, ge=1, le=MOST_WORKERS, description="Worker processes; must equal parallel.dp * parallel.pp."
     )
     steps: int = Field(default=100, ge=1, description="Optimizer steps, numbered from 0.")
+    horizon_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Steps that the learning rate's schedule is made for, which a job gets as `config.steps`; by "
+        "default those of the first start, also when a run resumes with other steps.",
+    )
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."
     )
@@ -104,6 +110,15 @@ class RunConfig(Section):
     emulation: Emulation = Emulation()
     control: Control = Control()
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
+
+    @property
+    def horizon(self) -> int:
+        """The steps that the learning rate's schedule is made for."""
+        return self.horizon_steps or self.steps
+
+    def with_horizon_of(self, before: RunConfig) -> Self:
+        """Return it with the horizon of the run that it continues, unless it has one of its own."""
+        return self.model_copy(update={"horizon_steps": self.horizon_steps or before.horizon})
 
     def first_sample(self, step: int) -> int:
         """Return the position of the first sample of a step in the concatenation of all epochs."""

@@ -46,6 +46,7 @@ class RunStart:
         """
         if resume:
             _require_same_model(run, job, config)
+            config = config.with_horizon_of(run.config())
             run.write_config(config)
             config = run.own(config)
         profile, plan = _profile(config, job), _plan(config, job)

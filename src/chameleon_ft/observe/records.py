@@ -92,7 +92,8 @@ class RunInfo(_Record):
     """The model, the data and the layout of a run that starts or resumes.
 
     `pipelines` has the workers of each pipeline by stage, `stages` the layers of each stage, such as "0-3". `steps` are
-    those of the whole run. `checkpoint` is the step of the restored state, None for initial weights.
+    those of the whole run, `horizon_steps` those that the schedule of the learning rate is made for. `checkpoint` is
+    the step of the restored state, None for initial weights.
     """
 
     model: str
@@ -104,6 +105,7 @@ class RunInfo(_Record):
     steps: int
     generation: int
     checkpoint: int | None = None
+    horizon_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

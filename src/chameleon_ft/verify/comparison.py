@@ -152,21 +152,23 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     events, damaged = readable_events(run)
     if damaged:
         raise ConfigError(damaged[0])
-    starts = [(event["time"], event["steps"]) for event in events if event["event"] == "started"]
-    # A learning rate may depend on the number of steps, which a resumed run may have changed. By time, not by step: a
-    # run may go back further than where it was resumed, if that checkpoint is damaged.
+    # In runs of earlier versions the horizon of the learning rate was the number of steps. By time, not by step: a run
+    # may go back further than where it was resumed, if that checkpoint is damaged.
+    starts = [
+        (event["time"], event.get("horizon_steps") or event["steps"]) for event in events if event["event"] == "started"
+    ]
     jobs = {
-        steps: load_job(config.job, config.model_copy(update={"steps": steps}))
-        for steps in {config.steps, *(steps for _, steps in starts)}
+        horizon: load_job(config.job, config.model_copy(update={"horizon_steps": horizon}))
+        for horizon in {config.horizon, *(horizon for _, horizon in starts)}
     }
-    loop = PlainLoop(config, jobs[config.steps])
+    loop = PlainLoop(config, jobs[config.horizon])
     if config.forked.run:
         loop.load(checkpoint_storage(config, run), config.forked.step)
     for record in records[:limit]:
         if record.is_skipped:  # it has changed nothing
             continue
-        steps = next((steps for begun_at, steps in reversed(starts) if begun_at <= record.time), config.steps)
-        rate = jobs[steps].learning_rate
+        horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
+        rate = jobs[horizon].learning_rate
         plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
         yield StepComparison(
             step=record.step,

@@ -319,6 +319,7 @@ class Planner:
             steps=self._config.steps,
             generation=generation,
             checkpoint=decision.load if isinstance(decision.load, int) else None,
+            horizon_steps=self._config.horizon,
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
