@@ -14,9 +14,15 @@ from chameleon_ft.estimate import estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import STAY, Candidate, DecisionContext, Proposal, decide
 from chameleon_ft.recovery.courses import CourseDraft
-from chameleon_ft.recovery.migration import with_migrations
+from chameleon_ft.recovery.migration import pace_of, with_migrations
 from chameleon_ft.recovery.scoring import measure
-from chameleon_ft.recovery.waves import migration_of, present_draft, with_shadow_holders, without_shadow_holders
+from chameleon_ft.recovery.waves import (
+    Wave,
+    migration_of,
+    present_draft,
+    with_shadow_holders,
+    without_shadow_holders,
+)
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.schedule.best import program_of
 from chameleon_ft.transfer import Message, pull_s, sums_s, transfer_to
@@ -172,6 +178,25 @@ def test_the_migration_of_a_joined_worker_by_hand() -> None:
     assert moved.migration_s == pytest.approx(1.2 * 2.0 * 1.25)
     # 8 micro-batches of 4 layers of 3 s; then the sums are sent, 10 bytes for each layer.
     assert moved.migration_step_s == pytest.approx((8 * 4 * 3.0 + 4 * 10 / 100.0) * 1.25)
+
+
+@pytest.mark.parametrize(("micro_batches", "at_rest"), [(1, True), (4, False)])
+def test_layers_move_at_rest_if_they_would_slow_steps_down_for_longer(*, micro_batches: int, at_rest: bool) -> None:
+    # As above, with state of 3,000 bytes and gradients of 1,000 bytes for each layer, which take 30 and 10 s.
+    now = context(dp=1, pp=1, spares=1, share=micro_batches, layers=(layer(1000),) * 4)
+    moved = migrating_to(Placement(4, {0: (LayerRange(0, 4),), 1: (LayerRange(0, 4),)}), now)
+    pace = pace_of(Wave(moved, None), now)
+    assert pace.moves_s == pytest.approx(120.0)
+    step_s = micro_batches * 4 * 3.0
+    if at_rest:
+        # Beside steps of 12 s: four steps, each 18 s longer for a layer, that tell 10, 20, 30 and 40 s of sums.
+        assert 120.0 - step_s + 40.0 < 100.0 + 4 * 18.0
+        assert (pace.seconds, pace.step_s) == pytest.approx((160.0, 160.0))
+        assert pace.hold_s > pace.moves_s
+    else:
+        # Beside steps of 48 s: four steps with a layer each.
+        assert 120.0 - step_s + 40.0 > 100.0
+        assert (pace.seconds, pace.step_s, pace.hold_s) == pytest.approx((120.0, step_s + 40.0, 0.0))
 
 
 def test_layers_that_do_not_fit_beside_training_move_in_waves_or_stop_it() -> None:

@@ -29,13 +29,15 @@ def pull_s(messages: Sequence[Message], cluster: Cluster) -> float:
 def sums_s(messages: Sequence[Message], workload: Workload, cluster: Cluster) -> float:
     """Return the seconds by which a step takes longer, because sources send the sums of gradients to destinations.
 
-    They do so once all reductions are complete. The time is that of the busiest end, as in `pull_s`, without requests.
+    They do so once all reductions are complete. If the optimizer's state has owners, sources also send the parameters
+    that these have updated. The time is that of the busiest end, as in `pull_s`, without requests.
     """
 
-    def gradient_bytes(message: Message) -> int:
-        return sum(workload.layers[layer].gradient_bytes for layer in message.layers)
+    def told_bytes(message: Message) -> int:
+        layers = [workload.layers[layer] for layer in message.layers]
+        return sum(each.gradient_bytes + (0 if workload.owners is None else each.param_bytes) for each in layers)
 
-    return _busiest_s(messages, cluster, num_bytes=gradient_bytes, latencies=1)
+    return _busiest_s(messages, cluster, num_bytes=told_bytes, latencies=1)
 
 
 def _busiest_s(

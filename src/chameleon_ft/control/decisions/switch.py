@@ -11,10 +11,11 @@ from chameleon_ft.control.decisions.transition import plan_transition
 from chameleon_ft.estimate import received_layers
 from chameleon_ft.recovery import STAY, FailureModel
 from chameleon_ft.recovery.courses import Course
+from chameleon_ft.recovery.migration import pace_of
 from chameleon_ft.recovery.scoring import missing_in_transfer
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
-from chameleon_ft.transfer import pull_s, transfer_s, transfer_to
+from chameleon_ft.transfer import transfer_s, transfer_to
 
 __all__ = ["decide_on_switch", "plans_to"]
 
@@ -89,19 +90,20 @@ def _plans_of(
 ) -> list[RecoveryPlan]:
     """Return the plan under which the layers of a wave move, and the one that follows it, unless it is the course.
 
-    A vote waits for the layers if another step under the first of the two would cost more time than they take.
+    A vote waits for the layers if another step under the first of the two would cost more time than they take, or if
+    they would slow steps down for longer; see `pace_of`.
     """
     course = wave.migrating.course()
     assert course.transfer is not None
-    step_s = wave.migrating.estimate.step_s * context.step_factor
+    step_s, pace = wave.migrating.estimate.step_s * context.step_factor, pace_of(wave, context)
     next_s = final_step_s if wave.reached is None else wave.reached.estimate.step_s * context.step_factor
-    moves_s = pull_s(course.transfer.messages, context.senders) * context.migration_factor
+    gain_s = step_s - next_s
     which = f", wave {number} of {waves}" if waves > 1 else ""
     migrating = replace(
         _plan(course, "migration", f"{describe_transfer(course.transfer, stops=False)}{which}"),
         migration=course.transfer,
-        hold_s=step_s - next_s if moves_s < step_s - next_s else 0.0,
-        migration_s=moves_s,
+        hold_s=gain_s if pace.moves_s < gain_s else pace.hold_s,
+        migration_s=pace.moves_s,
         predicted_step_s=step_s,
     )
     if wave.reached is None:

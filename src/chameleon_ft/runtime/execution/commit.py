@@ -168,7 +168,9 @@ class Committer:
             step.stats.reductions = step.reductions.finish()
             self.await_parameters()
             if context.migration is not None:
-                context.migration.settle()
+                # Layers may take long, and then the vote that waits for them is no lost message.
+                with self.activity.waiting("layers that arrive", for_message=not context.migration.holds_vote):
+                    context.migration.settle()
             if context.snapshots is not None:
                 context.snapshots.settle(self.committed)
         self.reduced = True

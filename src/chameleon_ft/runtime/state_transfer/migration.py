@@ -193,6 +193,11 @@ class LayerMigration:
             time.sleep(_POLL_S)
 
     @property
+    def holds_vote(self) -> bool:
+        """Whether the next vote may wait for layers of this rank."""
+        return bool(self._sources) and self._window.hold_s > 0
+
+    @property
     def has_shadow_holders(self) -> bool:
         """Whether this rank has received layers, or others have received some from it, as of the last vote."""
         with self._condition:
