@@ -75,6 +75,9 @@ class _NoPeers:
         ballot[:4], ballot[4:-2], ballot[-1] = 1.0, 0.0, self._members
         return _Arrived(ballot)
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None: ...
 
     def close(self) -> None: ...

@@ -153,7 +153,12 @@ def test_all_mistakes_are_listed_at_once() -> None:
             "timeouts.collective_timeout_s = 1.0: must be longer than watchdog_min_s",
         ),
         ({"timeouts": {"first_step_s": 1e12}}, "timeouts.first_step_s = 1000000000000.0: should be 1e+09 at most"),
-        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_timeout_s"),
+        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than watchdog_min_s"),
+        ({"timeouts": {"collective_timeout_s": -1}}, "timeouts.collective_timeout_s = -1: should be"),
+        (
+            {"timeouts": {"collective_timeout_s": 130.0}},
+            "timeouts.rendezvous_s = 120.0: must be longer than collective_timeout_s",
+        ),
         ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),
         ({"model": {"dim": 12}}, "model.dim = 12: gives heads of width 3"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads = 4: must be a multiple of num_kv_heads = 3"),

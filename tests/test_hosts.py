@@ -9,22 +9,21 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from chameleon_ft.config import Batch, Control, Parallel, Timeouts
+from chameleon_ft.config import Batch, Control, Parallel, Recovery, Timeouts
 from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+from tests.network import ADDRESSES, Network
 
 pytestmark = pytest.mark.multiprocess
 
-ADDRESSES = {"coordinator": "10.77.0.1", "first": "10.77.0.2", "second": "10.77.0.3"}
 TIMEOUTS = Timeouts(
     heartbeat_timeout_s=2.0,
     watchdog_min_s=3.0,
@@ -35,60 +34,16 @@ TIMEOUTS = Timeouts(
 )
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
-@dataclass
-class Network:
-    """Hosts on one switch, which stands beside the coordinator."""
-
-    prefix: str
-
-    def name(self, host: str) -> str:
-        """Return the network namespace of a host."""
-        return f"{self.prefix}-{host}"
-
-    def build(self) -> None:
-        for host in ADDRESSES:
-            ip("netns", "add", self.name(host))
-            ip("-n", self.name(host), "link", "set", "lo", "up")
-        switch = self.name("coordinator")
-        ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", switch, "addr", "add", f"{ADDRESSES['coordinator']}/24", "dev", "switch")
-        ip("-n", switch, "link", "set", "switch", "up")
-        for host in ("first", "second"):
-            ip("-n", switch, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", self.name(host))
-            ip("-n", switch, "link", "set", host, "master", "switch", "up")
-            ip("-n", self.name(host), "addr", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
-            ip("-n", self.name(host), "link", "set", "eth0", "up")
-
-    def cut_off(self, host: str) -> None:
-        """Pull a host's cable out of the switch."""
-        ip("-n", self.name("coordinator"), "link", "set", host, "down")
-
-    def connect(self, host: str) -> None:
-        """Put it in again."""
-        ip("-n", self.name("coordinator"), "link", "set", host, "up")
-
-    def remove(self) -> None:
-        for host in ADDRESSES:
-            subprocess.run(["ip", "netns", "del", self.name(host)], check=False, capture_output=True)
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
     if shutil.which("ip") is None:
         pytest.skip("there is no `ip` command to make network namespaces with")
-    made = Network(f"chameleon-{os.getpid()}")
-    try:
+    with ExitStack() as stack:
         try:
-            made.build()
+            made = stack.enter_context(Network(f"chameleon-{os.getpid()}"))
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
         yield made
-    finally:
-        made.remove()
 
 
 def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, network: Network) -> None:
@@ -221,3 +176,55 @@ def test_a_coordinator_that_is_cut_off_for_a_while_loses_no_worker(tmp_path: Pat
     assert ended.failures == []
     assert ended.events("stalled") == []
     assert {step.generation for step in run.steps()} == {1}, "no worker stops for it"
+
+
+@pytest.mark.parametrize("way", ["both", "one"])
+def test_one_side_of_a_link_that_is_cut_leaves_and_comes_back_once_it_is_healed(
+    tmp_path: Path, network: Network, way: str
+) -> None:
+    config = small_config(
+        tmp_path,
+        workers=3,
+        steps=100_000,
+        parallel=Parallel(dp=3, pp=1),
+        batch=Batch(micro_batches=6, micro_batch_size=2),
+        timeouts=TIMEOUTS.model_copy(update={"collective_timeout_s": 0.0}),
+        control=Control(host=ADDRESSES["coordinator"]),
+        recovery=Recovery(respawn=True, respawn_delay_s=0.2, max_respawns=100),
+        failures=unhurried(3, speed=0.25),
+    )
+    file = write_config(config, tmp_path)
+    run = RunDirectory(tmp_path / "run")
+    cuts = [("first", "second"), ("second", "first")][: 2 if way == "both" else 1]
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(
+            Command("coordinator", file, "--output-dir", run.path, network=network.name("coordinator"))
+        )
+        coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.1:\d+")
+        for host, workers in (("first", "2"), ("second", "1")):
+            stack.enter_context(Command("agent", "--run", run.path, "--workers", workers, network=network.name(host)))
+        coordinator.read_until(r"^\s+5\s")
+        for cut in cuts:
+            network.drop(*cut)
+        lost_in = int(coordinator.read_until(r"lost in step (\d+)")[1])
+        coordinator.read_until(rf"^\s+{lost_in + 3}\s")
+        while not any("cannot connect with" in event.get("cause", "") for event in run.events()):
+            time.sleep(0.05)
+        for cut in cuts:
+            network.heal(*cut)
+        while not [event for event in run.events() if event["event"] == "join"]:
+            time.sleep(0.05)
+        coordinator.signal(signal.SIGINT)
+        assert coordinator.wait() == 130
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.steps == list(range(len(ended.steps)))
+    # Two workers are on one host, and the third on the other: all of one host are cut off from all of the other.
+    (first,) = ended.events("messages_failed")
+    pairs = {frozenset((each["reporter"], each["peer"])) for each in first["reports"]}
+    (alone,) = frozenset.intersection(*pairs)
+    assert len(pairs) == 2
+    assert {failure.worker for failure in ended.failures} == {alone}, "the smaller side leaves"
+    assert {failure.noticed_by for failure in ended.failures} == {"peer"}
+    joined = ended.events("join")[0]
+    assert joined["workers"] == [alone], "it is back"

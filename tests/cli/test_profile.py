@@ -20,7 +20,7 @@ from chameleon_ft.profiles import derived_profile, read_profile
 from chameleon_ft.runtime.inspection import inspect_job
 from tests.cli.conftest import OWN_MODEL, CommandLine
 from tests.harness import Command, every_process_ends
-from tests.test_hosts import ADDRESSES, Network
+from tests.network import ADDRESSES, Network
 
 
 @pytest.fixture
@@ -44,15 +44,13 @@ class Hosts:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     """Return two network namespaces of this machine, or where none can be made, the machine itself, twice."""
-    network = Network(f"profile-{os.getpid()}")
-    try:
-        network.build()
-        yield Hosts(network.name("first"), network.name("second"), f"{ADDRESSES['second']}:29400")
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        yield Hosts(None, None, "127.0.0.1:0")
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            network.remove()
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(Network(f"profile-{os.getpid()}"))
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            yield Hosts(None, None, "127.0.0.1:0")
+        else:
+            yield Hosts(network.name("first"), network.name("second"), f"{ADDRESSES['second']}:29400")
 
 
 def test_a_published_model_on_a_known_device(chameleon: CommandLine) -> None:

@@ -29,3 +29,16 @@ def test_before_the_first_loss_there_is_nothing_to_wait_for() -> None:
     assert not respawns.is_blocked(0)
     respawns = respawns.died(0, steps=0)
     assert respawns.is_blocked(0)
+
+
+def test_a_worker_at_a_link_that_comes_and_goes_is_taken_again_ever_later() -> None:
+    respawns = Respawns(Recovery(respawn_delay_s=3.0, max_respawns=1))
+    delays_s = []
+    for _ in range(12):
+        respawns = respawns.died(7, steps=9 * LATE, at_link=True)
+        assert not respawns.is_blocked(7), "the link may be healed"
+        delays_s.append(respawns.delay_s(7))
+    assert delays_s[:3] == [3.0, 6.0, 12.0]
+    assert delays_s == sorted(delays_s)
+    assert respawns.died(7, steps=10 * LATE, at_link=True).delay_s(7) == 3.0
+    assert respawns.died(7, steps=SOON).is_blocked(7), "it died of something else"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import (
     Finding,
+    LinksCut,
     Lost,
     MessagesOverdue,
     OperationsTimed,
@@ -37,8 +38,8 @@ TIMEOUTS = Timeouts(
 class Dog:
     """A watchdog, and what it finds."""
 
-    def __init__(self) -> None:
-        self.detector = Watchdog(TIMEOUTS)
+    def __init__(self, timeouts: Timeouts = TIMEOUTS) -> None:
+        self.detector = Watchdog(timeouts)
 
     def tell(self, signal: Signal) -> tuple[Finding, ...]:
         self.detector, found = self.detector.observe(signal)
@@ -184,8 +185,8 @@ def test_who_waits_is_innocent_however_long(since_s: float) -> None:
 def test_before_the_first_step_silence_says_little() -> None:
     dog = Dog()
     dog.progress(0.0)
-    assert dog.ask(29.0) is None
-    probe = dog.ask(31.0)
+    assert dog.ask(14.0) is None
+    probe = dog.ask(16.0)
     assert dog.judge(4, position(probe, since_s=119.0), in_first_step=True) is None
     assert dog.judge(4, position(probe, since_s=121.0), in_first_step=True) is not None
     assert dog.judge(5, state(probe, stopped=True), in_first_step=True) is None
@@ -243,9 +244,23 @@ def waits(dog: Dog, now: float, positions: dict[int, Position]) -> tuple[Finding
     return dog.tell(Ticked(now, 0.0, (), (1, 2, 3), ()))
 
 
-def for_message(probe: int | None, peer: int | None, *, since_s: float = 31.0) -> Position:
+def for_message(
+    probe: int | None,
+    peer: int | None,
+    *,
+    since_s: float = 31.0,
+    unreached: dict[int, float] | None = None,
+) -> Position:
     assert probe is not None
-    return Position(probe=probe, doing="a message", waiting=True, since_s=since_s, for_message=True, peer=peer)
+    return Position(
+        probe=probe,
+        doing="a message",
+        waiting=True,
+        since_s=since_s,
+        for_message=True,
+        peer=peer,
+        unreached=tuple((1, worker, silent_s) for worker, silent_s in (unreached or {}).items()),
+    )
 
 
 def test_messages_are_lost_if_all_workers_wait_for_them() -> None:
@@ -255,6 +270,49 @@ def test_messages_are_lost_if_all_workers_wait_for_them() -> None:
     assert isinstance(found, MessagesOverdue)
     assert [(report.reporter, report.peer) for report in found.reports] == [(1, 2), (2, 1), (3, None)]
     assert dog.ask(40.2) is None, "the generation ends"
+
+
+def test_only_those_are_named_that_wait_for_each_other() -> None:
+    dog = watchdog()
+    probe = dog.ask(40.0)
+    (found,) = waits(dog, 40.1, {1: for_message(probe, 3), 2: for_message(probe, 3), 3: for_message(probe, 2)})
+    assert isinstance(found, MessagesOverdue)
+    assert [(report.reporter, report.peer) for report in found.reports] == [(2, 3), (3, 2)]
+    dog = watchdog()
+    probe = dog.ask(40.0)
+    (found,) = waits(dog, 40.1, {1: for_message(probe, 2), 2: for_message(probe, 3), 3: for_message(probe, None)})
+    assert isinstance(found, MessagesOverdue)
+    assert [(report.reporter, report.peer) for report in found.reports] == [(2, 3), (3, None)]
+
+
+@pytest.mark.parametrize("both_ways", [True, False])
+def test_a_link_is_cut_if_one_end_acknowledges_nothing_whoever_waits(*, both_ways: bool) -> None:
+    dog = watchdog()
+    probe = dog.ask(40.0)
+    seen = {1: for_message(probe, 3, unreached={2: 20.0}), 2: for_message(probe, 1), 3: position(probe, since_s=0.1)}
+    assert waits(dog, 40.1, seen) == (), "it may come back"
+    probe = dog.ask(60.0)
+    other = for_message(probe, 1, unreached={1: 31.0 if both_ways else 1.0})
+    seen = {
+        1: for_message(probe, 3, unreached={2: 30.5, 3: 1.5}),
+        2: other,
+        3: for_message(probe, 1, unreached={2: 16.0}),
+    }
+    (found,) = waits(dog, 60.1, seen)
+    assert isinstance(found, LinksCut)
+    assert [{report.reporter, report.peer} for report in found.reports] == [{1, 2}, {2, 3}], "3 and 1 reach each other"
+    assert dog.ask(60.2) is None, "the generation ends"
+
+
+@pytest.mark.parametrize(("longest_s", "timeout_s"), [(0.1, 15.0), (60.0, 180.0)])
+def test_by_default_the_time_for_a_message_follows_the_longest_step(longest_s: float, timeout_s: float) -> None:
+    for silent_s, is_cut in ((timeout_s - 1, False), (timeout_s + 1, True)):
+        dog = Dog(Timeouts())
+        for step_s in (0.1, longest_s, 0.1):
+            dog.committed(0.0, step_s=step_s)
+        probe = dog.ask(500.0)
+        seen = {1: for_message(probe, None, unreached={2: silent_s}), 2: position(probe), 3: position(probe)}
+        assert isinstance(next(iter(waits(dog, 500.1, seen)), None), LinksCut) is is_cut
 
 
 @pytest.mark.parametrize(

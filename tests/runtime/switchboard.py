@@ -96,6 +96,9 @@ class Line:
 
     def settle(self) -> None: ...
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None:
         self.board.cut.set()
 

@@ -89,6 +89,9 @@ class Wire:
         self.calls.append(f"vote {group}")
         return _Done()
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None:
         self.calls.append("interrupt")
 

@@ -56,6 +56,9 @@ class Network:
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         raise NotImplementedError
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None: ...
 
     def settle(self) -> None: ...

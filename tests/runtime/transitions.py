@@ -93,6 +93,9 @@ class Line:
 
         return Now(wait)
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None: ...
 
     def settle(self) -> None: ...

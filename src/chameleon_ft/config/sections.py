@@ -156,9 +156,11 @@ class Timeouts(Section):
         description="A worker counts as hung in an operation that takes this many times the longest one seen.",
     )
     collective_timeout_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Seconds for which all workers may wait for each other's messages before these count as failed.",
+        default=0.0,
+        ge=0,
+        description="Seconds after which messages count as failed: all workers wait for each other, or a worker does "
+        "not acknowledge what another one sends. 0: three times the longest of the recent steps, and at least 60 s for "
+        "the first and 1.5 * watchdog_min_s for the second.",
     )
     sample_read_s: float = Field(
         default=600.0,
@@ -191,9 +193,14 @@ class Timeouts(Section):
         """Seconds after which a communication library gives up a message: never before a detector would."""
         return self.first_step_s + _MOST_READS * self.sample_read_s
 
+    def message_timeout_s(self, longest_step_s: float, *, at_least_s: float = 0.0) -> float:
+        """Return `collective_timeout_s`; if that is 0, the time for steps that take up to `longest_step_s`."""
+        return self.collective_timeout_s or max(3.0 * longest_step_s, 1.5 * self.watchdog_min_s, at_least_s)
+
     def problems(self) -> Iterator[tuple[str, str]]:
-        ordered = ("heartbeat_timeout_s", "watchdog_min_s", "collective_timeout_s", "rendezvous_s")
-        for shorter, longer in (*itertools.pairwise(ordered), ("collective_timeout_s", "first_step_s")):
+        last = "collective_timeout_s" if self.collective_timeout_s else "watchdog_min_s"
+        ordered = dict.fromkeys(("heartbeat_timeout_s", "watchdog_min_s", last, "rendezvous_s"))
+        for shorter, longer in (*itertools.pairwise(ordered), (last, "first_step_s")):
             if getattr(self, shorter) >= getattr(self, longer):
                 yield (
                     longer,

@@ -321,6 +321,10 @@ def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> Non
 
 def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.ProcessState) -> None:
     now = draft.state.members[worker.id]
+    if isinstance(answer, messages.Position):
+        incidents.newcomers_unreached(draft, worker.id, answer)
+        training = tuple(each for each in answer.unreached if each[0] == draft.state.active_generation)
+        answer = answer.model_copy(update={"unreached": training})
     if now.is_live or answer.probe == 0:  # an agent answers for a worker that loads, too
         signal = signals.ProbeAnswered(worker.id, answer, draft.at.monotonic_s, in_first_step=not now.has_stepped)
         if now.incarnation == worker.incarnation:

@@ -32,6 +32,7 @@ from chameleon_ft.control.wire.messages import (
     Kill,
     Message,
     Migrate,
+    Position,
     Prepare,
     Probe,
     Published,
@@ -45,7 +46,7 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.communicators import Rendezvous
+from chameleon_ft.runtime.communicators import Communicators, Rendezvous
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.fault_injection import FaultInjector
 
@@ -101,6 +102,7 @@ class ControlClient:
             ),
         )
         self._interrupts: dict[int, Callable[[], None]] = {}  # by generation
+        self._communicators: dict[int, Communicators] = {}  # likewise
         self._ended = 0  # highest generation that is known to be over, with all before it
         self._discarded: set[int] = set()
         self._tasks = BackgroundTasks()
@@ -150,8 +152,9 @@ class ControlClient:
         """Return whether a generation is over, or was discarded before it began."""
         return generation <= self._ended or generation in self._discarded
 
-    def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
+    def enter(self, generation: int, communicators: Communicators, interrupt: Callable[[], None]) -> bool:
         """Use communicators of a generation from now on, which `interrupt` breaks; False if it is over."""
+        self._communicators[generation] = communicators
         self._interrupts[generation] = interrupt
         # Only now look: a Stop that came before found nothing to interrupt, one that comes after will.
         if self.is_over(generation):
@@ -162,6 +165,7 @@ class ControlClient:
     def leave(self, generation: int) -> None:
         """Note that no thread uses the communicators of a generation any more."""
         self._interrupts.pop(generation, None)
+        self._communicators.pop(generation, None)
         self._stores.pop(generation, None)
 
     def rendezvous(self, generation: int) -> Rendezvous:
@@ -230,11 +234,16 @@ class ControlClient:
             case Kill():
                 self._tasks.start(self._end_hung())
             case Probe(probe=probe):
-                self._connection.send(self.activity.position(probe))
+                self._connection.send(self._position(probe))
             case Inject():
                 self._inject(message)
             case _:
                 raise ControlError(f"a rank does not expect {message.type!r}")
+
+    def _position(self, probe: int) -> Position:
+        entered = self._communicators.copy().items()
+        unreached = tuple((number, *peer) for number, each in entered for peer in each.unreached().items())
+        return self.activity.position(probe).model_copy(update={"unreached": unreached})
 
     def _inject(self, message: Inject) -> None:
         if self._faults is None:

@@ -239,7 +239,8 @@ class Preparations:
         generation = None
         try:
             generation = Generation(worker=self._worker, order=order, communicators=self._new_communicators())
-            if not self._client.enter(order.generation, partial(generation.interrupt, self._allocator)):
+            interrupt = partial(generation.interrupt, self._allocator)
+            if not self._client.enter(order.generation, generation.communicators, interrupt):
                 return None
             self._faults.at("preparation", order.first_step)
             generation.open(self._client.rendezvous(order.generation))

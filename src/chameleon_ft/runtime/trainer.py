@@ -180,7 +180,7 @@ class Trainer:
             return None
 
         outcome = Outcome.OVER
-        if not self.client.enter(order.generation, partial(generation.interrupt, self._state.allocator)):
+        if not self.client.enter(order.generation, communicators, partial(generation.interrupt, self._state.allocator)):
             self._state.transfer.end()
             communicators.close()
             return None

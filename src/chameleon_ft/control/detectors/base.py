@@ -18,6 +18,7 @@ __all__ = [
     "Fatal",
     "Fenced",
     "Finding",
+    "LinksCut",
     "LinksMeasured",
     "Lost",
     "MessageFailed",
@@ -281,6 +282,13 @@ class AskAgent(Finding):
 @dataclass(frozen=True, slots=True)
 class MessagesOverdue(Finding):
     """All workers wait for messages that do not come: the generation must end."""
+
+    reports: tuple[MessageFailed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinksCut(Finding):
+    """Nothing passes between the two workers of each report, at least in one direction."""
 
     reports: tuple[MessageFailed, ...]
 

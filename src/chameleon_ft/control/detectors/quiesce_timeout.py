@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import Finding, Lost, ProbeAnswered, Signal, StopRequested, Ticked
 from chameleon_ft.plan.frozen_map import FrozenMap, updated
 
 __all__ = ["QuiesceTimeout"]
+
+_PATIENCE_S: Final = 60.0  # unless timeouts.collective_timeout_s is set
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,12 @@ class QuiesceTimeout:
                 return replace(self, read_at_s=updated(self.read_at_s, {worker: at_s})), ()
             case Ticked(at_s=at_s, held_up_s=held_up_s, unquiesced=workers, in_first_step=in_first_step) if workers:
                 after = replace(self, requested_at_s=self.requested_at_s + held_up_s) if held_up_s else self
-                timeouts = self.timeouts
+                patience_s = self.timeouts.message_timeout_s(0.0, at_least_s=_PATIENCE_S)
                 cause = "hung: it does not leave its operation"
                 return after, tuple(
                     Lost(worker, "watchdog", cause)
                     for worker in workers
                     if at_s - max(after.requested_at_s, self.read_at_s.get(worker, 0.0))
-                    > (timeouts.first_step_s if worker in in_first_step else timeouts.collective_timeout_s)
+                    > (self.timeouts.first_step_s if worker in in_first_step else patience_s)
                 )
         return self, ()

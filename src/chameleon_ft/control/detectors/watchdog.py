@@ -4,8 +4,9 @@ When no step is committed for longer than a step takes, every worker is asked fo
 whether its processes are stopped. A worker is hung if its process is stopped at two probes in a row, because a debugger
 may stop it for a moment, or if it computes a single operation for many times longer than usual. In the first step with
 the layers that it has, an operation may take longer, because they may have to be compiled. A worker that waits for
-another is not at fault. If all wait for messages, these are lost. To read a sample is no operation: a file system may
-stall for minutes, so it has a limit of its own, and is told long before.
+another is not at fault. If all wait for messages for long, these are lost. Workers also report
+peers that acknowledge nothing: nothing passes between the two, whichever waits for the other. To read a sample is no
+operation: a file system may stall for minutes, so it has a limit of its own, and is told long before.
 
 A worker cannot answer while an extension or a compiler holds the interpreter's lock. If its agent answers that its
 process lives, it has as much time as an operation may take, counted from the first probe that it did not answer. The
@@ -22,6 +23,7 @@ from typing import Final, Self
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import (
     Finding,
+    LinksCut,
     Lost,
     MessageFailed,
     MessagesOverdue,
@@ -43,10 +45,14 @@ __all__ = ["Watchdog"]
 _STEPS: Final = 20  # recent steps whose median is the expected step time
 _PATIENCE: Final = 1.25  # steps of silence before the first probe
 _PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps
+_PATIENCE_FIRST: Final = 0.5  # likewise, before the first step: of the timeout of messages
 _FORGET: Final = 0.99  # decay of the longest operation with each report
 _PROBE_EVERY: Final = 0.5  # steps between two probes
+_PROBE_EVERY_MAX_S: Final = 1.0  # so that what a probe shows is found soon, however long the steps are
 _TOLD_S: Final = 10.0  # after which a read is told first, and again whenever the time has doubled
 _STOPPED_S: Final = 0.5  # the least time for which a process has to be stopped; a profiler needs less for a look
+_OVERDUE_S: Final = 60.0  # for messages on links that carry data, which may take long
+_CUT_TOGETHER: Final = 0.5  # of the timeout: when one link has been silent for all of it, these are cut, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,8 @@ class Watchdog:
             case ProbeAnswered():
                 return self._answered(signal)
             case Ticked(at_s=at_s, held_up_s=held_up_s, participants=participants):
+                if reports := self._cut_links(participants):
+                    return self._progressed(at_s), (LinksCut(reports),)
                 if reports := self._overdue_messages(participants):
                     return self._progressed(at_s), (MessagesOverdue(reports),)
                 forgiving = self
@@ -112,10 +120,7 @@ class Watchdog:
         patience_s = self._patience_s
         if now - self.progress_at_s < patience_s:
             return self, ()
-        pause_s = max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s)
-        if self.stopped:
-            pause_s = min(pause_s, _STOPPED_S)
-        if self.probed_at_s is not None and now - self.probed_at_s < pause_s:
+        if self.probed_at_s is not None and now - self.probed_at_s < self._pause_s:
             return self, ()
         return replace(self, probe=self.probe + 1, probed_at_s=now, positions={}), (SendProbe(self.probe + 1),)
 
@@ -166,25 +171,70 @@ class Watchdog:
         finding = Reading(worker, doing, due_s, self.timeouts.sample_read_s)
         return replace(self, told=updated(self.told, {worker: (doing, due_s)})), (finding,)
 
+    def _cut_links(self, participants: tuple[int, ...]) -> tuple[MessageFailed, ...]:
+        """Return one report for each pair of workers between which nothing passes, once that lasts long enough."""
+        if not self.positions.keys() >= set(participants):
+            return ()
+        found: dict[frozenset[int], tuple[float, int, int]] = {}
+        for worker in participants:
+            for _, peer, since_s in self.positions[worker].unreached:
+                if peer in participants:
+                    pair = frozenset((worker, peer))
+                    found[pair] = max(found.get(pair, (0.0, 0, 0)), (since_s, worker, peer))
+        timeout_s = self.timeouts.message_timeout_s(max(self.steps_s, default=0.0))
+        if max(found.values(), default=(0.0,))[0] < timeout_s:
+            return ()
+        return tuple(
+            MessageFailed(worker, peer, f"worker {peer} has acknowledged nothing for {since_s:.1f} s")
+            for since_s, worker, peer in found.values()
+            if since_s >= _CUT_TOGETHER * timeout_s
+        )
+
     def _overdue_messages(self, participants: tuple[int, ...]) -> tuple[MessageFailed, ...]:
-        """Return the messages that all workers have waited for too long; none if one of them may only be slow."""
-        timeout_s, reports = self.timeouts.collective_timeout_s, []
+        """Return the messages that all workers have waited for too long; none if one of them may only be slow.
+
+        Nor if some worker does not acknowledge what it is sent: then the link that is cut is known soon.
+        """
+        timeout_s = self.timeouts.message_timeout_s(max(self.steps_s, default=0.0), at_least_s=_OVERDUE_S)
+        reports: dict[int, MessageFailed] = {}
         for worker in participants:
             position = self.positions.get(worker)
-            if position is None or not position.for_message or position.since_s < timeout_s:
+            if position is None or not position.for_message or position.unreached:
+                return ()
+            if position.since_s < timeout_s:
                 return ()
             error = f"no worker has received a message for {position.since_s:.1f} s; it waits for {position.doing}"
-            reports.append(MessageFailed(worker, position.peer, error))
-        return tuple(reports)
+            reports[worker] = MessageFailed(worker, position.peer, error)
+        return tuple(report for report in reports.values() if not _is_transitive(report, reports))
 
     @property
     def _patience_s(self) -> float:
         # Before the first step there is no measure, and first steps are slow.
         if not self.steps_s:
-            return self.timeouts.collective_timeout_s
+            return _PATIENCE_FIRST * self.timeouts.message_timeout_s(0.0)
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """Seconds between two probes."""
+        longest_s = _STOPPED_S if self.stopped else _PROBE_EVERY_MAX_S
+        return min(longest_s, max(_PATIENCE_MIN_S, _PROBE_EVERY * self._patience_s))
 
     @property
     def _operation_limit_s(self) -> float:
         longest_s = self.longest_operation_s or self.first_operation_s
         return max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * longest_s)
+
+
+def _is_transitive(report: MessageFailed, reports: Mapping[int, MessageFailed]) -> bool:
+    """Return whether a worker waits for one that waits for another itself, unless they wait in a circle.
+
+    A program that was checked has no circle, so a message was lost on one.
+    """
+    waits_for = {reporter: each.peer for reporter, each in reports.items()}
+    following = peer = waits_for.get(report.peer) if report.peer is not None else None
+    for _ in reports:
+        if peer is None or peer == report.reporter:
+            break
+        peer = waits_for.get(peer)
+    return following is not None and peer != report.reporter

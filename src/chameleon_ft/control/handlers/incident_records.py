@@ -39,10 +39,10 @@ def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") 
     draft.state = replace(draft.state, incident=Incident(), history=history)
 
 
-def count_death(draft: Draft, worker: int, *, steps: int) -> None:
-    """Count the death of a worker after so many steps, and say so if it is not taken again."""
+def count_death(draft: Draft, worker: int, *, steps: int, at_link: bool) -> None:
+    """Count the death of a worker after so many steps, and say so if it is not taken again; see `Respawns.died`."""
     before = draft.state.respawns
-    after = before.died(worker, steps=steps)
+    after = before.died(worker, steps=steps, at_link=at_link)
     draft.state = replace(draft.state, respawns=after)
     if after.is_blocked(worker) and not before.is_blocked(worker):
         deaths = after.deaths[worker]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Final
 
 from chameleon_ft.control import commands
+from chameleon_ft.control.decisions.cut_links import workers_to_give_up
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import bad_steps, gathering, slowness, switches
 from chameleon_ft.control.handlers.draft import Draft
@@ -19,14 +21,16 @@ from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
 from chameleon_ft.plan.frozen_map import updated, without
-from chameleon_ft.quantities import duration
+from chameleon_ft.quantities import duration, in_ranges
 
 __all__ = [
     "checkpoint_unreadable",
+    "cut_links",
     "detect",
     "end",
     "fence",
     "lose",
+    "newcomers_unreached",
     "peer_failed",
     "quiesced",
     "stop",
@@ -70,6 +74,8 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
                 for report in reports:
                     detect(draft, report)
                 stop(draft)
+            case signals.LinksCut(reports=reports):
+                cut_links(draft, reports)
             case signals.Note(event=event, fields=fields):
                 draft.record(event, **fields)
 
@@ -98,7 +104,8 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     fence(draft, number)
     _kill(draft, worker, is_hung=noticed_by in GIVEN_UP)
     state = draft.state
-    count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
+    steps = 0 if worker.first_step is None else state.committed - worker.first_step
+    count_death(draft, number, steps=steps, at_link=noticed_by == "peer")
     if state.phase is Phase.GATHERING:
         if (reason := gathering.lost(draft, number, worker.crash or cause)) is not None:
             end(draft, "failed", reason)
@@ -120,6 +127,32 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     _record_loss(draft, worker, noticed_by, cause)
     _continue_without(draft, number)
+
+
+def cut_links(draft: Draft, reports: Sequence[signals.MessageFailed]) -> None:
+    """Continue without one end of each pair of workers between which nothing passes: those whose loss costs least."""
+    state = draft.state
+    draft.record("messages_failed", generation=state.active_generation, reports=[asdict(each) for each in reports])
+    pairs = [(each.reporter, each.peer) for each in reports if each.peer is not None]
+    assert state.placed is not None
+    for worker in sorted(workers_to_give_up(pairs, state.placed, state.detectors.slowness.speeds)):
+        peers = in_ranges({each for pair in pairs if worker in pair for each in pair} - {worker})
+        lose(draft, worker, "peer", f"no data passes to or from workers {peers}, though the coordinator reaches all")
+
+
+def newcomers_unreached(draft: Draft, reporter: int, position: messages.Position) -> None:
+    """Give up a newcomer that cannot connect with a worker that trains; it is back when its turn to respawn comes."""
+    upcoming, active = draft.state.switches.next, draft.state.active
+    if upcoming is None or active is None or not upcoming.unprepared:
+        return
+    timeout_s = draft.state.settings.timeouts.message_timeout_s(0.0)
+    for generation, peer, since_s in position.unreached:
+        newcomers = {reporter, peer}.difference(active.plan.workers)
+        if generation == upcoming.number and since_s >= timeout_s and newcomers:
+            newcomer = max(newcomers)
+            other = peer if newcomer == reporter else reporter
+            lose(draft, newcomer, "peer", f"it cannot connect with worker {other}, though the coordinator reaches both")
+            return
 
 
 def _kill(draft: Draft, worker: Worker, *, is_hung: bool) -> None:

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
+_PROBE_S: Final = 5.0  # between questions to workers that do not reach each other
 _MIGRATION_FACTOR: Final = 20.0  # a migration may take this many times as long as predicted
 _MIGRATION_RENDEZVOUS: Final = 5.0  # and this many times timeouts.rendezvous_s in any case
 
@@ -123,6 +124,7 @@ def _prepare(draft: Draft) -> None:
         plan=plan,
         unprepared=frozenset(plan.participants),
         deadline_s=draft.at.monotonic_s + _patience_s(draft.state),
+        probe_at_s=draft.at.monotonic_s + draft.state.settings.timeouts.message_timeout_s(0.0),
     )
     _update(draft, replace(draft.state.switches, next=generation))
     if plan.migration is not None and draft.state.active is not None:
@@ -178,6 +180,11 @@ def advance(draft: Draft) -> None:
     if upcoming.is_switching:
         return
     _switch_if_prepared(draft)
+    if upcoming.unprepared and draft.at.monotonic_s >= upcoming.probe_at_s:
+        _update(
+            draft, replace(draft.state.switches, next=replace(upcoming, probe_at_s=draft.at.monotonic_s + _PROBE_S))
+        )
+        draft.tell_live(messages.Probe(probe=0))
     if upcoming.unprepared and draft.at.monotonic_s >= upcoming.deadline_s:
         missing = ", ".join(map(str, sorted(upcoming.unprepared)))
         limit = "timeouts.rendezvous_s" if _awaits_layers(draft.state) is None else "the limit for layers that move"

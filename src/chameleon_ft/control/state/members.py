@@ -16,6 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
 __all__ = ["Members", "Respawns", "Worker"]
 
+_LINK_STEPS: Final = 10  # times as many are needed after a death at a link
 _SETTLED_STEPS: Final = 100  # an incarnation that lasts for this many steps was healthy: earlier deaths are forgotten
 
 
@@ -365,16 +366,23 @@ class Respawns:
 
     recovery: Recovery
     deaths: Mapping[int, int] = FrozenMap({})  # worker -> deaths since its last long incarnation
+    at_links: frozenset[int] = frozenset()  # workers that died last because messages with others failed
     due: Mapping[int, float] = FrozenMap({})  # worker -> when it is started again, in monotonic seconds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deaths", FrozenMap(self.deaths))
         object.__setattr__(self, "due", FrozenMap(self.due))
 
-    def died(self, worker: int, *, steps: int) -> Self:
-        """Count the death of an incarnation in which `steps` were committed."""
-        before = 0 if steps >= _SETTLED_STEPS else self.deaths.get(worker, 0)
-        return replace(self, deaths={**self.deaths, worker: before + 1})
+    def died(self, worker: int, *, steps: int, at_link: bool = False) -> Self:
+        """Count the death of an incarnation in which `steps` were committed.
+
+        A link that has failed shows in more steps that it holds. As it may be healed at any time, its worker is taken
+        again however often, after ever longer delays.
+        """
+        settled_steps = _SETTLED_STEPS * (_LINK_STEPS if worker in self.at_links else 1)
+        before = 0 if steps >= settled_steps else self.deaths.get(worker, 0)
+        at_links = self.at_links | {worker} if at_link else self.at_links - {worker}
+        return replace(self, deaths={**self.deaths, worker: before + 1}, at_links=at_links)
 
     def reaped(self, worker: int, now: float) -> Self:
         """Schedule the next incarnation of a worker whose process is gone, unless it is blocked."""
@@ -395,4 +403,4 @@ class Respawns:
 
     def is_blocked(self, worker: int) -> bool:
         """Return whether the worker is not taken again."""
-        return self.deaths.get(worker, 0) > self.recovery.max_respawns
+        return worker not in self.at_links and self.deaths.get(worker, 0) > self.recovery.max_respawns

@@ -19,6 +19,7 @@ class NextGeneration:
     plan: ActivePlan
     unprepared: frozenset[int]  # participants that have not answered yet
     deadline_s: float  # end of the wait for the answers, in monotonic seconds
+    probe_at_s: float = 0.0  # when the participants are asked whether they reach each other
     prepared_at: float = 0.0  # when the last one did, in Unix seconds; 0 before
     is_switching: bool = False  # whether `Switch` was sent to the workers
 

@@ -228,6 +228,8 @@ class Position(Message):
     for_message: bool = False  # whether it waits for another rank
     peer: int | None = None  # that rank; None if a collective does not tell
     is_reading: bool = False  # whether it reads a sample; `doing` names it
+    unreached: tuple[tuple[int, int, float], ...] = ()
+    """(generation, rank, seconds) of connections on which that rank has acknowledged nothing for so long."""
 
 
 class CheckpointSaved(Message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,6 +116,12 @@ class Communicators(Protocol):
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing a few numbers, in host memory, in place over `group`, which is as in `all_reduce`."""
+
+    def unreached(self) -> Mapping[int, float]:
+        """Return worker -> for how many seconds it has not answered at all, of those that do not.
+
+        Called from any thread and in any state, also while `open` waits. Empty if the library does not tell.
+        """
 
     def interrupt(self) -> None:
         """Make every blocked call, and every later one, end with CommunicationError.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,6 +48,9 @@ class DelayedLinks:
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         return self._inner.vote(ballot, group)
+
+    def unreached(self) -> Mapping[int, float]:
+        return self._inner.unreached()
 
     def interrupt(self) -> None:
         self._over.set()

@@ -6,7 +6,7 @@ import hmac
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Wor
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, issue
-from chameleon_ft.runtime.communicators.sockets import SocketTracker
+from chameleon_ft.runtime.communicators.sockets import ADDRESS_BYTES, SocketTracker
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.communicators.vote import TreeVote
 
@@ -28,6 +28,7 @@ __all__ = ["GlooCommunicators", "WaitCancelledError", "Waiter", "gloo_group"]
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
 _POLL_S = 0.01
+_SILENT_S = 1.0  # longer than an answer takes
 _CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends within milliseconds of it
 
 
@@ -51,6 +52,9 @@ class GlooCommunicators:
         self._worker = -1
         self._world: tuple[int, ...] = ()
         self._store: Store | None = None  # a store in Python must outlive the groups
+        self._addresses: Callable[[], Mapping[int, bytes]] = dict  # of the others, by their number in the world
+        self._ports: Sequence[int] = ()  # from which they have connected with this worker, likewise
+        self._opening_at_s = 0.0
         self._forming: threading.Thread | None = None
         self._error: CommunicationError | None = None  # with which it ended
         self._votes: deque[TreeVote] = deque(maxlen=2)  # once the last is complete, all messages of the one before are
@@ -59,16 +63,19 @@ class GlooCommunicators:
         with _LEFTOVERS_LOCK:
             _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
         self._sockets.start()
+        self._worker, self._world = membership.worker, membership.members
+        self._opening_at_s = time.monotonic()
         try:
             form = self._former(membership)
             form(0, membership.members)
+            if self._addresses() and membership.worker in membership.members:
+                self._exchange_ports()
             self._raise_if_interrupted()
         except BaseException as error:
             self._sockets.settle()
             if isinstance(error, RuntimeError):
                 raise _cannot_be_formed(error) from None
             raise
-        self._worker, self._world = membership.worker, membership.members
         self._forming = threading.Thread(
             target=self._form_all, args=(form, membership.groups), name="gloo-groups", daemon=True
         )
@@ -105,6 +112,13 @@ class GlooCommunicators:
         self._votes.append(vote)
         return vote
 
+    def unreached(self) -> dict[int, float]:
+        silences = self._sockets.silences()
+        if self._forming is None or self._forming.is_alive():
+            silences += [(end, time.monotonic() - self._opening_at_s) for end in self._sockets.unanswered()]
+        silent = ((self._number_of(end), since_s) for end, since_s in silences if since_s >= _SILENT_S)
+        return {self._world[number]: since_s for number, since_s in silent if number is not None}
+
     def interrupt(self) -> None:
         now = time.monotonic()
         if self._interrupted_at is None:
@@ -132,11 +146,35 @@ class GlooCommunicators:
             with _LEFTOVERS_LOCK:
                 _LEFTOVERS.append(leftover)
 
+    def _number_of(self, end: bytes) -> int | None:
+        """Return which member of the world is at this end of a connection."""
+        port, host = end[:2], end[2:]
+        for number, address in self._addresses().items():
+            known = address[:ADDRESS_BYTES]
+            connected_from = self._ports[number] if number < len(self._ports) else 0
+            if end in known or (host in known and port == connected_from.to_bytes(2, "big")):
+                return number
+        return None
+
+    def _exchange_ports(self) -> None:
+        """Tell each member from which port this worker has connected with it; 0 if it has connected with this one."""
+        addresses = self._addresses()
+        known = b"".join(each[:ADDRESS_BYTES].ljust(ADDRESS_BYTES) for each in addresses.values())
+        numbers = list(addresses)
+        ports = torch.zeros(len(self._world), dtype=torch.int64)
+        for own, other in self._sockets.ends():
+            if (place := known.find(other)) >= 0:
+                ports[numbers[place // ADDRESS_BYTES]] = int.from_bytes(own[:2], "big")
+        found = torch.empty_like(ports)
+        self._wait(self._groups[self._world].alltoall_base(found, ports, [], []))
+        self._ports = found.tolist()
+
     def _former(self, membership: Membership) -> Callable[[int, tuple[int, ...]], None]:
         """Return a function that forms a group, by its number and its members, if this rank is in it."""
         store = self._store = membership.rendezvous.open_store(timeout_s=self._timeouts.rendezvous_s)
         if isinstance(store, GenerationStore):
             self._sockets.narrow(store.published)
+            self._addresses = partial(store.addresses, f"generation-{membership.generation}/group-0")
         device = ProcessGroupGloo.create_device(hostname=self._address)
 
         def form(index: int, group: tuple[int, ...]) -> None:

@@ -86,6 +86,9 @@ class NcclCommunicators:
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         return self.all_reduce(ballot, group)
 
+    def unreached(self) -> dict[int, float]:
+        return {}
+
     def interrupt(self) -> None:
         if self._interrupted.is_set():
             return

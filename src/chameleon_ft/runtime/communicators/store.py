@@ -73,6 +73,15 @@ class GenerationStore(Store):
         with self._changed:
             return [*self._own, *self._values.values()]
 
+    def addresses(self, prefix: str) -> dict[int, bytes]:
+        """Return what the other members of a group have published that is known here, by their number in it."""
+        with self._changed:
+            return {
+                int(key.rpartition("/")[2]): value
+                for key, value in self._values.items()
+                if key.startswith(f"{prefix}/")
+            }
+
     def end(self) -> None:
         """End all waits, because the generation is over."""
         with self._changed:
