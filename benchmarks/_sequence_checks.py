@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
+from benchmarks._sequence_diagnoses import diagnosed
+from benchmarks._sequence_strikes import Struck
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.observe import (
     FailureRecord,
@@ -27,6 +29,8 @@ _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a lo
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
 _SPOILED_FOR_GOOD: Final = ("differs between", "in a row were bad")
 _LOST_NEWCOMER: Final = re.compile(r"worker \d+ is lost")
+_HEALED_S: Final = 15.0  # after the end of a cut, for a newcomer that could not connect before
+_BACK_S: Final = 30.0  # in which a lost worker is back
 _ABSENCES: Final = ("stalled", "took_over", "reclaimed")  # of a coordinator
 
 
@@ -47,6 +51,7 @@ class Findings:
         repeated_steps: steps repeated after a return to a checkpoint.
         disagreements: how often holders of a layer had different states.
         bad_steps: how many steps were computed again because of their loss or gradient.
+        diagnosed: each fault that was done, and what `diagnose` calls it.
     """
 
     ended: str
@@ -61,6 +66,7 @@ class Findings:
     repeated_steps: int
     disagreements: int
     bad_steps: int
+    diagnosed: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         fired = ", ".join(f"{fault['kind']} {fault['worker']} in {fault['phase']}" for fault in self.fired) or "none"
@@ -79,14 +85,17 @@ class Findings:
         return "\n".join(["; ".join(said), *(f"  PROBLEM {problem}" for problem in self.problems)])
 
 
-def look_at(run: RunDirectory, *, exit_code: int, first_spoiled: int | None = None) -> Findings:
+def look_at(
+    run: RunDirectory, *, exit_code: int, first_spoiled: int | None = None, struck: Sequence[Struck] = ()
+) -> Findings:
     """Read all records of a run that has ended, repeat it in a plain loop, and compare.
 
     Args:
         first_spoiled: the first step in which the state of a worker is spoiled. Losses are compared up to this one:
             until it is found, the gradients of that worker are part of all sums.
+        struck: strikes that have hit something.
     """
-    records = _Records(run, first_spoiled)
+    records = _Records(run, first_spoiled, struck)
     verification = Verification.of(
         repeat_run(run, limit=records.first_spoiled), tolerance=TOLERANCES[run.config().precision]
     )
@@ -95,6 +104,7 @@ def look_at(run: RunDirectory, *, exit_code: int, first_spoiled: int | None = No
         *_losses(records, verification),
         *_steps(records),
         *_lost_workers(records),
+        *(_stayed_away(records) if exit_code == 0 else ()),
         *_decisions(records),
         *_returns(records),
         *_transitions(records),
@@ -113,13 +123,14 @@ def look_at(run: RunDirectory, *, exit_code: int, first_spoiled: int | None = No
         repeated_steps=len(steps) - len(set(steps)),
         disagreements=len(records.of_kind("state_differs")),
         bad_steps=len(records.of_kind("bad_step")),
+        diagnosed=tuple(diagnosed(records.events, records.faults, struck)),
     )
 
 
 class _Records:
     """The records of a run."""
 
-    def __init__(self, run: RunDirectory, first_spoiled: int | None) -> None:
+    def __init__(self, run: RunDirectory, first_spoiled: int | None, struck: Sequence[Struck]) -> None:
         config = run.config()
         assert isinstance(config, TrainConfig)
         self.run = run
@@ -133,6 +144,13 @@ class _Records:
         lines = faults.read_text().splitlines() if faults.exists() else []
         self.faults: list[dict[str, Any]] = [json.loads(line) for line in lines]
         self.first_spoiled = first_spoiled
+        self.struck = struck
+
+    def cut_at(self, time: float) -> bool:
+        """Return whether a link was cut then, or shortly before."""
+        return any(
+            each.strike.target == "link" and each.began <= time <= each.ended + _HEALED_S for each in self.struck
+        )
 
     def of_kind(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == name]
@@ -237,6 +255,13 @@ def _lost_workers(records: _Records) -> Iterator[str]:
         if fault["kind"] == "disconnect" and any(abs(fault["time"] - end) <= patience_s for end in absences)
     )
     left = Counter(event["worker"] for event in records.of_kind("left"))
+    # Which end of a link that is cut leaves is up to the run, but all are on one host.
+    ends = [e for e in records.of_kind("lost") if e["noticed_by"] == "peer" and records.cut_at(e["time"])]
+    lost -= Counter(event["worker"] for event in ends)
+    for each in records.struck:
+        hosts = {event["host"] for event in ends if each.began <= event["time"] <= each.ended}
+        if each.strike.target == "link" and len(hosts) != 1:
+            yield f"a link was cut, and workers were lost on {sorted(hosts) or 'no host'}"
     if lost - failed or failed - lost - unnoticed - kept - left:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
@@ -255,9 +280,30 @@ def _lost_workers(records: _Records) -> Iterator[str]:
             yield f"the plan of generation {event['generation']} has workers that are lost: {gone}"
     for event in (*records.of_kind("refused"), *records.of_kind("messages_failed")):
         # A newcomer whose agent ends before it has connected is not waited for, and may connect then.
+        if event["event"] == "messages_failed" and records.cut_at(event["time"]):
+            continue
         is_orphan = records.of_kind("host_lost") and _LOST_NEWCOMER.fullmatch(event.get("reason", ""))
         if not is_orphan:
             yield f"a message was not understood, or failed without an explanation: {event}"
+
+
+def _stayed_away(records: _Records) -> Iterator[str]:
+    """Lost workers are back at the end, if they are respawned and there was time for it."""
+    if not records.config.recovery.respawn or records.of_kind("host_lost"):
+        return
+    away: dict[int, float] = {}
+    for event in records.events:
+        match event["event"]:
+            case "lost":
+                away[event["worker"]] = event["time"]
+            case "joined" | "blocklisted":
+                away.pop(event["worker"], None)
+            case "finished":
+                ended = event["time"]
+                late = {worker: ended - since for worker, since in away.items() if ended - since > _BACK_S}
+                if late:
+                    yield f"lost workers have not come back, after so many seconds: {late}"
+                away = {}
 
 
 def _decisions(records: _Records) -> Iterator[str]:

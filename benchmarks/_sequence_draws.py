@@ -9,7 +9,7 @@ from typing import Final, Literal, get_args
 
 from chameleon_ft.config import SLOWNESS, Failure, FailureKind, FailurePhase, PolicyName
 
-__all__ = ["DrawnRun", "Strike", "draw"]
+__all__ = ["DrawnRun", "Strike", "StrikeKind", "Target", "draw"]
 
 _MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
 _MOST_LOSSES: Final = 4
@@ -20,7 +20,10 @@ _STEPS: Final = (7, 10)
 _STEPS_WITH_JOINS: Final = (60, 200)  # enough for searches during training, and for the switches that follow
 _STEPS_WITH_STRIKES: Final = (40, 100)
 _FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
-_STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]] = (
+_STRIKES: Final[tuple[tuple[Target, StrikeKind], ...]] = (
+    ("background process", "kill"),
+    ("background process", "stop"),
+    ("disk", "fill"),
     ("coordinator", "kill"),
     ("coordinator", "kill"),
     ("coordinator", "stop"),
@@ -33,6 +36,14 @@ _STRIKES: Final[tuple[tuple[Target, Literal["kill", "stop", "terminate"]], ...]]
     ("launcher", "terminate"),
     ("all", "terminate"),
 )
+_STRIKES_ON_HOSTS: Final[tuple[tuple[Target, StrikeKind], ...]] = (
+    ("link", "cut"),
+    ("link", "cut one way"),
+    ("coordinator", "cut off"),
+)
+_ON_HOSTS: Final = 0.2  # of the runs with strikes
+_STEPS_ON_HOSTS: Final = 400  # enough for a lost worker to come back
+_SPEED_ON_HOSTS: Final = 0.1  # likewise, and without taking the processors
 _LASTING: Final[tuple[FailureKind, ...]] = ("slow", "slow", "slow-link", "nan", "corrupt", "corrupt")
 _IN_BF16: Final = 0.2  # of the runs
 _IN_SLICES: Final = 0.35  # of the runs, in some of which a failure hits the exchange of parameters
@@ -43,24 +54,28 @@ _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveri
 _SALVAGING: Final = ("chameleon", "reroute")  # policies that complete an interrupted step
 _MOVING: Final = tuple(name for name in get_args(PolicyName) if name not in _WITHOUT_MOVES)
 
-Target = Literal["coordinator", "agent", "fork server", "worker", "launcher", "all"]
+Target = Literal[
+    "coordinator", "background process", "agent", "fork server", "worker", "launcher", "all", "disk", "link"
+]
+StrikeKind = Literal["kill", "stop", "terminate", "fill", "cut", "cut one way", "cut off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A signal to a process of a run.
+    """A signal to a process of a run, or a fault of its disk or of the network between its hosts.
 
     Attributes:
         step: of the run; the signal is sent after its commit.
         delay_s: from that commit to the signal.
         worker: the number of the worker, if the target is one.
-        kind: SIGKILL; SIGSTOP, with SIGCONT two seconds later; or SIGTERM.
+        kind: SIGKILL; SIGSTOP, with SIGCONT two seconds later; or SIGTERM. A disk is full for two seconds, a link is
+            cut until a worker is lost, and the coordinator is cut off for some seconds.
     """
 
     step: int
     delay_s: float
     target: Target
-    kind: Literal["kill", "stop", "terminate"]
+    kind: StrikeKind
     worker: int | None = None
 
     def __str__(self) -> str:
@@ -107,6 +122,11 @@ class DrawnRun:
     @property
     def workers(self) -> int:
         return self.dp * self.pp
+
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether it runs on several hosts, between which links are cut."""
+        return any((strike.target, strike.kind) in _STRIKES_ON_HOSTS for strike in self.strikes)
 
     def __str__(self) -> str:
         failures = ", ".join(_describe(failure) for failure in self.failures)
@@ -223,6 +243,8 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
 
     They take the place of its drains, and of a failure if they hit a worker.
     """
+    if rng.random() < _ON_HOSTS:
+        return _struck_on_hosts(rng, run)
     run = replace(run, drains=(), checkpoint_every=run.checkpoint_every or rng.choice((0, 3, 20)))
     strikes: list[Strike] = []
     failures = list(run.failures)
@@ -241,6 +263,25 @@ def _struck(rng: random.Random, run: DrawnRun) -> DrawnRun:
     run = replace(run, failures=tuple(failures), strikes=tuple(strikes))
     # First, and so of the first process of each worker: the order of failures is that of processes.
     return replace(run, failures=(*(_lasting(rng, run) for _ in range(rng.choice((0, 1, 2)))), *failures))
+
+
+def _struck_on_hosts(rng: random.Random, run: DrawnRun) -> DrawnRun:
+    """Return the run on several hosts, with strikes at links and no other failures; lost workers come back."""
+    strikes = [
+        Strike(step=step, delay_s=rng.uniform(0, _LONGEST_DELAY_S), target=target, kind=kind)
+        for step in sorted(rng.sample(range(3, 60), rng.randint(1, 2)))
+        for target, kind in (rng.choice(_STRIKES_ON_HOSTS),)
+    ]
+    slowed = tuple(Failure(step=2, worker=worker, kind="slow", factor=_SPEED_ON_HOSTS) for worker in range(run.workers))
+    return replace(
+        run,
+        drains=(),
+        failures=slowed,
+        strikes=tuple(strikes),
+        steps=_STEPS_ON_HOSTS,
+        checkpoint_every=run.checkpoint_every or 20,
+        respawn=True,
+    )
 
 
 def _lasting(rng: random.Random, run: DrawnRun) -> Failure:

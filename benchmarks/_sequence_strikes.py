@@ -1,12 +1,15 @@
-"""Signals to the processes of a run that trains by `chameleon train`, at drawn moments."""
+"""Signals to the processes of a run at drawn moments, and faults of its disk and of the network between its hosts."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
 from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,33 +17,51 @@ import psutil
 
 from benchmarks._live_run import Tail
 from benchmarks._sequence_draws import Strike
-from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.config import RunConfig, Timeouts, config_to_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import FaultLog, RunDirectory
 from tests.harness import Command
+from tests.mounts import fill
+from tests.network import ADDRESSES, Network
 
-__all__ = ["train_under_strikes"]
+__all__ = ["TIMEOUTS_ON_HOSTS", "Struck", "train_on_hosts", "train_under_strikes"]
 
 _POLL_S: Final = 0.005
 _STOPPED_S: Final = 2.0  # of a process that is stopped; longer than a recovery takes
 _ENDED_S: Final = 30.0  # for processes that end with the run
 _TERMINATED: Final = 75  # exit code of a run that is to be resumed
+_CUT_OFF_S: Final = 8.0  # of a coordinator; longer than its heartbeats take
+_MOST_CUT_S: Final = 40.0  # of a link, unless a worker is lost before
+TIMEOUTS_ON_HOSTS: Final = Timeouts(
+    heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, rendezvous_s=90.0, reconnect_s=60.0
+)
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
-def train_under_strikes(config: RunConfig, directory: Path, strikes: tuple[Strike, ...]) -> tuple[int, list[str]]:
-    """Train a run in ``directory / "run"`` by one command line, which is repeated while it ends as terminated.
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A strike that has hit something, with its beginning and its end in Unix seconds."""
+
+    strike: Strike
+    began: float
+    ended: float
+
+
+def train_under_strikes(
+    config: RunConfig, run: RunDirectory, directory: Path, strikes: tuple[Strike, ...]
+) -> tuple[int, list[str], list[Struck]]:
+    """Train a run by one command line, which is repeated while it ends as terminated.
 
     Returns:
-        The exit code of the last command, and a description of each process that was left behind.
+        The exit code of the last command, a description of each process that was left behind, and what was hit.
     """
-    file, run = directory / "config.toml", RunDirectory(directory / "run")
+    file, struck = directory / "config.toml", list[Struck]()
     file.write_text(config_to_toml(config), encoding="utf-8")
     due, left = deque(strikes), []
     while True:
         arguments = ("train", file, "--output-dir", run.path, "--resume", "auto")
         with Command(*arguments, own_interpreter=False) as command:
-            striker = _Striker(command, run, due)
+            striker = _Striker(command, run, due, struck)
             striker.start()
             code = command.wait()
             striker.join()
@@ -51,14 +72,55 @@ def train_under_strikes(config: RunConfig, directory: Path, strikes: tuple[Strik
                 time.sleep(_POLL_S)
             left += [f"{process} is left behind" for process in processes]
         if code != _TERMINATED:
-            return code, left
+            return code, left, struck
+
+
+def train_on_hosts(
+    config: RunConfig, run: RunDirectory, directory: Path, strikes: tuple[Strike, ...]
+) -> tuple[int, list[str], list[Struck]]:
+    """Train a run on three hosts, which are network namespaces: the coordinator on one, and workers on two others.
+
+    Returns:
+        As `train_under_strikes`.
+    """
+    file, struck = directory / "config.toml", list[Struck]()
+    control = config.control.model_copy(update={"host": ADDRESSES["second"]})
+    changes = {"control": control, "timeouts": TIMEOUTS_ON_HOSTS}
+    file.write_text(config_to_toml(config.model_copy(update=changes)), encoding="utf-8")
+    with Network(f"strikes-{os.getpid()}") as network, ExitStack() as stack:
+
+        def start(host: str, *words: str | Path) -> Command:
+            return stack.enter_context(Command(*words, network=network.name(host), own_interpreter=False))
+
+        coordinator = start("second", "coordinator", file, "--output-dir", run.path)
+        coordinator.read_until("chameleon agent --coordinator")
+        shares = {"first": (config.workers + 1) // 2, "coordinator": config.workers // 2}
+        agents = [start(host, "agent", "--run", run.path, "--workers", str(share)) for host, share in shares.items()]
+        striker = _Striker(coordinator, run, deque(strikes), struck, network)
+        striker.start()
+        code = coordinator.wait()
+        striker.join()
+        left = [f"an agent ended with {ended}" for agent in agents if (ended := agent.wait()) != code]
+        (directory / "printed.txt").write_text(
+            "".join(each.printed for each in (coordinator, *agents)), encoding="utf-8"
+        )
+        return code, left, struck
 
 
 class _Striker(threading.Thread):
-    """Sends the signals that are due, as long as a command runs."""
+    """Carries out the strikes that are due, as long as a command runs."""
 
-    def __init__(self, command: Command, run: RunDirectory, due: deque[Strike]) -> None:
+    def __init__(
+        self,
+        command: Command,
+        run: RunDirectory,
+        due: deque[Strike],
+        struck: list[Struck],
+        network: Network | None = None,
+    ) -> None:
         super().__init__(daemon=True)
+        self._struck = struck
+        self._network = network
         self._command = command
         self._run = run
         self._due = due
@@ -72,11 +134,45 @@ class _Striker(threading.Thread):
             if self._committed >= self._due[0].step:
                 strike = self._due.popleft()
                 time.sleep(strike.delay_s)
-                self._send(strike)
+                began = time.time()
+                if self._strike(strike):
+                    self._struck.append(Struck(strike, began, time.time()))
             else:
                 time.sleep(_POLL_S)
 
-    def _send(self, strike: Strike) -> None:
+    def _strike(self, strike: Strike) -> bool:
+        """Carry out a strike; return whether it has hit something."""
+        match strike.kind:
+            case "fill":
+                ballast = fill(self._run.path.parent)
+                time.sleep(_STOPPED_S)
+                ballast.unlink()
+                return True
+            case "cut off":
+                assert self._network is not None
+                self._network.cut_off("second")
+                time.sleep(_CUT_OFF_S)
+                self._network.connect("second")
+                return True
+            case "cut" | "cut one way":
+                return self._cut(both_ways=strike.kind == "cut")
+        return self._send(strike)
+
+    def _cut(self, *, both_ways: bool) -> bool:
+        assert self._network is not None
+        ways = [("first", "coordinator"), ("coordinator", "first")][: 2 if both_ways else 1]
+        for way in ways:
+            self._network.drop(*way)
+        events, is_lost, deadline = Tail(self._run.events_file), False, time.monotonic() + _MOST_CUT_S
+        began = time.time()
+        while not is_lost and self._command.is_running and time.monotonic() < deadline:
+            is_lost = any(event["event"] == "lost" and event["time"] >= began for event in events.new())
+            time.sleep(_POLL_S)
+        for way in ways:
+            self._network.heal(*way)
+        return True
+
+    def _send(self, strike: Strike) -> bool:
         processes = self._processes(strike)
         if strike.target == "worker" and processes:
             assert strike.worker is not None
@@ -90,6 +186,7 @@ class _Striker(threading.Thread):
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
+        return bool(processes)
 
     def _coordinator(self) -> int | None:
         with contextlib.suppress(ConfigError):
@@ -106,6 +203,12 @@ class _Striker(threading.Thread):
                 return [process for process in session if process.pid == self._command.pid]
             case "coordinator":
                 return [process for process in session if process.pid == self._coordinator()]
+            case "background process":  # another child of the coordinator, beside what tracks its resources
+                return [
+                    process
+                    for process in session
+                    if _parent(process) == self._coordinator() and not _is_tracker(process)
+                ]
             case "agent":  # the launcher's only other child
                 coordinator = self._coordinator()
                 return [
@@ -118,12 +221,19 @@ class _Striker(threading.Thread):
                 return sorted(servers, key=lambda process: process.create_time())[:1]
             case "worker":
                 return [process for process in session if _writes(process, f"worker-{strike.worker}.log")]
+        return []
 
 
 def _parent(process: psutil.Process) -> int | None:
     with contextlib.suppress(psutil.Error):
         return int(process.ppid())
     return None
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return True
 
 
 def _is_fork_server(process: psutil.Process) -> bool:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._sequence_checks import Findings, look_at
 from benchmarks._sequence_draws import DrawnRun, draw
-from benchmarks._sequence_strikes import train_under_strikes
+from benchmarks._sequence_strikes import train_on_hosts, train_under_strikes
 from chameleon_ft.config import (
     SLOWNESS,
     Batch,
@@ -43,8 +44,12 @@ from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, StepRecord, View
 from chameleon_ft.verify import TOLERANCES
 from tests.harness import small_config, train_here
+from tests.mounts import small_disk
 
 __all__ = ["config_of", "run_drawn"]
+
+_DISK_MB = 64  # of a run whose disk is filled
+_RIGHT_DIAGNOSES = 0.95
 
 
 def main() -> int:
@@ -106,9 +111,17 @@ def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
     """Train a drawn run in a new directory, and check its records."""
     directory.mkdir()
     if drawn.strikes:
-        code, left = train_under_strikes(config_of(drawn, directory), directory, drawn.strikes)
-        spoiled = min((failure.step for failure in drawn.failures if failure.kind == "corrupt"), default=None)
-        findings = look_at(RunDirectory(directory / "run"), exit_code=code, first_spoiled=spoiled)
+        train = train_on_hosts if drawn.is_on_hosts else train_under_strikes
+        with ExitStack() as stack:
+            place = directory
+            if any(strike.target == "disk" for strike in drawn.strikes):
+                place = stack.enter_context(small_disk(directory / "disk", megabytes=_DISK_MB))
+            run = RunDirectory(place / "run")
+            code, left, struck = train(config_of(drawn, directory), run, directory, drawn.strikes)
+            spoiled = min((failure.step for failure in drawn.failures if failure.kind == "corrupt"), default=None)
+            findings = look_at(run, exit_code=code, first_spoiled=spoiled, struck=struck)
+            if findings.problems and place != directory:
+                shutil.copytree(run.path, directory / "run")
         return replace(findings, problems=(*findings.problems, *left))
     view = _DrainingView(RunDirectory(directory / "run"), dict(drawn.drains))
     ended = train_here(config_of(drawn, directory), directory / "run", view=view)
@@ -135,6 +148,7 @@ class _DrainingView(View):
 def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
     drawn = [failure for run, _ in runs for failure in run.failures]
     fired = [fault for _, findings in runs for fault in findings.fired]
+    diagnosed = [each for _, findings in runs for each in findings.diagnosed]
     passed = sum(not findings.problems for _, findings in runs)
     worst_losses = {
         precision: max((findings.worst_loss for run, findings in runs if run.precision == precision), default=0.0)
@@ -153,6 +167,7 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
             *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
             *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
             *_counts("strike", [f"{s.kind} {s.target}" for run, _ in runs for s in run.strikes], []),
+            *_counts("diagnosis:", [f"{truth} is called {said}" for truth, said in diagnosed], []),
             ("drains", str(sum(len(run.drains) for run, _ in runs)), str(sum(found.drained for _, found in runs))),
             ("migrations", "", str(sum(findings.migrations for _, findings in runs))),
             ("transitions", "", str(sum(findings.transitions for _, findings in runs))),
@@ -164,6 +179,12 @@ def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
         ),
         bars=(
             Bar(name="runs that pass every check", value=passed, limit=len(runs), at_least=True),
+            Bar(
+                name="faults whose diagnosis is right",
+                value=sum(truth == said for truth, said in diagnosed) / max(1, len(diagnosed)),
+                limit=_RIGHT_DIAGNOSES if diagnosed else 0.0,
+                at_least=True,
+            ),
             *(
                 Bar(name=f"largest relative deviation of a loss in {name}", value=worst, limit=TOLERANCES[name])
                 for name, worst in worst_losses.items()
@@ -197,7 +218,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--strikes",
         action="store_true",
-        help="kill, stop and terminate coordinators, agents, fork servers, launchers and workers at random moments, "
+        help="kill, stop and terminate coordinators, their background processes, agents, fork servers, launchers and "
+        "workers at random moments, fill disks, cut links between hosts or coordinators off (in network namespaces), "
         "slow workers and links down, and spoil gradients and states, too",
     )
     given = parser.parse_args()

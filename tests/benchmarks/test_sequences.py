@@ -11,7 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks._sequence_checks import Findings, look_at
-from benchmarks._sequence_draws import DrawnRun, Target, draw
+from benchmarks._sequence_diagnoses import diagnosed
+from benchmarks._sequence_draws import DrawnRun, Strike, StrikeKind, Target, draw
+from benchmarks._sequence_strikes import Struck
 from benchmarks.sequences import config_of
 from chameleon_ft.config import LASTING_KINDS, FailureKind, FailurePhase, PolicyName
 from tests.harness import Ended, fails, train_here
@@ -57,7 +59,7 @@ def test_strikes_hit_every_kind_of_process_in_the_order_of_their_steps() -> None
     runs = [draw(seed, strikes=True) for seed in range(MANY)]
     strikes = [strike for run in runs for strike in run.strikes]
     assert {strike.target for strike in strikes} == {*get_args(Target)}
-    assert {strike.kind for strike in strikes} == {"kill", "stop", "terminate"}
+    assert {strike.kind for strike in strikes} == {*get_args(StrikeKind)}
     for run in runs:
         assert [strike.step for strike in run.strikes] == sorted({strike.step for strike in run.strikes})
         hit = [strike.worker for strike in run.strikes if strike.worker is not None]
@@ -168,3 +170,33 @@ def test_what_is_wrong_with_a_step_is_found(
 def test_an_end_without_need_is_found(ended: Ended) -> None:
     (problem,) = [each for each in look_at(ended.run, exit_code=1).problems if each.startswith("it ended")]
     assert "exit code 1, status finished" in problem
+
+
+def test_each_fault_is_laid_beside_what_it_is_called() -> None:
+    def failure(worker: int, noticed_by: str, cause: str, time: float) -> dict[str, Any]:
+        return {"event": "failure", "worker": worker, "noticed_by": noticed_by, "cause": cause, "time": time}
+
+    events = [
+        failure(0, "child", "SIGKILL", 10.0),
+        failure(1, "connection", "control connection closed", 20.0),
+        failure(2, "peer", "no data passes between it and 0, though the coordinator reaches all", 35.0),
+        {"event": "background_replaced", "reason": "was stopped", "message": "", "time": 41.0},
+        {"event": "finished", "time": 99.0},
+    ]
+    faults = [
+        {"worker": 0, "kind": "kill", "time": 9.0},
+        {"worker": 1, "kind": "hang", "time": 19.0},
+        {"worker": 3, "kind": "kill", "time": 98.9},
+    ]
+    struck = [
+        Struck(Strike(step=1, delay_s=0.0, target="link", kind="cut"), 30.0, 36.0),
+        Struck(Strike(step=2, delay_s=0.0, target="background process", kind="stop"), 40.0, 42.0),
+        Struck(Strike(step=3, delay_s=0.0, target="disk", kind="fill"), 50.0, 52.0),
+    ]
+    assert list(diagnosed(events, faults, struck)) == [
+        ("kill", "kill"),
+        ("hang", "disconnect"),
+        ("cut link", "cut link"),
+        ("stop background process", "stop background process"),
+        ("fill disk", "nothing"),
+    ]
