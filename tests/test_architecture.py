@@ -33,18 +33,19 @@ JOBS = {"keys", "config", "job", "data", "models", "optim"}
 # An impure part and the others that it may import when it runs.
 MAY_IMPORT = {
     "keys": set[str](),
+    "clock": set[str](),
     "optim": set[str](),
     "config": {"errors", "workload"},
     "job": {"errors", "keys", "config"},
     "data": {"errors", "keys", "config", "job"},
     "profiles": {*PURE, "config"},
     "models": {"errors", "keys", "config", "job", "data", "optim", "profiles"},
-    "observe": {*PURE, "config"},
+    "observe": {*PURE, "clock", "config"},
     "simulate": {*PURE, "observe"},
     "verify": {*JOBS - {"models", "optim"}, "errors", "observe"},
-    "control": {*PURE, "config", "observe", "profiles"},
-    "runtime": {*PURE, *JOBS, "observe", "control", "profiles"},
-    "launch": {"errors", "config", "observe", "plan", "recovery", "control", "profiles", "runtime"},
+    "control": {*PURE, "clock", "config", "observe", "profiles"},
+    "runtime": {*PURE, *JOBS, "clock", "observe", "control", "profiles"},
+    "launch": {"errors", "clock", "config", "observe", "plan", "recovery", "control", "profiles", "runtime"},
     "deploy": {"errors", "config"},
     "cli": {
         *PURE,
@@ -139,7 +140,7 @@ def test_the_pure_part_imports_only_itself_and_nothing_impure() -> None:
 
 def test_simulate_and_control_import_only_the_pure_part_and_what_records() -> None:
     for module, path in modules_in("simulate", "control"):
-        allowed = {*PURE, "observe", "config", "profiles", part(module)}
+        allowed = {*PURE, "clock", "observe", "config", "profiles", part(module)}
         assert parts_imported(path) <= allowed, module
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, module
 

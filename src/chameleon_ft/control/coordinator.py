@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Final
 
 import chameleon_ft
+from chameleon_ft.clock import unix_s
 from chameleon_ft.control import commands, events
 from chameleon_ft.control.background_tasks import BackgroundTasks
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
@@ -93,7 +93,7 @@ class Coordinator:
         self._peers.continue_from(last.received)
         self._recorder.complete(last.records)
         # A peer waits no longer for a coordinator. So any more is the difference between the clocks of two hosts.
-        passed_s = min(max(0.0, time.time() - last.at.unix_s), last.state.settings.timeouts.reconnect_s)
+        passed_s = min(max(0.0, unix_s() - last.at.unix_s), last.state.settings.timeouts.reconnect_s)
         self._clock_ahead_s = last.at.monotonic_s + passed_s - asyncio.get_running_loop().time()
         if last.state.ended is not None:
             self._finish(*last.state.ended)
@@ -403,4 +403,4 @@ class Coordinator:
 
     def _now(self) -> events.Moment:
         monotonic_s = asyncio.get_running_loop().time() + self._clock_ahead_s
-        return events.Moment(unix_s=time.time(), monotonic_s=monotonic_s)
+        return events.Moment(unix_s=unix_s(), monotonic_s=monotonic_s)

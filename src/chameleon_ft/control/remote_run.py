@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -85,7 +86,7 @@ class RemoteWatcher(RunWatcher):
     """Watches a run through its coordinator."""
 
     def __init__(self, copy: _RunCopy) -> None:
-        super().__init__(copy.run)
+        super().__init__(copy.run, clock=time.time)
         self._copy = copy
 
     def update(self) -> list[RecordLine]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from functools import partial
 from pathlib import Path
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.observe import FaultLog, FileQueue, RunDirectory
 
@@ -20,7 +20,7 @@ class RunFiles:
         self._run = run
         self._queue = queue
         self._fault_log = FaultLog(run.faults_file)
-        self._began_at = time.time()
+        self._began_at = unix_s()
 
     def faults(self) -> tuple[Fault, ...] | None:
         """Return the failures injected since this was made; None if the disk does not answer."""
@@ -29,7 +29,7 @@ class RunFiles:
 
     def log_kill(self, worker: int) -> None:
         """Note that a worker is killed on purpose."""
-        append = partial(self._fault_log.append, worker=worker, kind="kill", phase=None, step=None, at_s=time.time())
+        append = partial(self._fault_log.append, worker=worker, kind="kill", phase=None, step=None, at_s=unix_s())
         self._queue.submit(self._run.faults_file, append)
 
     def log_error(self, error: Exception) -> Path:

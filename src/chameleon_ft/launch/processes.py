@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import Pipe
 from types import FrameType
 from typing import Any, Final, TextIO, cast
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.messages import Examine
@@ -62,7 +62,7 @@ def load_solvers() -> None:
     """
     for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
         importlib.import_module(name)
-    warm_up()
+    warm_up(partial(print, flush=True))
     # All of this stays; a garbage collection that scans it takes as long as half a decision.
     gc.collect()
     gc.freeze()
@@ -217,10 +217,10 @@ async def examine(order: Examine) -> HostReport:
         async with asyncio.timeout(_EXAMINATION_S):
             found = await _answer_of(_EXAMINATION, order=order)
     except TimeoutError:
-        return HostReport(problem=problem, clock_s=time.time())
+        return HostReport(problem=problem, clock_s=unix_s())
     except (EOFError, ControlError) as error:
         reason = str(error) or "the process that examines its devices ended without an error; look at their driver"
-        return HostReport(problem=reason, clock_s=time.time())
+        return HostReport(problem=reason, clock_s=unix_s())
     assert isinstance(found, HostReport)
     return found
 

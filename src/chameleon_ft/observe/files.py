@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lines import read_lines, readable_lines
@@ -356,7 +356,7 @@ class FaultLog:
 
     def append(self, *, worker: int, kind: str, phase: str | None, step: int | None, at_s: float | None = None) -> None:
         """Record that `worker` fails at `at_s`, in Unix seconds; None: now."""
-        at_s = time.time() if at_s is None else at_s
+        at_s = unix_s() if at_s is None else at_s
         line = json.dumps({"time": at_s, "worker": worker, "kind": kind, "phase": phase, "step": step}) + "\n"
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.observe.file_queue import CaughtUp, FileQueue, Late
 from chameleon_ft.observe.files import RunDirectory, failures_in, outcomes_in
 from chameleon_ft.observe.lines import readable_lines
@@ -106,7 +107,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         run: RunDirectory,
         view: View,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = unix_s,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         self.run = run

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.control.wire.messages import Position, SlowIO
 from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, activity_entry
 
@@ -96,7 +97,7 @@ class Activity:
         if self._file is not None:
             begin = next(self._slots)
             self._file[begin : begin + ENTRY_BYTES] = activity_entry(
-                time.time(), doing, waiting=waiting, is_reading=is_reading
+                unix_s(), doing, waiting=waiting, is_reading=is_reading
             )
 
 

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 
 import chameleon_ft
+from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import Examine
 from chameleon_ft.control.wire.parts import HostReport
@@ -38,7 +39,7 @@ def examination_main(pipe: int, *, order: Examine) -> None:
 
 def examine(order: Examine) -> HostReport:
     """Examine this host for as many workers as `order` says."""
-    found = HostReport(links=_active_ports(), versions=_versions(), clock_s=time.time())
+    found = HostReport(links=_active_ports(), versions=_versions(), clock_s=unix_s())
     try:
         config = RunConfig(device=order.device, backend=order.backend, share_devices=order.share_devices)
         require_devices(config, order.workers)
@@ -57,7 +58,7 @@ def examine(order: Examine) -> HostReport:
     except RuntimeError as error:  # of torch, for a device that is broken or full
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         found = found.model_copy(update={"problem": f"a device cannot be used: {reason}"})
-    return found.model_copy(update={"clock_s": time.time()})
+    return found.model_copy(update={"clock_s": unix_s()})
 
 
 def _devices(order: Examine) -> list[torch.device]:

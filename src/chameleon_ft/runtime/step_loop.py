@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import BadStep, CheckpointSaved, Committed
 from chameleon_ft.control.wire.parts import Rest, Vote
@@ -139,7 +140,7 @@ class StepLoop:
             repetition: if the step is computed again.
         """
         order, step = self.generation.order, self.committer.committed
-        start_s, start_unix_s = time.perf_counter(), time.time()
+        start_s, start_unix_s = time.perf_counter(), unix_s()
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
@@ -205,7 +206,7 @@ class StepLoop:
 
     def _rest_of_step(self, rest: Rest) -> Vote:
         """Run the rest of the step that was interrupted, commit and report it; return its vote."""
-        start_s, start_unix_s = time.perf_counter(), time.time()
+        start_s, start_unix_s = time.perf_counter(), unix_s()
         committer, buffers = self.committer, self.committer.buffers
         committer.reduced = False
         state = committer.state or committer.begin()

@@ -59,6 +59,42 @@ def test_lines_are_read_once_in_the_order_of_their_times_and_only_when_complete(
     assert follower.new_lines() == [("metrics", stepped(2, 5.0))]
 
 
+@pytest.mark.parametrize("set_at", [20, 40])
+def test_lines_keep_the_order_in_which_they_were_written_when_a_clock_is_set_back(
+    run: RunDirectory, set_at: int
+) -> None:
+    """Which the follower may read all at once, or while they are written."""
+    begun = RunWatcher(run)
+    for step in range(60):
+        setback = 3600.0 if step >= set_at else 0.0
+        add(run, *([] if step else [started(0.5)]), stepped(step, 1.0 + step - setback))
+        if step in (3, 30, 50):
+            add(run, event("checkpoint", 1.2 + step - setback, step=step + 1))
+        begun.update()
+    add(run, event("finished", 61.0 - 3600.0, status="finished", reason="all steps are trained"))
+    begun.update()
+    for watcher in (begun, RunWatcher(run)):
+        watcher.update()
+        report = watcher.report()
+        assert report.condition == "finished"
+        assert report.last is not None
+        assert report.last.step == 59
+        assert report.goodput is not None
+        assert report.goodput > 0.4
+        assert [each["event"] for each in watcher.state.events][-1] == "finished"
+        assert report.checkpoint is not None
+        assert report.checkpoint.step == 51
+
+
+def test_an_age_is_counted_from_when_a_file_was_written_not_by_its_clock(run: RunDirectory) -> None:
+    add(run, started(0.5), stepped(0, 1.0))  # years before this machine's time
+    watcher = RunWatcher(run)
+    watcher.update()
+    age_s = watcher.report().last_step_age_s
+    assert age_s is not None
+    assert age_s < 1800
+
+
 def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
     add(run, started())
     run.events_file.write_text(run.events_file.read_text() + "{\n")

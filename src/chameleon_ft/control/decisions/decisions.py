@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from chameleon_ft import recovery
+from chameleon_ft.clock import unix_s
 from chameleon_ft.control.decisions.cluster_state import ClusterState
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.keepers import expected_snapshots
@@ -148,7 +149,7 @@ class Decisions:
 
         def decide_s(*, looked_up: bool = False) -> float:
             nonlocal chosen_at
-            chosen_at = time.time()
+            chosen_at = unix_s()
             return max(0.0, chosen_at - incident.stopped_at) + history.hand_out_s(looked_up=looked_up)
 
         cluster = ClusterState.of(state, checkpoints)

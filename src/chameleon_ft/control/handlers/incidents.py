@@ -173,6 +173,8 @@ def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str
     """Add the loss of a worker, which is fenced, to the incident and to the history of failures."""
     state, hosts = draft.state, draft.state.hosts()
     fault, host = state.fault_of(worker), hosts.get(worker.id, "")
+    if fault is not None and fault.time > draft.at.unix_s:  # by the clock of another host
+        fault = None
     loss = Loss(
         worker=worker.id,
         step=state.committed,
@@ -375,6 +377,6 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     draft.record_outcome(outcome)
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
-        record_incident(draft, None if status == "failed" else state.active, stop=reason)
+        record_incident(draft, None, stop=reason)  # training has not resumed
     draft.tell_all(messages.Exit(reason=reason, status=status))
     draft.do(commands.Finish(status, reason))

@@ -138,7 +138,7 @@ class Incident:
                 resume_step=loss.step if active is None else active.first_step,
                 lost_layers=() if active is None else active.lost_layers,
                 repeated_s=self.repeated_s,
-                is_salvaged=active is not None and active.rest is not None and not stop,
+                is_salvaged=active is not None and active.rest is not None,
                 **self._common_fields(active, generation=generation, resumed_at=resumed_at),
             )
             for loss in self.losses

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import RunDirectory
@@ -12,6 +13,8 @@ from chameleon_ft.observe.readable import parse_line
 from chameleon_ft.observe.recorder import RecordLine
 
 __all__ = ["RunFollower"]
+
+_SETBACK_S: Final = 1.0  # a shorter one may be the difference of two hosts
 
 
 class RunFollower:
@@ -26,16 +29,35 @@ class RunFollower:
             "metrics": _NewLines("metrics", run.metrics_file),
             "events": _NewLines("events", run.events_file),
         }
+        self._setbacks_s: list[float] = []
+        self._latest: dict[str, tuple[float, int]] = {}  # by file, with the number of setbacks before
 
     def new_lines(self) -> list[RecordLine]:
-        """Return the lines since the last call, in the order of their times.
+        """Return the lines since the last call, in the order in which they were written.
 
         Raises ConfigError at a line that cannot be read; the next call continues after it.
         """
         for file in self._files.values():
             file.read()
-        lines: list[RecordLine] = [(name, line) for name, file in self._files.items() for line in file.take()]
+        lines: list[RecordLine] = [
+            (name, self._without_setbacks(name, line)) for name, file in self._files.items() for line in file.take()
+        ]
         return sorted(lines, key=lambda each: each[1]["time"])
+
+    def _without_setbacks(self, name: str, line: dict[str, Any]) -> dict[str, Any]:
+        """Return a line with its time as if no clock had been set back before it, as between two parts of a run.
+
+        So each file keeps its order. A setback shows in both files, and best in the one whose lines are closer.
+        """
+        latest, count = self._latest.get(name, (-math.inf, 0))
+        time = line["time"] + sum(self._setbacks_s[:count])
+        if latest - time > _SETBACK_S:
+            self._setbacks_s[count : count + 1] = [max([latest - time, *self._setbacks_s[count : count + 1]])]
+            count += 1
+            time = line["time"] + sum(self._setbacks_s[:count])
+        time = max(time, latest)
+        self._latest[name] = time, count
+        return {**line, "time": time}
 
 
 class _NewLines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import RunDirectory
@@ -20,11 +21,12 @@ class RunWatcher:
 
     Attributes:
         run: the directory.
+        clock: Unix seconds by which the age of records is counted; None: by the files, whose clock is the records'.
         state: as of the last call of `update`.
         damaged: messages about lines that `update_readable` has left out.
     """
 
-    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, run: RunDirectory, *, clock: Callable[[], float] | None = None) -> None:
         self.run = run
         self.state = RunState(run)
         self.damaged: list[str] = []
@@ -48,7 +50,18 @@ class RunWatcher:
 
     def report(self) -> RunReport:
         """Return the state of the run now."""
-        return self.state.report(self._clock(), has_coordinator=self.has_coordinator())
+        now = self._now() if self._clock is None else self._clock()
+        return self.state.report(now, has_coordinator=self.has_coordinator())
+
+    def _now(self) -> float:
+        """Return Unix seconds by the clock of the records: the machine's may have been set since the run began."""
+        changed = []
+        for file in (self.run.metrics_file, self.run.events_file):
+            with suppress(OSError):
+                changed.append(file.stat().st_mtime)
+        if not changed or self.state.latest is None:
+            return time.time()
+        return self.state.latest + max(0.0, time.time() - max(changed))
 
     def has_coordinator(self) -> bool | None:
         """Return whether a coordinator leads the run; None: not known here."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from chameleon_ft.clock import unix_s
 from chameleon_ft.control.wire.parts import ChannelTimes, OperationTimes
 from chameleon_ft.observe import RecordedReduction, RecordedStep, StepPart, TimelineLog
 from chameleon_ft.runtime.communicators import CommunicationError
@@ -112,7 +113,7 @@ class StepRecorder:
     @contextmanager
     def noting_interruption(self, state: StepState, *, generation: int) -> Iterator[None]:
         """Write what has run of a step if a failure interrupts it inside the block, later and with the next record."""
-        start_s, start_unix_s = time.perf_counter(), time.time()
+        start_s, start_unix_s = time.perf_counter(), unix_s()
         try:
             yield
         except CommunicationError:
