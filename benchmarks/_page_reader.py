@@ -29,7 +29,7 @@ def fetch(url: str, path: str) -> bytes:
     """Return what is served at a path. Raises OSError if it is an error."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Accept": "application/openmetrics-text; version=1.0.0, */*"})
         answer = connection.getresponse()
         content = answer.read()
         if answer.status != http.client.OK:

@@ -120,6 +120,7 @@ def test_a_run_is_watched_and_controlled_from_its_page(endless: Path, run: RunDi
         asked(port, "/api/actions/finish", {}, token=token)
         assert training.wait() == 130, training.printed
     assert not (run.path / "page.json").exists()
+    assert 'chameleon_condition{chameleon_condition="interrupted"} 1.0' in (run.path / "metrics.prom").read_text()
     with pytest.raises(ConnectionRefusedError):
         asked(port, "/metrics")
 

@@ -71,7 +71,7 @@ def hang(worker: int, at: float, **fields: Any) -> dict[str, Any]:
 
 
 EVENTS = [
-    started(),
+    {**started(), "steps": 100},
     hang(5, 0.1),
     decided(2, 5),
     planned(2, "repartition"),

@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 import chameleon_ft
+from chameleon_ft.cli import foreign_flags, main
+from chameleon_ft.config import TrainConfig
 from chameleon_ft.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
 from tests.cli.conftest import CommandLine
 
@@ -81,3 +84,41 @@ def test_the_help_fits_the_terminal(columns: str, chameleon: CommandLine, monkey
     introduction = shown(chameleon, "profile").partition("╭")[0].splitlines()
     assert len(introduction) > 5
     assert max(map(len, introduction)) <= int(columns)
+
+
+# --- flags of other tools --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("train", "--lr", "0.1"), "--optimizer.lr"),
+        (("train", "--learning_rate=0.1"), "--optimizer.lr"),
+        (("train", "--optimizer.schedule", "wsd"), "learning_rate"),
+        (("train", "--precision", "fp16"), "bf16"),
+        (("train", "--precision=fp16"), "bf16"),
+        (("train", "--fp16"), "--precision bf16"),
+        (("train", "--from-step", "5"), "--resume"),
+        (("train", "--epochs", "3"), "--steps"),
+        (("run", "job.py", "--lr", "0.1"), "optimizer"),
+        (("run", "job.py", "--max-steps", "3"), "--steps"),
+    ],
+)
+def test_a_flag_of_another_tool_points_to_what_there_is(
+    arguments: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert instead in capsys.readouterr().err
+
+
+def test_flags_that_are_pointed_to_exist() -> None:
+    known = {f"--{name}" for name in ("resume", "output-dir", "page")}
+    for section, info in TrainConfig.model_fields.items():
+        kind = info.annotation
+        known.add(f"--{section}")
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            known |= {f"--{section}.{name}" for name in kind.model_fields}
+    known = {flag.replace("_", "-") for flag in known}
+    texts = [*foreign_flags._HERE.values(), *foreign_flags._OF_LLAMA.values()]
+    named = {found for text in texts for found in re.findall(r"--[a-z][a-z.-]*[a-z]", text)}
+    assert named <= known

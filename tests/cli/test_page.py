@@ -23,7 +23,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from tests.cli.conftest import CommandLine
-from tests.observe.live.lines import new_run
+from tests.observe.live.lines import add, event, new_run, started, stepped
 
 PageServer = importlib.import_module(
     "chameleon_ft.launch.page"
@@ -145,3 +145,22 @@ def test_a_token_that_cannot_be_written_is_not_looked_for_in_a_file(
         return
     remedy = f"to use them, run `chameleon page {run.path}` on a terminal, which shows the token"
     assert f"cannot be written to {file} (Read-only file system); {remedy}" in printed
+
+
+def test_the_page_of_a_run_that_has_finished_stays_until_that_is_scraped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, scraped = new_run(tmp_path), list[str]()
+    add(run, started(), stepped(0, 1.0), event("finished", 2.0, status="finished", reason="all steps are trained"))
+    with closing(PageServer("127.0.0.1:0")) as server:
+
+        def scrape(*_: object, **__: object) -> None:
+            with urlopen(f"http://{server.address}/metrics", timeout=60) as answer:
+                scraped.append(answer.read().decode())
+
+        with server.beside(run):
+            monkeypatch.setattr("chameleon_ft.launch.page.print", scrape, raising=False)
+    assert len(scraped) == 1
+    line = 'chameleon_condition{chameleon_condition="finished"} 1.0'
+    assert line in scraped[0]
+    assert line in (run.path / "metrics.prom").read_text()

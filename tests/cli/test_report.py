@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> RunDirectory:
     config = RunConfig(workers=4, parallel=Parallel(dp=2, pp=2), batch=Batch(micro_batches=6, micro_batch_size=1))
     found = RunDirectory.create(tmp_path / "run", config)
     found.plans.mkdir()
-    for plan, steps, factor in ((planned(1), (0, 1, 2), 1.0), (planned(2, lost=(1,)), (3, 4), 2.0)):
+    for plan, steps, factor in ((planned(1), (0, 1, 2), 1.0), (planned(2, lost=(1,)), (3, 4, 5), 2.0)):
         _write(found, plan, steps, factor)
     return found
 
@@ -46,8 +46,21 @@ def test_every_generation_is_reported(run: RunDirectory, capsys: pytest.CaptureF
     assert "\ngeneration 2: prediction not to be trusted: step time 50.0% off" in printed
 
 
+@pytest.mark.parametrize("step", [3, 4])  # the first of a generation, and another
+def test_one_step_is_printed_alone_and_proves_little(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    assert main(["report", str(run.path), "--step", str(step), "--json"]) == 0
+    (only,) = json.loads(capsys.readouterr().out)["generations"]
+    assert [each["step"] for each in only["steps"]] == [step]
+    assert only["error"] == pytest.approx(-0.5, abs=1e-6)
+    assert only["warning"] is None
+    assert main(["report", str(run.path), "--step", str(step)]) == 0
+    assert "generation 1," not in capsys.readouterr().out
+
+
 def test_errors_of_several_generations_are_one_warning(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(run, planned(3), (5, 6), 4.0)
+    _write(run, planned(3), (6, 7, 8), 4.0)
     assert main(["report", str(run.path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("not to be trusted") == printed.count("chameleon profile") == 1

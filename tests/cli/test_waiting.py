@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from chameleon_ft.cli.output import compile_kernels, waiting
-from chameleon_ft.recovery.warm_up import COMPILING
+from chameleon_ft.cli.output import waiting
+
+KERNEL = """
+from chameleon_ft.schedule.jit import kernel
+
+@kernel
+def add(first, second):
+    return first + second
+"""
+CALL = """
+from chameleon_ft.schedule.jit import tell_before_compiling
+from own.kernels import add
+tell_before_compiling(lambda: print("compiles"))
+print(add(1, 2))
+"""
 
 
 def test_only_a_terminal_is_told_what_is_waited_for(
@@ -26,22 +41,10 @@ def test_only_a_terminal_is_told_what_is_waited_for(
     assert "planning" in err
 
 
-def test_compiling_is_told_where_it_takes_long(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile_kernels(lambda: None, long_s=3600.0)
-    assert capsys.readouterr() == ("", "")
-    told = threading.Event()
-    said: list[object] = []
-
-    def say(*words: object, **how: object) -> None:
-        said.extend(words)
-        told.set()
-
-    monkeypatch.setattr("builtins.print", say)
-
-    def compile_until_it_is_told() -> None:
-        told.wait()
-
-    compile_kernels(compile_until_it_is_told, long_s=0.0)
-    assert said == [COMPILING]
+def test_compiling_is_told_by_the_process_that_compiles(tmp_path: Path) -> None:
+    """And not by a later one, however long it takes to load what was compiled."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/__init__.py").touch()
+    (tmp_path / "own/kernels.py").write_text(KERNEL)
+    found = [subprocess.check_output([sys.executable, "-c", CALL], cwd=tmp_path, text=True).split() for _ in range(2)]
+    assert found == [["compiles", "3"], ["3"]]

@@ -32,7 +32,7 @@ def test_the_status_is_told(chameleon: CommandLine, run: RunDirectory) -> None:
         "interrupted: interrupted by the user",
         "1 of 20 (10.0%), loss 2.0000",
         "1.000 s a step, 400 tokens/s",
-        "3 live, 1 lost (3)",
+        "workers 1 lost (3)",
         "1 worker lost in 1 incident",
         "of step 1, ",
     ):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,22 +110,14 @@ def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
         yield lambda done, text: bar.update(task, completed=done, description=text)
 
 
-def compile_kernels(compile_all: Callable[[], None] | None = None, *, long_s: float | None = None) -> None:
+def compile_kernels() -> None:
     """Compile or load the kernels of scheduling and search, so that later timings do not include this.
 
-    Prints a message on standard error if this takes `long_s` seconds or longer.
+    Prints a message on standard error if they are compiled.
     """
     from chameleon_ft.recovery import warm_up
-    from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 
-    after_s = COMPILING_AFTER_S if long_s is None else long_s
-    message = threading.Timer(after_s, lambda: print(COMPILING, file=sys.stderr, flush=True))
-    message.daemon = True
-    message.start()
-    try:
-        (compile_all or warm_up)()
-    finally:
-        message.cancel()
+    warm_up(partial(print, file=sys.stderr, flush=True))
 
 
 def require_places(**files: Path | None) -> None:

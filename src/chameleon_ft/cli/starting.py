@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.foreign_flags import refuse_foreign_flags
 from chameleon_ft.cli.live_runs import refuse_live_run
 from chameleon_ft.cli.run_config import configured
 from chameleon_ft.cli.start_checks import (
@@ -136,7 +137,10 @@ def parse_start(
     """Parse the arguments of a command that starts a run; see `parse_with_flags`."""
     arguments = replace_old_flags(arguments, _RENAMED_FLAGS, command=command)
     # A job's configuration may have the sections of the Llama; the help shows only those that every job has.
-    model = RunConfig if without and {"-h", "--help"} & set(arguments) else TrainConfig
+    refuse_foreign_flags(arguments, own_job=bool(without))
+    model: type[RunConfig] = TrainConfig
+    if without and {"-h", "--help"} & set(arguments):
+        model, without = RunConfig, (*without, "emulation")
     return parse_with_flags(own, model, arguments, command=command, without=without)
 
 

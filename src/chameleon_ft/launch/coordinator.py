@@ -39,7 +39,6 @@ from chameleon_ft.launch.processes import (
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
 from chameleon_ft.observe.terminal import TerminalView
-from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 
 __all__ = [
     "DEPOSED",
@@ -283,9 +282,6 @@ async def started_job(config: RunConfig, *, run: RunDirectory, resume: bool) -> 
     solvers = _start_loading_solvers()
     job = await inspect(config, workers=0)
     # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
-    await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
-    if not solvers.done():
-        print(COMPILING, flush=True)
     await solvers
     return RunStart.of(config, run=run, job=job, resume=resume)
 

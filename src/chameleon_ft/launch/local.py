@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ from chameleon_ft.launch.processes import (
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
-from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
 
 __all__ = ["train"]
@@ -64,7 +62,7 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
             try:
                 # Before any process is forked that needs them, and while the agent loads the job.
                 with signals_not_lost():
-                    _load_solvers()
+                    load_solvers()
                 start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
             except BaseException:
                 agent.kill()
@@ -314,14 +312,3 @@ class _Deaths:
     def _metrics_bytes_now(self) -> int:
         file = self.run.metrics_file
         return file.stat().st_size if file.exists() else 0
-
-
-def _load_solvers() -> None:
-    notice = threading.Timer(COMPILING_AFTER_S, partial(print, COMPILING, flush=True))
-    notice.daemon = True
-    notice.start()
-    try:
-        load_solvers()
-    finally:
-        notice.cancel()
-        notice.join()

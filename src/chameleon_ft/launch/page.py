@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast, get_args
+from typing import Final, TextIO, cast, get_args
 
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.control.fault_injection import inject
@@ -23,6 +25,7 @@ from chameleon_ft.control.requests import checkpoint, drain, stop
 from chameleon_ft.control.wire.address import join_address, split_address
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, replace_file
+from chameleon_ft.runtime.process import Terminated
 
 __all__ = ["PageServer", "serve_page"]
 
@@ -30,6 +33,8 @@ _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 _NICENESS: Final = 10  # ranks that compute on all cores come first
 _LAST_NEWS_S: Final = 2  # for which browsers may still be sent how the run ended
 _END_S: Final = 10.0
+_SCRAPE_S: Final = 30.0  # for which a page tells a scraper how its run has ended
+_NOTICE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,8 @@ class PageServer:
         self.close()
         try:
             yield
+            with contextlib.suppress(KeyboardInterrupt, Terminated):
+                _await_scrape(process)
         finally:
             process.terminate()
             try:
@@ -152,7 +159,8 @@ class PageServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            process.stdin.close()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
             self._withdraw(run)
 
     def serve(self, run: RunDirectory) -> int:
@@ -172,20 +180,45 @@ class PageServer:
                 file.unlink()
 
 
-def serve_page(run: RunDirectory, listener: socket.socket, *, host: str, token: str) -> None:
+def _await_scrape(process: subprocess.Popen[bytes]) -> None:
+    """Wait until the end of the run has been scraped from its page, or `_SCRAPE_S`."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()  # tells the page that its run's command is at its end
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_NOTICE_S)
+        return
+    print(f"page: stays until /metrics is scraped, at most {_SCRAPE_S:.0f} s; Ctrl-C ends it now", flush=True)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_SCRAPE_S + _NOTICE_S)
+
+
+def serve_page(
+    run: RunDirectory, listener: socket.socket, *, host: str, token: str, until: TextIO | None = None
+) -> None:
     """Serve the page of a run until a signal ends it.
 
     Args:
         listener: listens on the address of the page.
         host: of that address.
         token: needed for actions.
+        until: a file at whose end the page ends, too: once the end of the run has been scraped, or after `_SCRAPE_S`.
     """
     import uvicorn
 
     from chameleon_ft.observe.live.watcher import RunWatcher
     from chameleon_ft.observe.page.app import page_app
+    from chameleon_ft.observe.page.metrics import exposition
 
-    app = page_app(RunWatcher(run), token=token, actions=_RunActions(run), host=host)
+    log = logging.getLogger("uvicorn")  # a browser's mistakes are not for the terminal of the run
+    log.addHandler(logging.FileHandler(run.logs / "page.log", delay=True))
+    log.propagate = False
+    has_told = threading.Event()
+
+    def scraped(is_over: bool) -> None:
+        (has_told.set if is_over else has_told.clear)()
+
+    app = page_app(RunWatcher(run), token=token, actions=_RunActions(run), host=host, scraped=scraped)
     config = uvicorn.Config(
         app,
         http="h11",
@@ -198,7 +231,23 @@ def serve_page(run: RunDirectory, listener: socket.socket, *, host: str, token: 
         timeout_graceful_shutdown=_LAST_NEWS_S,
         backlog=128,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+
+    def end_after_the_run(commands: TextIO) -> None:
+        commands.read()
+        watcher = RunWatcher(run)
+        watcher.update_readable()
+        report = watcher.report()
+        if report.is_over:
+            with contextlib.suppress(OSError):
+                replace_file(run.path / "metrics.prom", exposition(watcher.state, report)[0].decode(), mode=0o644)
+        if report.condition in ("finished", "failed"):  # a run that was ended from outside ends at once
+            has_told.wait(_SCRAPE_S)
+        server.should_exit = True
+
+    if until is not None:
+        threading.Thread(target=end_after_the_run, args=[until], daemon=True).start()
+    server.run(sockets=[listener])
 
 
 def _main(path: str, host: str, descriptor: str) -> None:
@@ -209,7 +258,7 @@ def _main(path: str, host: str, descriptor: str) -> None:
     token = sys.stdin.readline().strip()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(descriptor)) as listener:
-        serve_page(RunDirectory.open(Path(path)), listener, host=host, token=token)
+        serve_page(RunDirectory.open(Path(path)), listener, host=host, token=token, until=sys.stdin)
 
 
 if __name__ == "__main__":

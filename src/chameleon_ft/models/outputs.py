@@ -97,14 +97,11 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
-    state, beside = marks_of_state(module), digests_beside_state(module)
+    generators, state, beside = OtherGenerators(), marks_of_state(module), digests_beside_state(module)
     name = f"layer {layer} ({type(module).__name__})"
     run = partial(_run, module, name=name, layer=layer, seed=seed)
-    with generator_lock:  # another thread may read a sample, for which it seeds them
-        generators = OtherGenerators()
-        output = run(boundary)
-        used = generators.used_since()
-    if used:
+    output = run(boundary)
+    if used := generators.used_since():
         raise ConfigError(
             f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
             "whose generator is seeded before each run of a layer"

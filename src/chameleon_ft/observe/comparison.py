@@ -97,8 +97,8 @@ class GenerationComparison:
 
     @property
     def warning(self) -> str | None:
-        """See `describe_untrusted`."""
-        return describe_untrusted(step_error=self.error)
+        """See `describe_untrusted`; none if one step alone was recorded, which proves little."""
+        return None if len(self.steps) < 2 else describe_untrusted(step_error=self.error)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -146,6 +146,11 @@ class StepRecord(_Record):
         """Loss terms per second of wall time."""
         return self.tokens / self.step_s
 
+    @property
+    def unit(self) -> str:
+        """Name of the loss terms: "samples" if each has one term, as without tokens."""
+        return "samples" if self.tokens == self.samples and self.samples else "tokens"
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields and the rate as JSON values."""
         loss = self.loss if math.isfinite(self.loss) else None

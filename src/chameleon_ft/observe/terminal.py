@@ -90,6 +90,7 @@ class TerminalView(View):
         self._queue = FileQueue()
         self._steps = steps
         self._files = files
+        self._has_heads = True  # of the columns, since the last banner
 
     def started(self, info: RunInfo) -> None:
         """Print the model, the data, the steps, the run directory and the layout."""
@@ -106,12 +107,16 @@ class TerminalView(View):
         facts.add_row("layout", _layout(info))
         self._print("Chameleon", style="bold")
         self._print(Padding(facts, (0, 0, 0, 2), expand=False))
-        self._print_column_heads()
+        self._has_heads = False
 
     def step(self, record: StepRecord) -> None:
         """Print one line, unless very many wait."""
         if self._queue.num_waiting > _MOST_WAITING:
             return
+        if not self._has_heads:
+            self._has_heads = True
+            rate = f"{record.unit}/s"
+            self._print(f"{'step':>7}  {'loss':>9}  {rate:>10}  {'step s':>8}  {'workers':>7}", style="bold")
         self._print(
             f"{record.step:>7d}  {_loss_of(record):>9}  {record.tokens_per_s:>10,.0f}  "
             f"{record.step_s:>8.3f}  {record.workers:>7d}"
@@ -174,10 +179,7 @@ class TerminalView(View):
             colour = TONES[notice.tone]
             head = Text(notice.title, style=f"bold {colour}")
             self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
-            self._print_column_heads()
-
-    def _print_column_heads(self) -> None:
-        self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")
+            self._has_heads = False
 
     def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
         def act() -> None:

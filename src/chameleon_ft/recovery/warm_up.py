@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Link, Worker
@@ -16,22 +18,25 @@ from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["COMPILING", "COMPILING_AFTER_S", "warm_up"]
+__all__ = ["COMPILING", "warm_up"]
 
 COMPILING: Final = (
-    "loading the kernels of scheduling and search, which are compiled once after an installation: up to a minute"
+    "compiling the kernels of scheduling and search, which is done once after an installation: up to a minute"
 )
 """Message to a user who waits for `warm_up`."""
-COMPILING_AFTER_S: Final = 3.0
-"""Seconds after which the message is due: more than it takes once the kernels are cached."""
 
 
-def warm_up() -> None:
+def warm_up(tell: Callable[[str], object] | None = None) -> None:
     """Compile the kernels that decisions run, or load them from the cache, so that no decision waits for that.
+
+    If they are to be compiled, `tell` gets the message `COMPILING` first.
 
     Loading takes some tenths of a second in a process. Compiling, after an installation or without a writable folder
     for the cache, takes some tens of seconds.
     """
+    from chameleon_ft.schedule.jit import tell_before_compiling
+
+    tell_before_compiling(None if tell is None else partial(tell, COMPILING))
     layer = LayerCost("layer", 1.0, 1.0, 1.0, 1, 1, 1, 1, gradient_bytes=1, optimizer_bytes=2)
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
     workers = tuple(Worker(worker, f"host {worker // 3}", memory_bytes=1000) for worker in plan.workers[1:])

@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 from collections.abc import Callable
 from importlib import resources
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ["kernel", "kernel_part", "no_refcount_inline", "no_refcount_kernel"]
+__all__ = ["kernel", "kernel_part", "no_refcount_inline", "no_refcount_kernel", "tell_before_compiling"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -40,6 +40,11 @@ def no_refcount_inline(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return cast("Callable[_P, _T]", njit(**_NO_REFCOUNT)(function))
 
 
+def tell_before_compiling(tell: Callable[[], object] | None) -> None:
+    """Have `tell` called once before the next kernel is compiled that no earlier process has compiled."""
+    _Cache.tell = tell
+
+
 def _cached(compiled: Any, function: Callable[_P, _T]) -> Callable[_P, _T]:
     # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
     with contextlib.suppress(RuntimeError):
@@ -60,14 +65,20 @@ class _Cache(FunctionCache):
         sources = sorted((file.name, file.read_bytes()) for file in folder.iterdir() if file.name.endswith(".py"))
         self._cache_file._source_stamp = hashlib.sha256(b"".join(source for _, source in sources)).digest()
 
+    tell: ClassVar[Callable[[], object] | None] = None
+
     def load_overload(self, sig: object, target_context: object) -> object:
+        found: object = None
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - see above
             # Otherwise it could not be overwritten either.
             with contextlib.suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
-            return None
+        if found is None and (tell := _Cache.tell) is not None:
+            _Cache.tell = None
+            tell()
+        return found
 
     def save_overload(self, sig: object, data: object) -> None:
         with contextlib.suppress(Exception):

@@ -88,16 +88,21 @@ class PlainLoop:
                 output = output.float()
             loss = self._job.loss(output, targets.to(self._device))
             loss.backward()
-            self._add_to_masters()
             loss_sum += loss.item()
             terms += own_terms
         if not terms:
             return math.nan, math.nan
+        for parameter, master in self._masters.items():
+            master.grad, parameter.grad = parameter.grad, None
+        norms = []
         for parameter in self._updated:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_dense().div_(terms)
-        largest = math.inf if self._job.clip_norm is None else self._job.clip_norm
-        grad_norm = nn.utils.clip_grad_norm_(self._updated, largest).item()
+                norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+        # Both steps of clip_grad_norm_, whose norm in float32 would part two trajectories in bfloat16 at once.
+        grad_norm = nn.utils.get_total_norm(norms)
+        if self._job.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._updated, self._job.clip_norm, grad_norm)
         if rate is not None:
             # The schedule is that of the default rate, or of the largest one if no group has the default.
             default, rates = self._optimizer.defaults.get("lr"), self._own_rates
@@ -107,7 +112,7 @@ class PlainLoop:
         self._optimizer.step()
         for parameter, master in self._masters.items():
             parameter.data.copy_(master)
-        return loss_sum / terms, grad_norm
+        return loss_sum / terms, grad_norm.item()
 
     def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
         """(micro-batch, ...) -> output of the last layer for it."""
@@ -134,19 +139,14 @@ class PlainLoop:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dtype in _FLOATS and parameter not in self._masters:
                     if parameter.requires_grad:
-                        master = self._masters[parameter] = nn.Parameter(parameter.detach().float().clone())
+                        master: nn.Parameter = parameter.detach().float().clone().as_subclass(type(parameter))
+                        master.requires_grad_()
+                        self._masters[parameter] = master
                         vars(master).update(vars(parameter))  # attributes by which an optimizer may tell it
+                        parameter.grad_dtype = torch.float32  # sums over micro-batches and tied layers
                     parameter.data = parameter.data.to(torch.bfloat16)
             for key, buffer in module._buffers.items():
                 module._buffers[key] = _cast_to(torch.bfloat16, buffer)
-
-    def _add_to_masters(self) -> None:
-        """Move what a micro-batch adds to gradients in bfloat16 into sums in float32."""
-        for parameter, master in self._masters.items():
-            if parameter.grad is not None:
-                added = parameter.grad.to_dense().float()
-                master.grad = added if master.grad is None else master.grad.add_(added)
-                parameter.grad = None
 
 
 def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:

@@ -256,10 +256,12 @@ def test_a_recorded_step_is_shown_beside_plans_and_records_that_are_damaged(page
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
+_OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+
 
 def samples(page: Served) -> dict[tuple[str, str], float]:
     """The metrics by name and labels, as the client's own strict parser reads them."""
-    status, text = page.get("/metrics")
+    status, text = page.get("/metrics", Accept=_OPEN_METRICS)
     assert status == 200
     return {
         (sample.name, ",".join(sample.labels.values())): sample.value
@@ -284,6 +286,23 @@ def test_metrics_are_those_of_the_report(page: Served, run: RunDirectory) -> Non
     assert found["chameleon_condition", "lost"] == 1, "nothing coordinates it"
 
 
+def test_metrics_come_in_the_format_that_is_asked_for(page: Served) -> None:
+    for accept, is_open in (("", False), ("*/*", False), ("text/plain", False), (_OPEN_METRICS, True)):
+        text = page.get("/metrics", Accept=accept)[1]
+        assert text.endswith("# EOF\n") == is_open
+        assert "chameleon_step 1.0" in text
+
+
+def test_a_run_that_has_ended_has_no_workers_and_expects_no_failure(page: Served, run: RunDirectory) -> None:
+    assert page.json("/api/state")["report"]["next_failure_s"] is not None
+    add(run, failed(3, 2.5), event("finished", 9.0, status="finished", reason="all steps are trained"))
+    report = page.json("/api/state")["report"]
+    assert report["condition"] == "finished"
+    assert report["counts"] == {"lost": 1}
+    assert report["next_failure_s"] is None
+    assert samples(page)["chameleon_workers", "live"] == 0
+
+
 def test_an_incident_that_costs_less_than_nothing_can_be_scraped(page: Served, run: RunDirectory) -> None:
     cost = {"incident_generations": [2], "step": 3, "failure_cost_steps": -0.98, "predicted_steps": None}
     add(run, failed(3, 2.5), event("failure_cost", 2.6, **cost))
@@ -293,10 +312,10 @@ def test_an_incident_that_costs_less_than_nothing_can_be_scraped(page: Served, r
 def test_dashboard_and_alerts_use_metrics_that_there_are(page: Served, run: RunDirectory) -> None:
     record = outcome_record()
     add(run, event("slow", 2.2, worker=1, speed=0.5, **SLOW), failed(3, 2.5), event("outcome", 2.6, **record.to_json()))
-    add(run, event("snapshot", 2.7, step=1), event("finished", 99.0, status="failed", reason="an error"))
+    add(run, event("snapshot", 2.7, step=1))
     add(run, *(stepped(step, step + 1.0) for step in range(2, 20)), *(stepped(step, 30.0 + step) for step in range(5)))
     known = {name for name, _ in samples(page)}
-    known |= {"chameleon_remaining_seconds"}  # of a run that has not ended
+    known |= {"chameleon_remaining_seconds"}  # of a run that has a coordinator
     for name in ("grafana-dashboard.json", "alerts.yml"):
         text = (MONITORING / name).read_text()
         used = set(re.findall(r"\bchameleon_[a-z_]+(?=[{ )/<\[])", text))
@@ -328,6 +347,8 @@ def test_actions_are_carried_out_with_the_token(page: Served) -> None:
         ("checkpoint", b"{", 400),
         ("checkpoint", [], 400),
         ("checkpoint", b"\xff", 400),
+        ("checkpoint", b"[" * 9_000, 400),
+        ("checkpoint", b'{"a":' * 1_900, 400),
         ("drain", {}, 400),
         ("drain", {"workers": ["1"]}, 400),
         ("drain", {"workers": []}, 400),
@@ -346,9 +367,10 @@ def test_a_wrong_token_is_refused_logged_and_soon_locked_out(page: Served, caplo
     with caplog.at_level(logging.WARNING):
         assert [page.act("checkpoint", token="wrong")[0] for _ in range(5)] == [401] * 5
     assert caplog.text.count("wrong token from 127.0.0.1") == 5
-    assert page.act("checkpoint")[0] == 429, "guessing does not go on"
+    assert page.act("checkpoint", token="wrong")[0] == 429, "guessing does not go on"
     assert page.actions.asked == []
     assert page.json("/api/state"), "looking does"
+    assert page.act("checkpoint")[0] == 200, "and so does the owner, behind the same proxy"
 
 
 def test_the_lock_opens_again() -> None:
@@ -358,9 +380,9 @@ def test_the_lock_opens_again() -> None:
     assert [gate.check("a", "") for _ in range(6)] == ["wrong"] * 5 + ["locked"]
     assert gate.check("b", "Bearer t") == "open"
     now[0] = 29.0
-    assert gate.check("a", "Bearer t") == "locked"
-    now[0] = 31.0
     assert gate.check("a", "Bearer t") == "open"
+    assert gate.check("a", "") == "locked"
+    now[0] = 31.0
     assert [gate.check("a", "\udc80Bearer") for _ in range(4)] == ["wrong"] * 4
 
 

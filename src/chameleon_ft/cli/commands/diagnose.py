@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -71,10 +72,12 @@ def main(arguments: Sequence[str]) -> int:
     out.text(str(run.path), "bold")
     if damaged:
         out.text(describe_damage(damaged))
+    steps = max((event["steps"] for event in events if event["event"] == "started"), default=math.inf)
     for diagnosis in found:
         out.text("")
         workers = listed("worker", [culprit.worker for culprit in diagnosis.culprits])
-        out.text(f"Incident {diagnosis.number} of {len(found)}: {workers} lost in step {diagnosis.step}", "bold")
+        when = f"in step {diagnosis.step}" if diagnosis.step < steps else "after the last step"
+        out.text(f"Incident {diagnosis.number} of {len(found)}: {workers} lost {when}", "bold")
         out.facts([*(fact for culprit in diagnosis.culprits for fact in _facts_of(culprit)), *_actions(diagnosis)])
     if not found:
         out.text("no worker was lost")

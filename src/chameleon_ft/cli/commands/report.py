@@ -39,7 +39,7 @@ class ReportArguments:
     run: RunPath
     """Run directory."""
     step: OptionalInt = None
-    """Step to draw and trace; by default the last that was recorded."""
+    """Print only this step, which is also the one to draw and trace; by default that is the last recorded one."""
     picture: OptionalPath = None
     """Draw that step, predicted and measured: .svg, .png or .pdf."""
     trace: OptionalPath = None
@@ -75,12 +75,12 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{given.run}: no whole step of it was recorded; a run records some if timelines.every is above 0"
         )
-    steps = [(comparison, step) for comparison in comparisons for step in comparison.steps]
-    wanted = [pair for pair in steps if pair[1].step == given.step] if given.step is not None else steps[-1:]
-    if not wanted:
-        known = ", ".join(str(step.step) for _, step in steps)
-        raise ConfigError(f"--step {given.step}: was not recorded; those that were: {known}")
-    comparison, step = wanted[0]
+    if given.step is not None:
+        known = ", ".join(str(step.step) for comparison in comparisons for step in comparison.steps)
+        comparisons = compare_generations(plans, [each for each in recorded if each.step == given.step])
+        if not comparisons:
+            raise ConfigError(f"--step {given.step}: was not recorded; those that were: {known}")
+    comparison, step = [(each, step) for each in comparisons for step in each.steps][-1]
     write_schedule(
         given.picture,
         given.trace,

@@ -18,7 +18,6 @@ from chameleon_ft.observe.sinks.registry import SINKS
 __all__ = ["main"]
 
 _EVERY_S: Final = 1.0
-_OVER: Final = ("finished", "interrupted", "terminated", "failed")
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(TrackArguments, arguments, command="track")
     run = RunDirectory.open(given.run)
-    began = time.time()
     chosen = {flag: value for flag in SINKS if (value := getattr(given, flag)) is not None}
     if not chosen:
         raise ConfigError(f"give at least one tool: {', '.join(f'--{flag}' for flag in SINKS)}")
     deliveries = {flag: SINKS[flag].deliver_to(flag, value, run) for flag, value in chosen.items()}
-    watcher, has_said = RunWatcher(run), False
+    watcher, has_said, is_new = RunWatcher(run), False, False
     try:
         while True:
             lines = watcher.update_readable()
@@ -58,11 +56,11 @@ def main(arguments: Sequence[str]) -> int:
                 has_said = True
                 print(f"chameleon track: {describe_damage(watcher.damaged)}", file=sys.stderr, flush=True)
             for line in lines:
-                is_new = line[1]["time"] >= began
                 for flag, delivery in deliveries.items():
                     if is_new or not SINKS[flag].is_for_news:
                         delivery.deliver(line)
-            if not lines and watcher.report().condition in _OVER:
+            is_new = True  # what follows; the clock of the run may be another
+            if not lines and watcher.report().is_over:
                 return 0
             time.sleep(_EVERY_S)
     finally:

@@ -6,8 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalStr, RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import (
+    OptionalFloat,
+    OptionalInt,
+    OptionalStr,
+    RunPath,
+    Switch,
+    metavar,
+    parse_arguments,
+)
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import check_job_reference
 from chameleon_ft.observe import RunDirectory
@@ -30,10 +39,15 @@ class VerifyArguments:
     """Repeat only the first steps; by default all."""
     tolerance: OptionalFloat = None
     """Largest relative deviation of a loss that is allowed; by default 1e-5, and 2e-3 for a run in bf16."""
-    against: OptionalStr = None
-    """Compare with a loop of your own, FILE.py[:FUNCTION], by default the function `loop`: a generator that yields the
-    loss of each step, or (loss, gradient norm), and may return the state dict of nn.Sequential(*layers) at its end,
-    which is compared with the newest checkpoint. It gets the configuration of the run if it takes an argument."""
+    against: Annotated[
+        OptionalStr,
+        metavar(
+            "FILE.py[:LOOP]",
+            "Compare with a loop of your own, by default the function `loop`: a generator that yields the loss of each "
+            "step, or (loss, gradient norm), and may return the state dict of nn.Sequential(*layers) at its end, which "
+            "is compared with the newest checkpoint. It gets the configuration of the run if it takes an argument.",
+        ),
+    ] = None
     json: Switch = False
     """Print the result as JSON."""
 

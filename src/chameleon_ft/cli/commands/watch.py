@@ -26,7 +26,6 @@ __all__ = ["main"]
 _EVERY_S: Final = 0.5
 _NEWS: Final = 12
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_OVER: Final = ("finished", "interrupted", "terminated", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         with Live(screen.drawn(), console=Console(highlight=False), auto_refresh=False) as live:
             while True:
                 live.update(screen.drawn(), refresh=True)
-                if watcher.report().condition in _OVER:
+                if watcher.report().is_over:
                     return 0
                 time.sleep(_EVERY_S)
 

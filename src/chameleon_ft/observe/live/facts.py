@@ -27,16 +27,17 @@ def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
         age = "" if report.last_step_age_s is None else f", {duration(report.last_step_age_s)} ago"
         share = (last.step + 1) / report.steps
         yield "step", f"{last.step:,} of {report.steps:,} ({share:.1%}), {loss}{age}"
+    unit = report.unit
     if (pace := report.pace) is not None:
-        yield "pace", f"{duration(pace.step_s)} a step, {pace.tokens_per_s:,.0f} tokens/s, over {pace.since}"
+        yield "pace", f"{duration(pace.step_s)} a step, {pace.tokens_per_s:,.0f} {unit}/s, over {pace.since}"
         if pace.data_share >= _TOLD_SHARE:
             yield "data wait", f"{pace.data_share:.1%} of the time of these steps, in which samples were read"
     if pace is not None and (earlier := report.earlier) is not None:
         change = f"{pace.step_s / earlier.step_s - 1:+.1%} step time"
-        then = f"{duration(earlier.step_s)} a step, {earlier.tokens_per_s:,.0f} tokens/s"
+        then = f"{duration(earlier.step_s)} a step, {earlier.tokens_per_s:,.0f} {unit}/s"
         yield f"{earlier.since}", f"{then}; {change} since"
     if report.goodput is not None:
-        yield "goodput", f"{report.goodput:.1%} of the time went into steps that count; {report.tokens:,.0f} tokens"
+        yield "goodput", f"{report.goodput:.1%} of the time went into steps that count; {report.tokens:,.0f} {unit}"
     if report.eta_s is not None:
         yield "ends in", f"{duration(report.eta_s)}, at this pace and goodput"
     if report.generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from chameleon_ft.observe.live.steps import Pace
 from chameleon_ft.observe.live.workers import WorkerState
@@ -28,6 +28,9 @@ CONDITIONS: Final[Mapping[Condition, str]] = {
     "failed": "ended by an error",
 }
 """Description of each condition of a run."""
+
+ENDED: Final = frozenset(get_args(RunStatus))
+"""Conditions of a run that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,16 @@ class RunReport:
     next_failure_s: float | None
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.condition in ENDED
+
+    @property
+    def unit(self) -> str:
+        """See `StepRecord.unit`."""
+        return "tokens" if self.last is None else self.last.unit
+
+    @property
     def last_step_age_s(self) -> float | None:
         """Seconds since the newest step was committed; None before the first."""
         return None if self.last is None else max(0.0, self.at - self.last.time)
@@ -142,4 +155,4 @@ class RunReport:
             if saved is not None:
                 values[name] = {**asdict(saved), "age_s": max(0.0, self.at - saved.time)}
         values["costs"] = {**asdict(self.costs), "stall_s": self.costs.stall_s}
-        return {**values, "last_step_age_s": self.last_step_age_s}
+        return {**values, "unit": self.unit, "last_step_age_s": self.last_step_age_s}

@@ -42,6 +42,7 @@ class RunState:
         events: all events, in their order.
         arriving: layers that move to a worker while the run trains, such as "0-3, 7", by its number.
         ending: how the run ended; None while it is live.
+        latest: time of the newest record, in Unix seconds of the clock of the records; None before the first.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -55,7 +56,7 @@ class RunState:
         self._began: float | None = None
         self._session: float | None = None  # when it was started or last resumed
         self._up_s = 0.0  # seconds of the sessions before
-        self._latest: float | None = None  # time of the newest record
+        self.latest: float | None = None
         self.ending: Ending | None = None
         self._unresolved: list[int] = []  # workers that are lost, with no step committed since
         self._read = ""  # a sample that takes long to read, by which worker; likewise
@@ -73,7 +74,7 @@ class RunState:
             self._step(StepRecord.from_json(fields))
         else:
             self._event(fields["event"], fields["time"], fields)
-        self._latest = max(fields["time"], self._latest or 0.0)
+        self.latest = max(fields["time"], self.latest or 0.0)
 
     def report(self, now: float, *, has_coordinator: bool | None) -> RunReport:
         """Return the state of the run.
@@ -88,10 +89,14 @@ class RunState:
         workers = self.workers.by_state(in_plan)
         count = sum(len(workers.get(state, ())) for state in ("live", "slow", "draining", "spare"))
         condition, reason = self._condition(now, has_coordinator=has_coordinator)
-        is_over = condition in ("finished", "interrupted", "terminated", "failed", "lost")
+        has_ended = self.ending is not None
+        if has_ended:  # no worker trains any more
+            workers = {state: each for state, each in workers.items() if state in ("lost", "left")}
         left = self._total_steps - (0 if last is None else last.step + 1)
         goodput = self._goodput
-        eta_s = None if is_over or pace is None or not goodput else left * pace.step_s / goodput
+        eta_s = (
+            None if has_ended or condition == "lost" or pace is None or not goodput else left * pace.step_s / goodput
+        )
         return RunReport(
             run=str(self._run.path),
             condition=condition,
@@ -109,13 +114,15 @@ class RunState:
             policy=self._policy,
             workers=workers,
             hosts=dict(self.workers.hosts),
-            speeds=dict(self.workers.speeds),
-            link_speeds={f"{first}-{second}": each for (first, second), each in self.workers.link_speeds.items()},
+            speeds={} if has_ended else dict(self.workers.speeds),
+            link_speeds={}
+            if has_ended
+            else {f"{first}-{second}": each for (first, second), each in self.workers.link_speeds.items()},
             checkpoint=self._saved.get("checkpoint"),
             checkpoint_error=self._error,
             snapshot=self._saved.get("snapshot"),
             costs=self._costs,
-            next_failure_s=self._next_failure_s(count),
+            next_failure_s=None if has_ended else self._next_failure_s(count),
         )
 
     @property
@@ -137,8 +144,8 @@ class RunState:
         self.workers.event(name, fields)
         match name:
             case "started":
-                if self._session is not None and self._latest is not None:
-                    self._up_s += self._latest - self._session
+                if self._session is not None and self.latest is not None:
+                    self._up_s += self.latest - self._session
                 self._began = time if self._began is None else self._began
                 self._session, self.ending, self._total_steps = time, None, fields["steps"]
                 self._unresolved.clear()
@@ -184,7 +191,7 @@ class RunState:
             return "recovering", f"lost {numbers}; no step is committed since"
         if self._read:
             return "reading", self._read
-        pace, latest = self.steps.recent, self._latest or now
+        pace, latest = self.steps.recent, self.latest or now
         limit_s = max(_SILENT_S, _SILENT_STEPS * (0.0 if pace is None else pace.step_s))
         if now - latest > limit_s:
             return "silent", f"no record for {now - latest:.0f} s"
@@ -193,14 +200,14 @@ class RunState:
     @property
     def _goodput(self) -> float | None:
         """Return the share of the time since the start in which steps were trained that count, without stalls."""
-        if self._session is None or self._latest is None or not len(self.steps):
+        if self._session is None or self.latest is None or not len(self.steps):
             return None
-        up_s = self._up_s + self._latest - self._session
+        up_s = self._up_s + self.latest - self._session
         return min(1.0, self.steps.useful_s / up_s) if up_s > 0 else None
 
     def _next_failure_s(self, workers: int) -> float | None:
         """Return the expected seconds until the next incident, as learned from those of the run."""
-        if not workers or self._session is None or self._latest is None:
+        if not workers or self._session is None or self.latest is None:
             return None
         recovery = self.config.recovery
         model = FailureModel(
@@ -208,6 +215,6 @@ class RunState:
             prior_failures=recovery.prior_weight,
             prior_host_failure_fraction=recovery.host_failure_fraction,
             failures=self._costs.incidents,
-            worker_s=workers * (self._up_s + self._latest - self._session),
+            worker_s=workers * (self._up_s + self.latest - self._session),
         )
         return model.horizon_s(workers)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from chameleon_ft.observe.records import StepRecord
+from chameleon_ft.quantities import counted
 
 __all__ = ["RECENT_STEPS", "Pace", "Series", "StepHistory"]
 
@@ -87,7 +88,8 @@ class StepHistory:
     @property
     def recent(self) -> Pace | None:
         """The pace of the newest steps; None before the first."""
-        return self._pace(self._plain[-RECENT_STEPS:], f"the last {RECENT_STEPS} steps")
+        newest = self._plain[-RECENT_STEPS:]
+        return self._pace(newest, f"the last {counted(len(newest), 'step')}")
 
     def earlier(self, now: float) -> Pace | None:
         """Return the pace to compare with: that of a day ago, or else of all steps before the newest ones."""

@@ -20,7 +20,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page.feed import Feed, as_json
 from chameleon_ft.observe.page.gate import TokenGate
-from chameleon_ft.observe.page.metrics import CONTENT_TYPE, exposition
+from chameleon_ft.observe.page.metrics import exposition
 
 __all__ = ["STATIC", "Actions", "page_app"]
 
@@ -54,7 +54,9 @@ class Actions(Protocol):
         """End the run with a checkpoint."""
 
 
-def page_app(watcher: RunWatcher, *, token: str, actions: Actions, host: str) -> Starlette:
+def page_app(
+    watcher: RunWatcher, *, token: str, actions: Actions, host: str, scraped: Callable[[bool], object] = bool
+) -> Starlette:
     """Return the application for the page of a run.
 
     Args:
@@ -62,8 +64,9 @@ def page_app(watcher: RunWatcher, *, token: str, actions: Actions, host: str) ->
         token: needed for actions; all may look.
         actions: what they do.
         host: on which it listens.
+        scraped: told at each scrape whether it was of a run that is over.
     """
-    endpoints = _Endpoints(watcher, TokenGate(token), actions)
+    endpoints = _Endpoints(watcher, TokenGate(token), actions, scraped)
     middleware = [Middleware(_SafeHeaders)]
     if host in _LOOPBACK:
         middleware.append(Middleware(_LocalNames))
@@ -96,7 +99,10 @@ class _RefusedError(Exception):
 
 
 class _Endpoints:
-    def __init__(self, watcher: RunWatcher, gate: TokenGate, actions: Actions) -> None:
+    def __init__(
+        self, watcher: RunWatcher, gate: TokenGate, actions: Actions, scraped: Callable[[bool], object]
+    ) -> None:
+        self._scraped_the_end = scraped
         self._watcher = watcher
         self._gate = gate
         self._actions = actions
@@ -112,9 +118,11 @@ class _Endpoints:
     async def index(self, _: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         report = await self._feed.report(newest_s=0.1)
-        return Response(exposition(self._watcher.state, report), headers={"Content-Type": CONTENT_TYPE})
+        content, kind = exposition(self._watcher.state, report, accept=request.headers.get("Accept", ""))
+        self._scraped_the_end(report.is_over)
+        return Response(content, headers={"Content-Type": kind})
 
     async def state(self, _: Request) -> Response:
         return _json(await self._feed.whole())
@@ -171,8 +179,8 @@ async def _body(request: Request) -> Mapping[str, Any]:
             raise _RefusedError(413, "the request is too long")
     try:
         values = json.loads(content or b"{}")
-    except ValueError:
-        raise _RefusedError(400, "the request is not JSON") from None
+    except (ValueError, RecursionError):
+        raise _RefusedError(400, "the request is not JSON, or nested too deeply") from None
     if not isinstance(values, dict):
         raise _RefusedError(400, "the request should be a JSON object")
     return values

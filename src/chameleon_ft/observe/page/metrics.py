@@ -1,4 +1,4 @@
-"""The state of a run as metrics in the OpenMetrics format."""
+"""The state of a run as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,7 +15,6 @@ from prometheus_client.metrics_core import (
     Metric,
     StateSetMetricFamily,
 )
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from chameleon_ft.observe.live.report import CONDITIONS, RunReport
@@ -22,9 +22,7 @@ from chameleon_ft.observe.live.run_state import RunState
 from chameleon_ft.observe.live.workers import WORKER_STATES
 from chameleon_ft.observe.records import OutcomeRecord
 
-__all__ = ["CONTENT_TYPE", "exposition"]
-
-CONTENT_TYPE: Final[str] = CONTENT_TYPE_LATEST
+__all__ = ["exposition"]
 
 _COUNTED: Final[Mapping[str, tuple[str, str]]] = {
     "bad_step": ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
@@ -37,11 +35,15 @@ _COUNTED: Final[Mapping[str, tuple[str, str]]] = {
 """Events that are counted: name and help of the metric."""
 
 
-def exposition(state: RunState, report: RunReport) -> bytes:
-    """Return the metrics of a run as text in the OpenMetrics format."""
+def exposition(state: RunState, report: RunReport, *, accept: str = "") -> tuple[bytes, str]:
+    """Return the metrics of a run, and their content type, in the format that an Accept header asks for.
+
+    That is OpenMetrics if it is named, and else Prometheus' text format.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(state, report))
-    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
 
 
 class _Collector(Collector):

@@ -26,6 +26,7 @@ function showReport(next) {
   document.title = `${report.condition}: ${name}`;
   $("condition").textContent = report.condition;
   $("condition").dataset.condition = report.condition;
+  $("rate").textContent = `Throughput, ${report.unit}/s`;
   $("reason").textContent = report.reason;
   $("run").textContent = report.run;
   const done = last ? last.step + 1 : 0;
@@ -38,7 +39,7 @@ function showReport(next) {
   const tiles = [
     ["loss", last && last.loss != null ? last.loss.toFixed(4) : "–", last ? `step ${count(last.step)}` : ""],
     ["step time", report.pace ? duration(report.pace.step_s) : "–", against],
-    ["tokens/s", report.pace ? count(Math.round(report.pace.tokens_per_s)) : "–", `${count(report.tokens)} tokens in all`],
+    [`${report.unit}/s`, report.pace ? count(Math.round(report.pace.tokens_per_s)) : "–", `${count(report.tokens)} ${report.unit} in all`],
     ["last step", report.last_step_age_s == null ? "–" : duration(report.last_step_age_s), "ago"],
     ["goodput", report.goodput == null ? "–" : `${(100 * report.goodput).toFixed(1)}%`, "of the time trains steps that count"],
     ["workers", Object.entries(report.counts).map(([state, n]) => `${n} ${state}`).join(", ") || "–", `plan ${report.generation}, ${report.policy}`],
@@ -72,7 +73,7 @@ function makeCharts() {
   };
   charts = [
     chart("chart-loss", [["loss", "loss", "--accent", 1.6]]),
-    chart("chart-rate", [["tokens_per_s", "tokens/s", "--joining", 1.6]]),
+    chart("chart-rate", [["tokens_per_s", "a second", "--joining", 1.6]]),
     chart("chart-step", [["longest_s", "longest", "--slow", 0.7], ["step_s", "mean", "--accent", 1.6]]),
   ];
   drawCharts();
