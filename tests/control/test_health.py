@@ -143,6 +143,13 @@ def test_a_worker_that_got_its_copy_from_another_makes_no_majority() -> None:
     assert history.state.checkpoints.is_reread, "worker 1 has a copy from worker 0 or 2"
 
 
+def test_a_newcomer_that_differs_from_the_only_witness_is_at_fault() -> None:
+    health = Health().loaded(0, Placement(2, {each: (LayerRange(0, 2),) for each in range(2)})).without(1)
+    assert health.differs(4, {0: {0: 5, 1: 6}}).odd == {1: (0,)}
+    both = health.differs(4, {0: {0: 5, 1: 6, 2: 6}})
+    assert (both.odd, both.undecided) == ({}, {0: (0, 1, 2)}), "they may have a copy from before the witness changed"
+
+
 def test_a_lost_worker_is_no_witness_any_more() -> None:
     health = Health().loaded(0, Placement(2, {each: (LayerRange(0, 2),) for each in range(3)}))
     assert health.without(1).witnesses == {0: (0, 2), 1: (0, 2)}
@@ -175,7 +182,9 @@ def test_whoever_is_lost_differs_from_more_than_half_of_the_witnesses(
     for worker in found.odd:
         most, count = votes.most_common(1)[0]
         assert checksums[worker] != most
-        assert 2 * count > sum(votes.values()) >= 2
+        newcomers = Counter(checksums[each] for each in checksums if each not in witnesses)
+        assert 2 * count > sum(votes.values())
+        assert count >= 2 or set(newcomers.values()) == {1}
     if not found.odd and len(set(checksums.values())) > 1:
         assert found.doubted == set(checksums)
 

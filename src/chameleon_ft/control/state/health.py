@@ -49,8 +49,9 @@ class Health:
     """The agreement of the holders of each layer.
 
     A holder that got its copy of a layer from another one since they last agreed proves nothing: it would have received
-    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then. There
-    are none if owners of slices update it, because they send it to the other holders after every step.
+    the wrong state, too. So only `witnesses` make up a majority: the holders that have had the layer since then. A
+    newcomer that alone differs from the only witness is at fault. There are no witnesses if owners of slices update the
+    layer, because they send it to the other holders after every step.
 
     Attributes:
         agreed: updates after which all holders agreed, or after which the state was loaded.
@@ -134,10 +135,16 @@ class Health:
         return Disagreement(step, {worker: tuple(sorted(odd[worker])) for worker in sorted(odd)}, undecided)
 
     def _majority(self, layer: int, found: Mapping[int, int]) -> int | None:
-        """Return the checksum of two witnesses or more that are more than half of those of a layer."""
-        witnesses = [found[worker] for worker in self.witnesses.get(layer, ()) if worker in found]
-        for checksum, count in Counter(witnesses).items():
-            if count >= 2 and 2 * count > len(witnesses):
+        """Return the checksum of more than half of the witnesses of a layer, of two or more or of a single one.
+
+        A single one counts only if no two newcomers agree: these may have a copy from before its state became wrong.
+        """
+        known = self.witnesses.get(layer, ())
+        witnesses = Counter(found[worker] for worker in known if worker in found)
+        newcomers = Counter(checksum for worker, checksum in found.items() if worker not in known)
+        for checksum, count in witnesses.items():
+            least = 1 if set(newcomers.values()) == {1} else 2
+            if count >= least and 2 * count > witnesses.total():
                 return checksum
         return None
 
