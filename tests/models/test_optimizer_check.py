@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -97,9 +98,22 @@ def split(parameters: Any) -> torch.optim.Optimizer:
     return FirstOnly([{"params": [p for p in parameters if p.ndim == n]} for n in (1, 2)], lr=0.1)
 
 
+UPDATES = itertools.count()
+
+
+def counted_in_a_process(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def set_rate(own: torch.optim.Optimizer, *_: Any) -> None:
+        own.param_groups[0]["lr"] = 0.1 / (1 + next(UPDATES))
+
+    optimizer.register_step_pre_hook(set_rate)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     "optimizer",
-    [Noisy, Averaging, Hiding, clipping, split, with_buffers, by_values, of_others],
+    [counted_in_a_process, Noisy, Averaging, Hiding, clipping, split, with_buffers, by_values, of_others],
     ids=lambda each: each.__name__,
 )
 def test_an_optimizer_that_needs_more_than_a_worker_has_is_refused(optimizer: Any) -> None:

@@ -23,7 +23,7 @@ from chameleon_ft.sync import Segment
 from tests.runtime.sliced import CPU, LAYERS, WHOLE, exchange, in_bf16, sharding
 from tests.runtime.toy import SEED, toy_job
 
-STEPS = 4
+STEPS = 5
 JOINS = 2  # updates after which a worker gets a layer
 
 Parameters = Sequence[nn.Parameter]
@@ -134,6 +134,22 @@ def counted_in_a_default(own: Parameters) -> torch.optim.Optimizer:
     return optimizer
 
 
+def counted_by_a_local_class(own: Parameters) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.9)
+    schedule = in_sequence(optimizer)
+
+    class Stepping:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, *_: Any) -> None:
+            self.calls += 1
+            schedule.step()
+
+    optimizer.register_step_post_hook(Stepping())
+    return optimizer
+
+
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "by dimensions": by_dimensions,
     "by shape": by_shape,
@@ -147,6 +163,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "SequentialLR": partial(scheduled, in_sequence),
     "a closure": counted_in_a_closure,
     "a default": counted_in_a_default,
+    "a local class": counted_by_a_local_class,
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
     "AdamW, fused": partial(torch.optim.AdamW, fused=True),
     "NAdam, foreach": partial(torch.optim.NAdam, foreach=True),

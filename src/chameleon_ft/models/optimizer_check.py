@@ -18,6 +18,7 @@ from chameleon_ft.models.precision import parameter_like
 __all__ = ["check_optimizer"]
 
 _MOST_TRIED: Final = 16  # parameters
+_UPDATES: Final = 3  # before a restart, and after it
 
 
 def check_optimizer(job: Job, *, device: torch.device) -> None:
@@ -35,13 +36,17 @@ def check_optimizer(job: Job, *, device: torch.device) -> None:
             f"`optimizer` returned {name}, which cannot make an update ({type(error).__name__}: {error}); it is called "
             "by step(), without a closure, and all gradients are dense"
         ) from error
+    for step in range(1, _UPDATES):
+        whole.update(step)
     first, values = copy.deepcopy(whole.parts), whole.model.values.changed()
-    whole.update(1)
+    for step in range(_UPDATES, 2 * _UPDATES):
+        whole.update(step)
     tried = list(whole.parts)
     for places in (tried[:1], tried[1:]):
         some = _SmallOptimizer(whole.model.anew(), device, places)
         try:
-            some.update(0)
+            for step in range(_UPDATES):
+                some.update(step)
         except Exception as error:
             raise ConfigError(
                 f"`optimizer` returned {name}, which cannot update a part of the parameters ({type(error).__name__}: "
@@ -60,7 +65,8 @@ def check_optimizer(job: Job, *, device: torch.device) -> None:
             )
         again = _SmallOptimizer(whole.model.anew(), device, places)
         again.restore(some)
-        again.update(1)
+        for step in range(_UPDATES, 2 * _UPDATES):
+            again.update(step)
         if not again.is_close(whole.parts):
             raise ConfigError(
                 f"`optimizer` returned {name}, which updates parameters differently after its state is restored; keep "

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from chameleon_ft.errors import ConfigError
 
@@ -114,6 +115,7 @@ def _opened(value: Any) -> tuple[Any, list[tuple[str, Any]]]:
             defaults: dict[Any, Any] = {**dict(enumerate(value.__defaults__ or ())), **(value.__kwdefaults__ or {})}
             return vars(value), [
                 *cells,
+                *_globals_of(value),
                 *_named(vars(value)),
                 *((f"default-{key}", own) for key, own in defaults.items()),
             ]
@@ -128,9 +130,32 @@ def _opened(value: Any) -> tuple[Any, list[tuple[str, Any]]]:
     container = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
     parts = [] if container is None else _named(dict(_pairs(container)))
     is_optimizer = isinstance(value, torch.optim.Optimizer)
+    parts += [
+        (name, own)
+        for kind in type(value).__mro__
+        if not _is_of_torch(kind)
+        for name, own in vars(kind).items()
+        if isinstance(own, FunctionType)
+    ]
     return container, [
         (name, own) for name, own in parts if not _is_data(own) and not (is_optimizer and name == "state")
     ]
+
+
+def _globals_of(function: FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function of a job uses of its module: functions, objects, and schedulers of learning rates."""
+    module, found = function.__module__, []
+    for name in () if _is_of_torch(function) else function.__code__.co_names:
+        own = function.__globals__.get(name)
+        is_function = isinstance(own, FunctionType) and own.__module__ == module
+        is_object = isinstance(own, LRScheduler) or type(own).__module__ == module
+        if is_function or is_object:
+            found.append((name, own))
+    return found
+
+
+def _is_of_torch(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in ("torch", "builtins")
 
 
 def _named(parts: Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import Quiesced, StartGeneration, Switched
 from chameleon_ft.errors import ControlError
 from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.observe import RunDirectory, Storage, checkpoint_storage
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.runtime.activity import SlowIOReporter
@@ -70,6 +71,7 @@ class RankState:
     def __post_init__(self) -> None:
         # Nothing can be trained without this state, so an object store that does not answer is waited for.
         self.checkpoints = checkpoint_storage(self.config, self.run, gives_up=False)
+        self._optimizer = ModelOptimizer(self.job)  # here, because no other worker waits yet
         is_emulated = self.stand_in_scale is not None
         self.snapshots = SnapshotStore(pins_memory=self.device.type == "cuda")
         # The stand-ins of an emulated device are too small to be worth preallocating.
@@ -268,6 +270,7 @@ class RankState:
             device=self.device,
             boundaries=self.boundaries,
             owned=None if sharding is None else sharding.owned_by(self.worker),
+            optimizer=self._optimizer,
         )
 
     def _new_committer(self, held: HeldLayers, order: StartGeneration) -> Committer:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import seed_forward
+from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
@@ -27,6 +28,7 @@ class HeldLayers:
     Args:
         boundaries: expected output of each layer of the model; empty: any.
         owned: layer -> the ranges of units that the rank updates; None: all of its layers.
+        optimizer: of the job, if the process has made one before, which saves time.
 
     Attributes:
         arriving: layers that are blank, because their state has not arrived yet. They are not held: no
@@ -42,6 +44,7 @@ class HeldLayers:
         device: torch.device,
         boundaries: Sequence[BoundarySpec] = (),
         owned: Mapping[int, Sequence[Range]] | None = None,
+        optimizer: ModelOptimizer | None = None,
     ) -> None:
         self._job = job
         self._checked = boundaries[:-1]  # the last output goes into the loss, and is not sent
@@ -49,7 +52,7 @@ class HeldLayers:
         self._device = device
         self._layers: dict[int, HeldLayer] = {}
         self.arriving: frozenset[int] = frozenset()
-        self._optimizer = LayerOptimizer(job)
+        self._optimizer = LayerOptimizer(job, optimizer)
         self._optimizer.owned = owned
         masters = {}
         for layer in sorted(layers):

@@ -142,13 +142,16 @@ class LayerOptimizer:
 
     The state of layers and slices may be read in any thread, also while other parameters take the place of these.
 
+    Args:
+        model: an optimizer of the job, without which all layers are built on the meta device.
+
     Attributes:
         owned: layer -> the ranges of units that the rank owns; None: it updates all parameters of its layers.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, model: ModelOptimizer | None = None) -> None:
         self._job = job
-        self._model = ModelOptimizer(job)
+        self._model = ModelOptimizer(job) if model is None else model.anew()
         self._updating = _Updating()
         self._values: str | None = ""  # of the optimizer, once it is known
         self.owned: Mapping[int, Sequence[Range]] | None = None
