@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from chameleon_ft.config import Batch, Health, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.sync import Segment
+from tests.configs import unhurried
+from tests.harness import PATIENT, assert_as_the_plain_loop, fails
+from tests.histories import train_until
 from tests.runtime.sliced import CPU, LAYERS, WHOLE, exchange, in_bf16, sharding
 from tests.runtime.toy import SEED, toy_job
 
@@ -258,3 +262,48 @@ def test_a_checkpoint_has_all_that_the_optimizer_keeps(name: str, tmp_path: Path
     for step in range(JOINS, STEPS):
         update(resumed, step)
     assert_trained(resumed, plainly(job))
+
+
+def with_all_habits(own: Parameters) -> torch.optim.Optimizer:
+    """Groups by shape and attribute, with rates of their own, and a scheduler."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in own if p.ndim > 1 and p.shape[0] == 9], "weight_decay": 5.0},
+        {"params": [p for p in own if p.ndim > 1 and p.shape[0] != 9], "lr": 3e-3, "weight_decay": 0.0},
+        {"params": [p for p in own if p.ndim <= 1], "lr": 1e-4 * getattr(own[-1], "lr_scale", 1.0)},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+def tagged_head() -> nn.Module:
+    head = toy_job(5).layers[-1]()
+    for parameter in head.parameters():
+        parameter.lr_scale = 10.0  # type: ignore[attr-defined]
+    return head
+
+
+def real_job() -> Job:
+    job = toy_job(LAYERS, clip_norm=1.0)
+    return replace(job, layers=[*job.layers[:-1], tagged_head], optimizer=with_all_habits, learning_rate=None)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_that_comes_back_has_the_schedule_of_the_others(tmp_path: Path) -> None:
+    config = RunConfig(
+        job=f"{__file__}:real_job",
+        workers=2,
+        steps=100_000,
+        seed=SEED,
+        parallel=Parallel(dp=2, pp=1),
+        batch=Batch(micro_batches=4, micro_batch_size=2),
+        snapshots=Snapshots(every=0),
+        timeouts=PATIENT,
+        recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.0, worker_mtbf_hours=1e6),
+        health=Health(detect_slow=False, check_every=2),
+        failures=(*unhurried(2), fails(1, step=3)),
+    )
+    ended = train_until(config, tmp_path / "run", lambda ended: ended.events("join"))
+    assert not ended.events("state_differs")
+    assert_as_the_plain_loop(ended, steps=200)
