@@ -30,6 +30,7 @@ _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, o
 _SPOILED_FOR_GOOD: Final = ("differs between", "in a row were bad")
 _LOST_NEWCOMER: Final = re.compile(r"worker \d+ is lost")
 _HEALED_S: Final = 15.0  # after the end of a cut, for a newcomer that could not connect before
+_WRITTEN_S: Final = 2.0  # after a disk was full, for what was to be written meanwhile
 _BACK_S: Final = 30.0  # in which a lost worker is back
 _ABSENCES: Final = ("stalled", "took_over", "reclaimed")  # of a coordinator
 
@@ -182,6 +183,11 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
         return
     last = records.failures[-1] if records.failures else None
     if records.first_spoiled is not None and any(found in summary["reason"] for found in _SPOILED_FOR_GOOD):
+        return
+    ended = max(event.get("time", 0.0) for event in records.events)
+    if "the last checkpoint could not be written" in summary["reason"] and any(
+        each.strike.target == "disk" and each.began <= ended <= each.ended + _WRITTEN_S for each in records.struck
+    ):
         return
     if exit_code != 1 or summary["status"] != "failed" or last is None or last.policy != "stop":
         yield f"it ended with exit code {exit_code}, status {summary['status']}: {summary['reason']}"
