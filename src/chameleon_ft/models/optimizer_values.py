@@ -26,8 +26,8 @@ _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtyp
 _OPAQUE: Final = (*_SCALARS, Tensor, nn.Module, type, ModuleType, torch.device, torch.Generator)
 _PARAMS: Final = "params"  # of a group
 
-Values = Mapping[str, Mapping[Any, Any]]
-"""Path of a container -> key in it -> value."""
+Values = Mapping[tuple[str, Any], Any]
+"""(Path of a container, key in it) -> value."""
 
 
 class OptimizerValues:
@@ -39,24 +39,22 @@ class OptimizerValues:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._initial = {
-            (path, key): copy.deepcopy(value) for path, each in self._containers() for key, value in _leaves(each)
-        }
-        for (path, key), value in self._initial.items():
-            if _is_without_values(value):
-                raise ConfigError(
-                    f"`optimizer` returned {type(optimizer).__name__}, which keeps tensors of parameters in "
-                    f"{path}/{key}; keep them in its state[parameter], from the first step on"
-                )
+        self._initial = copy.deepcopy(self._values())
+        if odd := [f"{path}/{key}" for (path, key), value in self._initial.items() if _is_without_values(value)]:
+            raise ConfigError(
+                f"`optimizer` returned {type(optimizer).__name__}, which keeps tensors of parameters in {odd[0]}; keep "
+                "them in its state[parameter], from the first step on"
+            )
 
-    def changed(self) -> dict[str, dict[Any, Any]]:
+    def changed(self) -> dict[tuple[str, Any], Any]:
         """Return copies of the values that are not as they were at first."""
-        found: dict[str, dict[Any, Any]] = {}
-        for path, each in self._containers():
-            for key, value in _leaves(each):
-                if (path, key) not in self._initial or not _is_equal(value, self._initial[path, key]):
-                    found.setdefault(path, {})[key] = copy.deepcopy(value)
-        return found
+        return copy.deepcopy(
+            {
+                place: value
+                for place, value in self._values().items()
+                if place not in self._initial or not _is_equal(value, self._initial[place])
+            }
+        )
 
     def restore(self, changed: Values) -> None:
         """Take over what `changed` gave, here or in another worker; all others are as they were at first.
@@ -65,20 +63,20 @@ class OptimizerValues:
             ConfigError: there is nothing that could have such a value.
         """
         containers = dict(self._containers())
-        if missing := sorted(changed.keys() - containers.keys()):
+        if missing := sorted(path for path, _ in changed if path not in containers):
             raise ConfigError(
                 f"{type(self._optimizer).__name__} keeps values in {missing[0]}, which it does not have before its "
                 "first step; make it with the optimizer, or keep them in its groups"
             )
-        for path, each in containers.items():
-            given = changed.get(path, {})
-            for key, value in list(_leaves(each)):
-                if key not in given and (path, key) in self._initial and not _is_equal(value, self._initial[path, key]):
-                    _put(each, key, self._initial[path, key])
-                elif key not in given and (path, key) not in self._initial and isinstance(each, dict):
-                    del each[key]
-            for key, value in given.items():
-                _put(each, key, value)
+        for path, key in self._values().keys() - self._initial.keys() - changed.keys():
+            if isinstance(containers[path], dict):
+                del containers[path][key]
+        for (path, key), value in {**self._initial, **changed}.items():
+            if path in containers:
+                _put(containers[path], key, value)
+
+    def _values(self) -> dict[tuple[str, Any], Any]:
+        return {(path, key): value for path, each in self._containers() for key, value in _leaves(each)}
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
         """Yield all dictionaries, lists and cells that may have values, each once, by path."""
@@ -97,13 +95,11 @@ class OptimizerValues:
 
 def different_values(changed: Values, other: Values) -> list[str]:
     """Return the paths of values that differ between two results of `OptimizerValues.changed`."""
-    paths = {f"{path}/{key}": each[key] for path, each in changed.items() for key in each}
-    others = {f"{path}/{key}": each[key] for path, each in other.items() for key in each}
     missing = object()
     return sorted(
-        path
-        for path in paths.keys() | others.keys()
-        if not _is_equal(paths.get(path, missing), others.get(path, missing))
+        f"{place[0]}/{place[1]}"
+        for place in changed.keys() | other.keys()
+        if not _is_equal(changed.get(place, missing), other.get(place, missing))
     )
 
 
