@@ -59,10 +59,11 @@ def test_a_complete_search_equals_trying_everything(seed: int) -> None:
             find_plan(costs, effort=None)
         return
     found = find_plan(costs, effort=None)
-    assert found.best.step_s == pytest.approx(least_s, rel=1e-9)
-    assert found.complete
+    # Programs may fit the memory under larger limits than those that hold for any order of operations.
+    assert found.bound_s <= found.best.step_s <= least_s * (1 + 1e-9)
+    assert found.exhaustive
     assert found.family is BoundFamily.PIPELINES
-    assert found.bound_s <= least_s * (1 + 1e-9)
+    assert found.complete == (found.best.step_s <= found.bound_s * (1 + 1e-8))
 
 
 def lists(workers: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
@@ -228,7 +229,7 @@ def test_the_bound_of_many_classes_is_that_of_equal_workers() -> None:
     costs = CostModel(Workload((LayerCost("layer", 1.0, 1.0, 1.0),) * 12, 24, 1), Cluster(workers, link, link))
     found = find_plan(costs)
     assert found.family is BoundFamily.PIPELINES
-    assert not found.complete
+    assert not found.exhaustive
     assert 0 <= found.gap < 0.5
     program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program
     assert found.bound_s <= estimate_step(found.best.plan, program, costs).step_s
@@ -266,13 +267,39 @@ def test_other_plans_keep_to_the_given_limits() -> None:
     assert kept[True].peak_bytes < kept[False].peak_bytes
 
 
-def test_nothing_is_complete_where_links_differ() -> None:
+@pytest.mark.parametrize(
+    ("seed", "memory_bytes", "most_s"), [(1, 33, 29.751), (6, 26, 29.11), (32, 28, 25.19), (42, 19, 12.81)]
+)
+def test_programs_use_memory_that_other_orders_would_not_leave(seed: int, memory_bytes: int, most_s: float) -> None:
+    """Limits that hold for any order of operations would have them take 1.2 to 1.7 times as long."""
+    rng = random.Random(seed)
+    workers, layers, micro_batches = rng.randint(4, 9), rng.randint(3, 7), rng.randint(2, 12)
+    costs = instance(
+        rng,
+        workers=workers,
+        layers=layers,
+        micro_batches=micro_batches,
+        kinds=rng.choice([1, 1, 2]),
+        memory=False,
+    )
+    limited = tuple(dataclasses.replace(worker, memory_bytes=memory_bytes) for worker in costs.cluster.workers)
+    costs = CostModel(costs.workload, Cluster(limited, costs.cluster.intra_host, costs.cluster.inter_host))
+    found = find_plan(costs)
+    program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program
+    estimate = estimate_step(found.best.plan, program, costs)
+    assert estimate.step_s == pytest.approx(found.best.step_s, rel=1e-9)
+    assert not estimate.over_capacity(costs)
+    assert found.bound_s <= found.best.step_s < most_s
+    assert not found.complete or found.gap < 1e-8
+
+
+def test_no_search_is_exhaustive_where_links_differ() -> None:
     layer = LayerCost("layer", 1.0, 1.0, 1.0)
     workload = Workload((layer,) * 2, 2, 1)
     near, far = Link(0.0, math.inf), Link(0.1, math.inf)
     workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
-    assert find_plan(CostModel(workload, Cluster(workers, near, near)), effort=None).complete
-    assert not find_plan(CostModel(workload, Cluster(workers, near, far)), effort=None).complete
+    assert find_plan(CostModel(workload, Cluster(workers, near, near)), effort=None).exhaustive
+    assert not find_plan(CostModel(workload, Cluster(workers, near, far)), effort=None).exhaustive
 
 
 @pytest.mark.parametrize("effort", [2_000, None])

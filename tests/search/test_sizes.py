@@ -66,8 +66,8 @@ def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
             find_plan_of_sizes(costs, effort=None)
         return
     found = find_plan_of_sizes(costs, effort=None)
-    assert found.best.step_s == pytest.approx(min(least_s.values()), rel=1e-9)
-    assert (found.complete, found.family) == (True, BoundFamily.PIPELINES)
+    assert found.best.step_s <= min(least_s.values()) * (1 + 1e-9)
+    assert (found.exhaustive, found.family) == (True, BoundFamily.PIPELINES)
     assert found.bound_s <= found.best.step_s * (1 + 1e-9)
     assert [each.micro_batch_size for each in found.sizes] == [1, 2, 4]
     for each in found.sizes:

@@ -37,7 +37,7 @@ def find_plan(
 
     Pipelines run side by side with any depths, cuts and shares of the micro-batches; stages may recompute any number of
     their layers, and workers may stay idle. With `effort` None the search continues until no such plan can be faster
-    (see `SearchResult.complete`), which is impractical on large instances. Deterministic.
+    (see `SearchResult.exhaustive`), which is impractical on large instances. Deterministic.
 
     Args:
         costs: costs of the workload on the live workers.
@@ -71,7 +71,7 @@ def find_plan(
     return SearchResult(
         best=best,
         bound_s=search.bound_s,
-        complete=search.complete,
+        exhaustive=search.exhaustive,
         mixes=search.mixes,
         alternatives=tuple(alternatives),
         recuts=tuple(each for each in plans if each.name == "recut"),
@@ -85,7 +85,7 @@ class _Searched:
 
     plans: Sequence[FoundPlan]
     bound_s: float
-    complete: bool
+    exhaustive: bool
     mixes: int
     costs: CostModel
 
@@ -113,7 +113,7 @@ def _search(costs: CostModel, current: Placement | None, options: SearchOptions)
         # As many owners as holders have all of the state each.
         holders = holders // 2 if holders > 2 * workload.owners else int(holders > 1)
     plans.sort(key=lambda each: each.step_s)
-    return replace(first, plans=plans, complete=False, mixes=mixes)
+    return replace(first, plans=plans, exhaustive=False, mixes=mixes)
 
 
 def _search_all(costs: CostModel, current: Placement | None, options: SearchOptions) -> _Searched:
@@ -121,7 +121,7 @@ def _search_all(costs: CostModel, current: Placement | None, options: SearchOpti
         search = PlanSearch(costs, cluster, current, options)
         if plans := search.plans():
             break
-    return _Searched(plans, search.bound_s, search.complete, search.mixes, CostModel(costs.workload, cluster))
+    return _Searched(plans, search.bound_s, search.exhaustive, search.mixes, CostModel(costs.workload, cluster))
 
 
 def with_shares(costs: CostModel, holders: int | None = None) -> CostModel:
@@ -207,7 +207,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
     return replace(
         min(found.values(), key=lambda each: each.best.step_s),
         bound_s=min(bounds_s.values()),
-        complete=all(each.complete for each in found.values()),
+        exhaustive=all(each.exhaustive for each in found.values()),
         mixes=sum(each.mixes for each in found.values()),
         sizes=tuple(
             SizeFigures(size, bound_s, found[size].best.step_s if size in found else None)

@@ -71,7 +71,7 @@ class PlanSearch:
         options: options of the search.
 
     Attributes:
-        bound_s, complete, mixes: see `SearchResult`.
+        bound_s, exhaustive, mixes: see `SearchResult`.
     """
 
     def __init__(self, costs: CostModel, cluster: Cluster, current: Placement | None, options: SearchOptions) -> None:
@@ -102,7 +102,7 @@ class PlanSearch:
         self.bound_s = math.inf
         self.mixes = 0
         self._placed_workers = 0
-        self.complete = self._options.complete and not self._with_sync and self._equal_links
+        self.exhaustive = self._options.complete and not self._with_sync and self._equal_links
 
     def plans(self) -> list[FoundPlan]:
         """Return the fastest plans found, on the Pareto front of the figures for choosing plans."""
@@ -129,7 +129,7 @@ class PlanSearch:
         _, all_shapes = shapes_of(counts, len(self._costs.workload.layers))
         is_exact_search = all_shapes and (len(counts) == 1 or is_exact(counts, 1))
         if not is_exact_search or self._costs.cluster != self._real_costs.cluster:
-            self.complete = False
+            self.exhaustive = False
             self.bound_s = bound_of_best_workers_s(self._real_costs, self.bound_s)
         # Bounds are exact up to the rounding of sums.
         self.bound_s *= 1 - ROUNDING
@@ -231,14 +231,14 @@ class PlanSearch:
         for search in searches:
             too_many = self._placed_workers > _PLACED and not self._options.complete
             if found and (self._spent() > most or too_many):
-                self.complete = False
+                self.exhaustive = False
                 break
             has_few = search.pipeline_range is not None and search.pipeline_range[1] < self._options.least_holders
             if has_few or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
             mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))
-            self.complete = self.complete and search.complete
+            self.exhaustive = self.exhaustive and search.complete
             self.mixes += len(mixes)
             for mix in islice(sorted(mixes, key=lambda mix: mix.time_s), _MIXES_PLACED):
                 if mix.time_s < close_s:
@@ -312,7 +312,7 @@ class PlanSearch:
         search._start(self._costs)
         finished += self._with_programs(search._found(min(each.step_s for each in finished)))
         self.mixes += search.mixes
-        self.complete = search.complete and not any(each.cut_short for each in search._searches)
+        self.exhaustive = search.exhaustive and not any(each.cut_short for each in search._searches)
         self.bound_s = max(self.bound_s, search.bound_s)
         if self._with_sync or not self._equal_links:
             best = min(finished, key=lambda each: each.step_s)
@@ -326,7 +326,7 @@ class PlanSearch:
         return [self._candidate(self._polish.with_best_programs(each.pipelines), each.name) for each in found]
 
     def _polished(self, found: Candidate) -> Candidate:
-        if self.complete:
+        if self.exhaustive:
             return found
         survives = found.survives_hosts
         better = self._candidate(self._polish.improved(found.pipelines, exchange=not survives))

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
 __all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures", "pareto_front"]
 
 T = TypeVar("T")
+
+# Bounds and steps are sums and maxima of the same seconds in different orders, and bounds are lowered by `ROUNDING`.
+_PROVEN: Final = 10 * ROUNDING
 
 
 class BoundFamily(StrEnum):
@@ -78,26 +82,32 @@ class SearchResult:
         best: the plan of least step time.
         bound_s: lower bound, in seconds, on plans of `family`; infinite if none fits.
         family: the plans that the bound covers.
-        complete: whether the search was exhaustive, so that no pipelines side by side are faster than `best`
-            with programs by `best_program` for each; never if links differ or there is gradient sync.
+        exhaustive: whether every layout of `family` was ruled out by its bound or scheduled by `best_program`. Another
+            order of operations may still be faster than `best`; see `complete`. Never if links differ or there is
+            gradient sync.
         mixes: number of different mixes of pipelines that have been replayed.
         alternatives: the other plans on the Pareto front of step time, bytes to move and
             `host_single_points_of_failure`, by step time.
         too_large: bytes missing on some worker, by name of each other plan that does not fit.
         recuts: plans of `recut_plan`, with split and with fused backward, as far as searched.
-        sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family` and
-            `complete` cover all sizes, and the plans have the size of `best`.
+        sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family`,
+            `exhaustive` and `complete` cover all sizes, and the plans have the size of `best`.
     """
 
     best: FoundPlan
     bound_s: float
-    complete: bool
+    exhaustive: bool
     mixes: int
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
     family: BoundFamily = BoundFamily.PIPELINES
     recuts: tuple[FoundPlan, ...] = ()
     sizes: tuple[SizeFigures, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether `best` is proven optimal: it reaches the bound, which holds for all orders of operations."""
+        return self.gap <= _PROVEN
 
     @property
     def gap(self) -> float:

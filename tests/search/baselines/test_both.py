@@ -73,7 +73,7 @@ def test_find_plan_is_never_slower() -> None:
         except InfeasibleError:
             assert not chosen
             continue
-        assert found.complete
+        assert found.exhaustive
         compared += len(chosen)
         for each in chosen:
             assert found.best.step_s <= each.found.step_s * (1 + 1e-9)

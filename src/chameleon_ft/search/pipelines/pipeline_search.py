@@ -136,6 +136,8 @@ class PipelineSearch:
         timed = self.scheduler.scheduled(spec, effort=self._options.look_effort)
         if timed is None:
             return best
+        if self._options.complete:
+            timed = self.scheduler.loosened(timed, best_s=best[0])
         self._scheduled.setdefault((spec.shape, spec.micro_batches), {})[spec] = timed
         own_s = synced_s(timed, bounds)
         return (own_s, timed) if own_s < best[0] else best

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Final
+
+import numpy as np
 
 from chameleon_ft.estimate import peak_bytes_of
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
@@ -15,7 +18,7 @@ from chameleon_ft.schedule import PipelineTimes
 from chameleon_ft.schedule.best import PipelineSchedule, ScheduledPart, pipeline_schedule
 from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.costs import pipeline_times
-from chameleon_ft.schedule.records import Integers
+from chameleon_ft.schedule.records import Booleans, Integers
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
@@ -24,6 +27,14 @@ __all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
 
 # List schedules that are made with any effort.
 _LEAST_SCHEDULES: Final = 7
+# By how much more than `Stages.limits` a stage is given at first.
+_LOOSER: Final = (1, 2, 4)
+# By how much more single stages are given then: in flight, kept, and W that wait.
+_RAISED: Final = ((1, 1, 1), (0, 1, 1), (1, 1, 0))
+# Operations to schedule for each of these attempts; and for all of them, as a share of all others, and at least.
+_TRIAL: Final = 10_000
+_LOOSENING: Final = 0.3
+_LEAST_LOOSENING: Final = 500_000
 # Stages of one cut recur in many pipelines.
 _layers: Final = lru_cache(maxsize=20_000)(LayerRange)
 
@@ -99,6 +110,8 @@ class PipelineScheduler:
         self._options = options
         self._hosts = stages.costs.cluster.hosts
         self._scheduled: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
+        self._spent_loosening = 0
+        self._loosened: set[tuple[PipelineSpec, tuple[bool, ...]]] = set()
         self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}
 
     def scheduled(
@@ -116,20 +129,93 @@ class PipelineScheduler:
         key = spec, self._share_hosts(workers)
         found = self._scheduled.get(key)
         if found is None or found[0] < effort:
-            least = _LEAST_SCHEDULES * (3 if self.split_backward else 2) * len(workers) * spec.micro_batches
-            self.spent += max(effort, least)
-            recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
-            schedule = pipeline_schedule(
-                self._times(spec.cut_points, recomputed, workers),
-                spec.micro_batches,
-                split_backward=self.split_backward,
-                in_flight_limits=limits,
-                effort=effort,
-                # The program that will be run is not given up early.
-                slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
-            )
-            found = self._scheduled[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
+            self.spent += max(effort, self._least_effort(spec))
+            found = self._scheduled[key] = effort, self._timed(spec, limits, workers, effort)
         return found[1]
+
+    def loosened(self, timed: TimedPipeline, *, workers: Sequence[int] | None = None, best_s: float) -> TimedPipeline:
+        """Return the pipeline under larger limits with which it ends earlier and fits the memory nevertheless.
+
+        `Stages.limits` holds for any order of operations: it assumes that all buffers for messages are full, and that
+        the operation that needs most memory runs when most is kept. From limits that are larger, those of the stages
+        that exceed their memory are lowered until all fit.
+
+        Returns:
+            The pipeline as given if that makes it no faster, if it would take `best_s` without any limits, or if too
+            much effort has gone into such attempts. A faster one is remembered as its schedule.
+        """
+        workers = self.pool.sample(timed.spec.shape) if workers is None else workers
+        key = timed.spec, self._share_hosts(workers)
+        least, most = timed.schedule.in_flight_limits, timed.spec.micro_batches
+        if not self.stages.limited or (least >= most).all() or key in self._loosened or not self._may_loosen():
+            return timed
+        free = self._tried(timed, np.full_like(least, most), workers)
+        if free.program_s >= min(best_s, timed.program_s) * (1 - ROUNDING):
+            return timed
+        self._loosened.add(key)
+        best = timed
+        for more in _LOOSER:
+            limits = np.maximum(least, np.minimum(least + more, most))
+            while (limits > least).any() and self._may_loosen():
+                other = self._tried(timed, limits, workers)
+                if other.program_s >= best.program_s * (1 - ROUNDING):
+                    break
+                exceeded = self._exceeded(other)
+                if not exceeded.any():
+                    best = other
+                    break
+                lowered = np.maximum(least, limits - exceeded)
+                if (lowered == limits).all():
+                    break
+                limits = lowered
+        improved = True
+        while improved and free.program_s < best.program_s * (1 - ROUNDING):
+            improved = False
+            for stage, raised in product(range(len(workers)), _RAISED[: 3 if self.split_backward else 1]):
+                if not self._may_loosen():
+                    break
+                limits = best.schedule.in_flight_limits.copy()
+                limits[:, stage] = np.maximum(limits[:, stage], np.minimum(limits[:, stage] + raised, most))
+                other = self._tried(timed, limits, workers)
+                if other.program_s < best.program_s * (1 - ROUNDING) and not self._exceeded(other).any():
+                    best, improved = other, True
+        if best is not timed:
+            other = self._timed(timed.spec, best.schedule.in_flight_limits, workers, self._options.polish_effort)
+            best = timed if other.program_s >= timed.program_s or self._exceeded(other).any() else other
+        if best is not timed:
+            self._scheduled[key] = self._options.polish_effort, best
+        return best
+
+    def _least_effort(self, spec: PipelineSpec) -> int:
+        return _LEAST_SCHEDULES * (3 if self.split_backward else 2) * len(spec.shape) * spec.micro_batches
+
+    def _may_loosen(self) -> bool:
+        is_unlimited = math.isinf(self._options.effort)
+        return is_unlimited or self._spent_loosening <= _LOOSENING * self.spent + _LEAST_LOOSENING
+
+    def _tried(self, timed: TimedPipeline, limits: Integers, workers: Sequence[int]) -> TimedPipeline:
+        """Return the pipeline with a schedule under these limits that takes little effort."""
+        self._spent_loosening += max(_TRIAL, self._least_effort(timed.spec))
+        return self._timed(timed.spec, limits, workers, _TRIAL)
+
+    def _exceeded(self, timed: TimedPipeline) -> Booleans:
+        """Return the stages that exceed the memory of their workers."""
+        capacities = np.array([self.stages.capacities[kind] for kind in timed.spec.shape])
+        found: Booleans = (capacities >= 0) & (self._stage_bytes(timed) > capacities)
+        return found
+
+    def _timed(self, spec: PipelineSpec, limits: Integers, workers: Sequence[int], effort: int) -> TimedPipeline:
+        recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
+        schedule = pipeline_schedule(
+            self._times(spec.cut_points, recomputed, workers),
+            spec.micro_batches,
+            split_backward=self.split_backward,
+            in_flight_limits=limits,
+            effort=effort,
+            # The program that will be run is not given up early.
+            slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
+        )
+        return TimedPipeline(spec, recomputed, schedule, self)
 
     def replayed(self, timed: TimedPipeline, workers: Sequence[int]) -> TimedPipeline:
         """Return the pipeline with the same orders of operations on these workers."""
@@ -143,13 +229,18 @@ class PipelineScheduler:
         return self.stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches)
 
     def _peak_bytes(self, timed: TimedPipeline) -> int:
+        return int(self._stage_bytes(timed).max())
+
+    def _stage_bytes(self, timed: TimedPipeline) -> Integers:
+        """Return the peak of each stage."""
         hops = hops_of(range(len(timed.cut_points)), timed.cut_points)
         placement = Placement(self.stages.num_layers, {hop.worker: (hop.layers,) for hop in hops})
         routes = tuple(Route(number, hops) for number in range(timed.spec.micro_batches))
         recompute = {stage: own for stage, own in enumerate(timed.recomputed) if own is not None}
         plan = Plan(placement, routes, self.split_backward, recompute)
         parts = [ScheduledPart(component, timed.schedule) for component in components(routes)]
-        return max(peak_bytes_of(plan, parts, self.stages.costs).values())
+        peaks = peak_bytes_of(plan, parts, self.stages.costs)
+        return np.array([peaks[stage] for stage in range(len(hops))], np.int64)
 
     def _share_hosts(self, workers: Sequence[int]) -> tuple[bool, ...]:
         """Return for each two neighbours whether they share a host."""

@@ -39,6 +39,7 @@ class Stages:
     Attributes:
         costs, classes, split_backward: as given.
         num_layers: layers of the model (L).
+        capacities: bytes of a worker of each class; -1 where it is not known.
         limited: whether the memory of some class is known.
     """
 
@@ -49,7 +50,7 @@ class Stages:
         self.num_layers = len(costs.workload.layers)
         self.limited = any(own.memory_bytes is not None for own in self.classes)
         self.speeds = np.array([own.speed for own in self.classes], np.float64)
-        self._capacities = [-1 if own.memory_bytes is None else own.memory_bytes for own in self.classes]
+        self.capacities = [-1 if own.memory_bytes is None else own.memory_bytes for own in self.classes]
         # Bytes of the message over the boundary before each layer, int64 [L + 1].
         self._output_bytes = np.array([0, *(layer.output_bytes for layer in costs.workload.layers[:-1]), 0])
 
@@ -124,7 +125,7 @@ class Stages:
         found = np.empty((3, len(cut_points)), np.int64)
         fits = fill_limits(
             self.tables.options[list(options)],
-            np.array([self._capacities[kind] for kind in shape]),
+            np.array([self.capacities[kind] for kind in shape]),
             self._message_bytes([0, *cut_points[:-1]], cut_points, micro_batches),
             micro_batches,
             self.split_backward,
@@ -136,7 +137,7 @@ class Stages:
     def fits(self) -> Booleans:
         """Return which stages a worker of each class can hold, one micro-batch at a time; bool [C, L + 1, L + 1]."""
         needed = np.stack([self.least_bytes(kind) for kind in range(len(self.classes))])
-        most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self._capacities])
+        most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self.capacities])
         found: Booleans = (needed >= 0) & (needed <= most[:, np.newaxis, np.newaxis])
         return found
 

@@ -75,9 +75,7 @@ class Candidate:
         recompute: dict[int, RecomputedLayers] = {}
         fused: set[int] = set()
         for timed, workers in self.pipelines:
-            limits = timed.scheduler.limits(timed.spec)
-            assert limits is not None
-            in_flight_limits.update(zip(workers, limits_of_array(limits), strict=True))
+            in_flight_limits.update(zip(workers, limits_of_array(timed.schedule.in_flight_limits), strict=True))
             recompute.update((worker, own) for worker, own in zip(workers, timed.recomputed, strict=True) if own)
             hops, first = hops_of(workers, timed.cut_points), len(routes)
             routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]

@@ -82,7 +82,7 @@ class ExhaustiveSearch:
         self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
         free = Counter({group: len(own) for group, own in self._members.items()})
         deepest = min(free.total(), len(self._costs.workload.layers))
-        every = (route for depth in range(1, deepest + 1) for route in arrangements(free, depth))
+        every = (route for depth in range(deepest, 0, -1) for route in arrangements(free, depth))
         routes = [(route, Counter(route)) for route in islice(every, _MOST_ROUTES + 1)]
         if len(routes) <= _MOST_ROUTES:
             self._extend((), routes, free, self._costs.workload.micro_batches)
@@ -141,6 +141,7 @@ class ExhaustiveSearch:
                     self._spent += _SCHEDULE
                     timed = search.scheduler.scheduled(spec, effort=self._options.polish_effort, workers=workers)
                     if timed is not None:
+                        timed = search.scheduler.loosened(timed, workers=workers, best_s=self._best_s)
                         found.append((synced_s(timed, bounds), timed))
             self._known[key] = _undominated(found)
         return [timed for least_s, timed in self._known[key] if least_s < self._best_s * (1 - ROUNDING)]

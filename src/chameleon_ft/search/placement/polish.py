@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ class Polish:
         # Of equal pipelines, the last one's workers count.
         for timed, workers in dict(pipelines).items():
             found = timed.scheduler.scheduled(timed.spec, effort=self._options.polish_effort, workers=workers)
-            best[timed] = timed if found is None else found
+            best[timed] = timed if found is None else found.scheduler.loosened(found, workers=workers, best_s=math.inf)
         return tuple((best[timed], workers) for timed, workers in pipelines)
 
     def improved(self, pipelines: PlacedPipelines, *, exchange: bool = True) -> PlacedPipelines:
