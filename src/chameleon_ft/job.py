@@ -99,8 +99,8 @@ class Precision:
     Attributes:
         name: fp32: that of the model's own parameters; bf16: parameters and activations in bfloat16, with gradients
             summed in float32, and updates applied to float32 masters of the parameters.
-        fp32_modules: modules that bf16 leaves in float32, as patterns of the names of their classes, or of their names
-            within a layer, such as "*RMSNorm" and "feed_forward.router".
+        fp32_modules: modules, parameters and buffers that bf16 leaves in float32, as patterns of the names of classes
+            of modules, or of names within a layer, such as "*RMSNorm", "feed_forward.router" and "*inv_freq".
     """
 
     name: Literal["fp32", "bf16"] = "fp32"
@@ -112,7 +112,7 @@ class Precision:
         return self.name != "fp32"
 
     def keeps(self, *names: str) -> bool:
-        """Return whether a module with one of these names is left in float32."""
+        """Return whether a module, parameter or buffer with one of these names is left in float32."""
         return any(fnmatchcase(name, pattern) for pattern in self.fp32_modules for name in names)
 
 

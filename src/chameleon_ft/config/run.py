@@ -83,9 +83,9 @@ class RunConfig(Section):
         "activations in bfloat16; gradients, masters of the parameters and the optimizer's state in float32.",
     )
     fp32_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        default=("*LayerNorm", "*RMSNorm", "*GroupNorm", "*RotaryEmbedding", "*Router"),
-        description="Modules that bf16 leaves in float32: patterns of the names of their classes, or of their names "
-        'within a layer, such as "feed_forward.router".',
+        default=("*LayerNorm", "*RMSNorm", "*GroupNorm", "*RotaryEmbedding", "*Router", "*inv_freq", "*A_log"),
+        description="Modules, parameters and buffers that bf16 leaves in float32: patterns of the names of classes of "
+        'modules, or of names within a layer, such as "feed_forward.router".',
     )
     threads: int = Field(default=1, ge=1, description="Threads per worker on a CPU.")
     plan: Annotated[Path, Field(strict=False)] | None = Field(

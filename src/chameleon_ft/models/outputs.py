@@ -17,7 +17,7 @@ from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_layer, build_on_meta, gradient_bytes, seed_forward
 from chameleon_ft.models.kept import changed, digests_beside_state, marks_of_state
-from chameleon_ft.models.precision import cast_layer
+from chameleon_ft.models.precision import cast_layer, kept_by_name
 from chameleon_ft.models.randomness import OtherGenerators
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum 
 
 
 def boundary_specs(
-    job: Job, micro_batch_size: int, *, device: torch.device = _CPU, seed: int = 0
+    job: Job, micro_batch_size: int, *, device: torch.device = _CPU, seed: int = 0, hints: list[str] | None = None
 ) -> tuple[BoundarySpec, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
@@ -40,6 +40,9 @@ def boundary_specs(
     through the layers on `device`, as a worker does. Only one layer is in memory at a time, and layers with the same
     factory and the same kind of input run once. The meta device computes nothing, but does not see what depends on the
     device or on values, such as autocast.
+
+    Args:
+        hints: gets a sentence on each buffer whose values bfloat16 rounds.
 
     Raises:
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
@@ -59,7 +62,7 @@ def boundary_specs(
     for layer, factory in enumerate(job.layers):
         key = (id(factory), BoundarySpec.of(boundary), layer == 0)
         if key not in outputs:
-            outputs[key] = _output(job, layer, boundary, seed=seed)
+            outputs[key] = _output(job, layer, boundary, seed=seed, hints=[] if hints is None else hints)
         boundary = outputs[key]
         specs.append(BoundarySpec.of(boundary))
     return tuple(specs)
@@ -89,16 +92,24 @@ def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
     return inputs
 
 
-def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int) -> torch.Tensor:
+def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]) -> torch.Tensor:
     """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
     device = boundary.device
     module = build_on_meta(job, layer) if device == _META else _build_alike(job, layer, seed).to(device).train()
+    name, buffers = f"layer {layer} ({type(module).__name__})", dict(module.named_buffers())
     cast_layer(module, job.precision, is_first=layer == 0)
+    for key, buffer in module.named_buffers():
+        hint = (
+            f"bf16 rounds the buffer {key!r} of {type(module).__name__}; name it in fp32_modules to keep it in float32"
+        )
+        if device != _META and hint not in hints and not torch.equal(buffer.to(buffers[key].dtype), buffers[key]):
+            hints.append(hint)
+    if kept := sorted(kept_by_name(module, job.precision)):
+        name += f" with {kept[0]!r} in float32 by fp32_modules"
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
     generators, state, beside = OtherGenerators(), marks_of_state(module), digests_beside_state(module)
-    name = f"layer {layer} ({type(module).__name__})"
     run = partial(_run, module, name=name, layer=layer, seed=seed)
     output = run(boundary)
     if used := generators.used_since():

@@ -1,9 +1,9 @@
 """Casting of layers to the precision of a run.
 
-Under bf16 a layer computes in bfloat16, as after ``layer.to(torch.bfloat16)``, except for modules that `Precision`
-leaves in float32: those get their inputs in float32 and return bfloat16. What a micro-batch adds to a gradient has the
-bits of bfloat16, and is summed in float32. The optimizer updates float32 masters, of which the parameters are rounded
-copies.
+Under bf16 a layer computes in bfloat16, as after ``layer.to(torch.bfloat16)``, except for what `Precision` leaves in
+float32: modules, which get their inputs in float32 and return bfloat16, and parameters and buffers. What a micro-batch
+adds to a gradient has the bits of bfloat16, and is summed in float32. The optimizer updates float32 masters, of which
+the parameters are rounded copies.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
         module.register_forward_pre_hook(_inputs_in_bfloat16, with_kwargs=True)
     masters: dict[int, nn.Parameter] = {}
     _cast(module, "", precision, masters)
+    if kept_by_name(module, precision):
+        module.register_forward_hook(_output_in_bfloat16)  # which a tensor in float32 may have made float32
     return {name: masters[id(each)] for name, each in module.named_parameters() if id(each) in masters}
 
 
@@ -80,6 +82,12 @@ def terms_of(job: Job, targets: Tensor) -> float:
     return terms
 
 
+def kept_by_name(module: nn.Module, precision: Precision) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a layer that bf16 leaves in float32 by their own names."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: each for name, each in tensors if precision.is_lower and precision.keeps(name) and _is_cast(each)}
+
+
 def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int, nn.Parameter]) -> None:
     """Cast a module and those in it; add the masters of its parameters, by the ids of the parameters."""
     if precision.keeps(type(module).__name__, *([name] if name else [])):
@@ -89,17 +97,23 @@ def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int,
             if kept.requires_grad and _is_cast(kept):
                 kept.register_hook(_rounded)
         return
-    for parameter in module._parameters.values():
-        if parameter is not None and _is_cast(parameter) and id(parameter) not in masters:
+    path = f"{name}." if name else ""
+    for key, parameter in module._parameters.items():
+        if parameter is None or not _is_cast(parameter) or id(parameter) in masters:
+            continue
+        if precision.keeps(path + key):
             if parameter.requires_grad:
-                masters[id(parameter)] = parameter_like(parameter, parameter.float())
-                parameter.grad_dtype = torch.float32
-            parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.register_hook(_rounded)
+            continue
+        if parameter.requires_grad:
+            masters[id(parameter)] = parameter_like(parameter, parameter.float())
+            parameter.grad_dtype = torch.float32
+        parameter.data = parameter.data.to(torch.bfloat16)
     for key, buffer in module._buffers.items():
-        if buffer is not None and _is_cast(buffer):
+        if buffer is not None and _is_cast(buffer) and not precision.keeps(path + key):
             module._buffers[key] = buffer.to(torch.bfloat16)
     for key, child in module.named_children():
-        _cast(child, f"{name}.{key}" if name else key, precision, masters)
+        _cast(child, path + key, precision, masters)
 
 
 def _is_cast(tensor: Tensor) -> bool:

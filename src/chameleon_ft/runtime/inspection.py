@@ -101,10 +101,10 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     check_separate_parameters(job)
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
-    hints: tuple[str, ...] = ()
-    boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed)
+    hints: list[str] = []
+    boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed, hints=hints)
     if run_on.type != "meta" and job.boundaries is None:
-        hints = check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
+        hints += check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
     check_learning_rate(job)
     samples.check()  # some time after they were read, or the clock might not have moved
     sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
@@ -125,7 +125,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         undivided=undivided,
-        hints=hints,
+        hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
         device=device,
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),

@@ -124,20 +124,28 @@ class PlainLoop:
 
     def _cast(self, layer: nn.Module) -> None:
         """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""
-        kept = set[nn.Module]()
+        kept, keeps = set[nn.Module](), self._job.precision.keeps
         for name, module in layer.named_modules():
-            if self._job.precision.keeps(type(module).__name__, *([name] if name else [])) and module not in kept:
+            if keeps(type(module).__name__, *([name] if name else [])) and module not in kept:
                 kept.update(module.modules())
                 module.register_forward_pre_hook(_in_float32, with_kwargs=True)
                 module.register_forward_hook(lambda _, __, output: _cast_to(torch.bfloat16, output))
-                for parameter in (each for each in module.parameters() if each.requires_grad):
-                    # By definition of the precision, a micro-batch adds numbers of bfloat16 to a gradient.
-                    parameter.register_hook(lambda gradient: gradient.to(torch.bfloat16).to(gradient.dtype))
+        own = {name: each for name, each in [*layer.named_parameters(), *layer.named_buffers()] if keeps(name)}
+        if own:
+            layer.register_forward_hook(lambda _, __, output: _cast_to(torch.bfloat16, output))
+        for parameter in (each for module in kept for each in module._parameters.values()):
+            own |= {} if parameter is None else {str(id(parameter)): parameter}
+        for tensor in (each for each in own.values() if each.requires_grad):
+            # By definition of the precision, a micro-batch adds numbers of bfloat16 to a gradient.
+            tensor.register_hook(lambda gradient: gradient.to(torch.bfloat16).to(gradient.dtype))
+        in_float32 = set(map(id, own.values()))
         for module in layer.modules():
             if module in kept:
                 continue
             for parameter in module._parameters.values():
-                if parameter is not None and parameter.dtype in _FLOATS and parameter not in self._masters:
+                if parameter is None or id(parameter) in in_float32:
+                    continue
+                if parameter.dtype in _FLOATS and parameter not in self._masters:
                     if parameter.requires_grad:
                         master: nn.Parameter = parameter.detach().float().clone().as_subclass(type(parameter))
                         master.requires_grad_()
@@ -146,7 +154,8 @@ class PlainLoop:
                         parameter.grad_dtype = torch.float32  # sums over micro-batches and tied layers
                     parameter.data = parameter.data.to(torch.bfloat16)
             for key, buffer in module._buffers.items():
-                module._buffers[key] = _cast_to(torch.bfloat16, buffer)
+                if id(buffer) not in in_float32:
+                    module._buffers[key] = _cast_to(torch.bfloat16, buffer)
 
 
 def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:
