@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, Recovery
+from chameleon_ft.control.journal import LastEntry
 from chameleon_ft.control.wire.address import bearer
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
@@ -81,6 +82,21 @@ def test_a_standby_continues_the_run(tmp_path: Path, kind: signal.Signals) -> No
     assert_complete(Ended(0, run), steps=steps)
     assert len(Ended(0, run).events("took_over")) == 1
     assert not run.control_file.exists()
+
+
+def test_a_standby_that_workers_do_not_know_yet_continues_the_run(tmp_path: Path) -> None:
+    run, steps = RunDirectory(tmp_path / "run"), 30
+    with ExitStack() as stack:
+        first = stack.enter_context(Command("coordinator", written(tmp_path, steps=steps), "--output-dir", run.path))
+        first.read_until("waiting for 2 workers")
+        agent = stack.enter_context(Command("agent", "--run", run.path, "--workers", "2"))
+        while (last := LastEntry.newest(run)) is None or not last.state.members.agents:
+            time.sleep(0.01)
+        first.signal(signal.SIGKILL)
+        standby = stack.enter_context(Command("coordinator", "--standby", run.path, "--host", "127.0.0.2"))
+        assert standby.wait() == 0, standby.printed
+        assert agent.wait() == 0, agent.printed
+    assert_complete(Ended(0, run), steps=steps)
 
 
 def test_a_coordinator_that_has_to_claim_the_next_term_loses_no_worker(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.connection import ControlConnection
 from chameleon_ft.control.wire.heartbeat import WILL_RETURN
 from chameleon_ft.control.wire.messages import Acknowledged, Exit, Hello, Message, Started, Stop
+from chameleon_ft.observe import ControlAddress, RunDirectory
 from tests.examples import examples
 
 
@@ -218,6 +220,8 @@ class Leader:
     connections: list[ServerConnection] = field(default_factory=list)
     address: str = ""
 
+    lose: Callable[[], None] = lambda: None
+
     async def __call__(self, connection: ServerConnection) -> None:
         hello = decode(await connection.recv())
         assert isinstance(hello, Hello)
@@ -232,9 +236,15 @@ class Leader:
 
 
 def between(
-    leaders: list[Leader], scene: Callable[[ControlConnection, list[Message]], Coroutine[Any, Any, None]]
+    leaders: list[Leader],
+    scene: Callable[[ControlConnection, list[Message]], Coroutine[Any, Any, None]],
+    *,
+    run: RunDirectory | None = None,
 ) -> list[Message]:
-    """Let a peer of the first of several coordinators listen during a scene, and return what it obeyed."""
+    """Let a peer of the first of several coordinators listen during a scene, and return what it obeyed.
+
+    With a run directory, only that has the addresses of the others, which are written there in the scene.
+    """
     heard: list[Message] = []
 
     async def listen(connection: ControlConnection) -> None:
@@ -245,9 +255,12 @@ def between(
         async with AsyncExitStack() as stack:
             for leader in leaders:
                 server = await stack.enter_async_context(serve(leader, "127.0.0.1", 0))
+                leader.lose = server.close
                 leader.address = f"127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            leaders[0].standbys += [leader.address for leader in leaders[1:]]
-            connection = ControlConnection(CoordinatorAccess(address=leaders[0].address, token="token"), hello)
+            leaders[0].standbys += [leader.address for leader in leaders[1:] if run is None]
+            path = None if run is None else run.path
+            access = CoordinatorAccess(address=leaders[0].address, token="token", run=path)
+            connection = ControlConnection(access, hello)
             await connection.connect()
             listening = asyncio.create_task(listen(connection))
             await scene(connection, heard)
@@ -273,6 +286,23 @@ def test_a_peer_finds_the_standby_that_leads_among_all() -> None:
     assert between([first, lower, next_one], scene) == [Stop(generation=4), Stop(generation=5)]
     assert [hello.term for hello in next_one.hellos] == [4]
     assert [hello.resumes for hello in next_one.hellos] == [1]
+
+
+def test_a_peer_finds_a_successor_that_it_was_not_told_of_by_the_run_directory(tmp_path: Path) -> None:
+    first, successor = Leader(4), Leader(5)
+    run = RunDirectory(tmp_path)
+
+    async def scene(connection: ControlConnection, heard: list[Message]) -> None:
+        await first.has_ordered.wait()
+        first.lose()
+        run.write_control(ControlAddress(address=successor.address, token="token", pid=1))
+        await successor.has_ordered.wait()
+        while len(heard) < 2:
+            await asyncio.sleep(0)
+        assert connection.coordinator == successor.address
+        assert connection.access.run == run.path, "ranks that are started later look there, too"
+
+    assert between([first, successor], scene, run=run) == [Stop(generation=4), Stop(generation=5)]
 
 
 def test_nothing_is_obeyed_of_a_coordinator_of_a_lower_term() -> None:

@@ -18,6 +18,7 @@ from chameleon_ft.control.events import Moment
 from chameleon_ft.control.journal import Journal
 from chameleon_ft.control.leadership import Leadership
 from chameleon_ft.control.lease import Claim, Lease, lease_of
+from chameleon_ft.control.wire.server import listening_socket
 from chameleon_ft.errors import DeposedError, LiveRunError
 from chameleon_ft.launch import standby
 from chameleon_ft.launch.coordinator import _claim
@@ -26,6 +27,7 @@ from chameleon_ft.launch.standby import continue_run
 from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory
 from tests.control.histories import new_state
+from tests.control.test_leadership import Place
 
 
 def start(path: Path, *, lease_s: float) -> RunStart:
@@ -97,3 +99,28 @@ def test_of_two_that_take_a_run_over_at_once_the_second_says_that_it_is_live(
         run.write_control(ControlAddress(address=address, token="t", pid=1))
         with pytest.raises(LiveRunError, match=f"live in another process, which listens at {address}"):
             asyncio.run(continue_run(RunConfig(), run=run, beside=standby._alone, processes=FORK))
+
+
+@pytest.mark.parametrize("is_of_this_host", [True, False])
+def test_a_standby_that_no_peer_knows_leads_where_the_lost_coordinator_was_if_it_can(
+    tmp_path: Path, is_of_this_host: bool
+) -> None:
+    """Before, it waits for the place of the lease, which does not answer when it starts."""
+    run, own = RunDirectory(tmp_path), "127.0.0.2:7"
+    with listening_socket("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    before = f"127.0.0.1:{port}" if is_of_this_host else "192.0.2.1:7"
+    run.write_control(ControlAddress(address=before, token="t", pid=1))
+    place = Place(is_out_of_reach=True)
+    place.take(Claim(term=3, address=before, host="elsewhere", pid=1, is_released=True))
+
+    async def scene() -> Leadership:
+        claiming = asyncio.create_task(standby._claim(place, run, own, 0.1, asyncio.Event()))
+        await asyncio.sleep(0)
+        place.is_out_of_reach = False
+        found = await claiming
+        assert isinstance(found, Leadership)
+        return found
+
+    leadership = asyncio.run(scene())
+    assert (leadership.term, leadership.claim.address) == (4, before if is_of_this_host else own)

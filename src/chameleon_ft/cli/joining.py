@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, metavar
@@ -71,7 +71,8 @@ class JoinArguments:
         while True:
             try:
                 found = self._coordinator()
-                require_coordinator(found.address, found.token, tls=found.tls)
+                if not self._may_lead():
+                    require_coordinator(found.address, found.token, tls=found.tls)
                 return found
             except (ConfigError, ControlError, OSError) as error:
                 # The files of a run are written by another machine, and may be those of a coordinator that is gone.
@@ -92,6 +93,10 @@ class JoinArguments:
                 print(f"waiting up to {self.wait_s:g} s for the coordinator {self._where(status)}", flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _RETRY_MAX_S)
+
+    def _may_lead(self) -> bool:
+        """Return whether this process may continue the run itself, so that it need not wait for a coordinator."""
+        return False
 
     def _where(self, status: RunStatus | None) -> str:
         """Return where the coordinator is expected, and why it is not there yet as far as the files of the run tell."""
@@ -125,8 +130,10 @@ class JoinArguments:
         if self.run is not None:
             if self.token is not None:
                 raise ConfigError(f"--token: for --coordinator; that of --run {self.run} is in its control.json")
-            control = RunDirectory.open(self.run).read_control()
-            return CoordinatorAccess(address=control.address, token=control.token, tls=self.tls or control.tls)
+            run = RunDirectory.open(self.run)
+            control, patience_s = run.read_control(), run.config().timeouts.reconnect_s
+            found = replace(CoordinatorAccess.of(control), patience_s=patience_s, run=self.run.absolute())
+            return found if self.tls is None else replace(found, tls=self.tls)
         assert self.coordinator is not None
         split_address(self.coordinator)  # raises if it is malformed
         token = self.token or os.environ.get(TOKEN_VARIABLE)

@@ -1,12 +1,16 @@
-"""Tasks that run in the background of an event loop."""
+"""Tasks in the background of an event loop, and calls that may block it."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-__all__ = ["BackgroundTasks"]
+__all__ = ["BackgroundTasks", "in_thread"]
+
+_Result = TypeVar("_Result")
 
 
 class BackgroundTasks:
@@ -36,3 +40,19 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if self._failed is not None and not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._failed(error)
+
+
+async def in_thread(call: Callable[[], _Result]) -> _Result:
+    """Run a call that may block in a thread of its own, for which the end of the process does not wait."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="waiting", daemon=True).start()
+    return await asyncio.wrap_future(result)

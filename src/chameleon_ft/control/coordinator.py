@@ -13,13 +13,12 @@ from typing import Final
 import chameleon_ft
 from chameleon_ft.clock import unix_s
 from chameleon_ft.control import commands, events
-from chameleon_ft.control.background_tasks import BackgroundTasks
+from chameleon_ft.control.background_tasks import BackgroundTasks, in_thread
 from chameleon_ft.control.command_runner import CommandRunner, RunSetup
 from chameleon_ft.control.handlers import endings, injection, takeover
 from chameleon_ft.control.handlers.endings import SIGNAL_WINDOW_S
 from chameleon_ft.control.journal import Journal, LastEntry, is_due
 from chameleon_ft.control.leadership import Leadership
-from chameleon_ft.control.lease.base import in_thread
 from chameleon_ft.control.peers import Peers
 from chameleon_ft.control.served_files import read_part
 from chameleon_ft.control.state.settings import Settings

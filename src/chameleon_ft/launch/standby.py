@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -40,10 +40,6 @@ __all__ = ["continue_run", "is_succeeded", "stand_by", "take_over", "until_lost"
 
 _RETRY_S: Final = 0.5
 _LEASES_TO_SUCCEED: Final = 2  # a coordinator that stands by claims the next term after one, by its own clock
-_UNKNOWN: Final = (
-    "the coordinator shows no sign of life, and its workers do not know this one yet; if it is lost, continue by "
-    "`chameleon coordinator --take-over {}` on its machine"
-)
 
 
 def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -> int:
@@ -63,7 +59,8 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
         own_host = own_address(host, towards=leader.address)
         # Beside the coordinator that leads, its port is taken.
         port = 0 if own_host == split_address(leader.address)[0] else config.control.port
-        with listening_socket(own_host, port) as listener:
+        with ExitStack() as stack:
+            listener = stack.enter_context(listening_socket(own_host, port))
             address = join_address(own_host, listener.getsockname()[1])
             control = ControlAddress(address=address, token=leader.token, pid=os.getpid(), tls=leader.tls)
             # Peers look for this one from now on, and not before.
@@ -72,9 +69,12 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
             if not isinstance(leadership, Leadership):
                 return leadership
             print(f"the coordinator is lost; this one leads in term {leadership.term}", flush=True)
+            if (found := leadership.claim.address) != address:
+                listener.close()
+                listener = stack.enter_context(listening_socket(*split_address(found)))
             return await serve_run(
                 start,
-                control,
+                replace(control, address=found),
                 listener=listener,
                 view=TerminalView(steps=config.steps, files=str(run.path)),
                 beside=_alone,
@@ -147,13 +147,13 @@ async def until_lost(
 ) -> Leadership | RunStatus:
     """Stand by until this process has claimed a term, or the run is over; print and return how it ended then.
 
+    The claim has the address at which to lead: another one than that of `control` if peers know only that of the
+    coordinator that is lost, and it is one of this host.
+
     Args:
         control: of this process.
         listener: the socket at its address, where it refuses all connections meanwhile.
         announced: called once the coordinator that leads has told all peers that this one stands by.
-
-    Raises:
-        LeaseError: the lease cannot be used.
     """
     lease, lease_s = lease_of(start.config, start.run), start.config.control.lease_s
     is_known = asyncio.Event()
@@ -181,24 +181,26 @@ async def _claim(
 ) -> Leadership | RunStatus:
     """Claim the next term once the leader of this one is gone; return how the run ended if it is over.
 
-    Peers that do not know this coordinator would not find it. So before `is_known`, only one at the address of the
-    leader takes its place: a leader that was only slow may continue.
+    Before `is_known`, peers find this coordinator only where the leader was, or by the run directory.
     """
-    has_told = has_failed = False
+    has_failed = False
     while True:
-        lost = await wait_for_silence(lease, lease_s=lease_s)
+        lost = None
+        try:
+            lost = await wait_for_silence(lease, lease_s=lease_s)
+        except LeaseError as error:
+            if not has_failed:
+                has_failed = True
+                print(f"waiting for the lease of the run: {error}", flush=True)
+            await asyncio.sleep(_RETRY_S)
+            continue
         if not run.control_file.exists():
             last = LastEntry.newest(run)
             return last.status or "failed" if last is not None else "failed"
-        if lost is not None and lost.address != address and not is_known.is_set():
-            if not has_told:
-                has_told = True
-                print(_UNKNOWN.format(run.path), flush=True)
-            await asyncio.sleep(lease_s / POLLS)
-            continue
+        at = lost.address if lost is not None and not is_known.is_set() and _is_free(lost.address) else address
         try:
             term = 1 if lost is None else lost.term + 1
-            leadership = await Leadership.claimed(lease, term, address=address, lease_s=lease_s)
+            leadership = await Leadership.claimed(lease, term, address=at, lease_s=lease_s)
             if leadership is not None:
                 return leadership
         except LeaseError as error:
@@ -206,6 +208,15 @@ async def _claim(
                 has_failed = True
                 print(f"the run cannot be continued yet: {error}", flush=True)
         await asyncio.sleep(lease_s / POLLS)
+
+
+def _is_free(address: str) -> bool:
+    """Return whether this process can listen at an address: it is one of this host, and no other process does."""
+    try:
+        listening_socket(*split_address(address)).close()
+    except OSError:
+        return False
+    return True
 
 
 async def _follow(lease: Lease, own: ControlAddress, announced: Callable[[], None]) -> RunStatus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,9 +85,22 @@ def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
             return prepared.start(coordinate)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StandbyArguments(JoinArguments):
+    def _may_lead(self) -> bool:
+        """Return whether the coordinator may be lost, and workers still look for another: it has written lately."""
+        assert self.run is not None
+        run = RunDirectory.open(self.run)
+        with contextlib.suppress(FileNotFoundError):
+            journals = run.journals()
+            written_at = max(file.stat().st_mtime for file in (run.control_file, *journals))
+            return bool(journals) and time.time() - written_at < run.config().timeouts.reconnect_s
+        return False
+
+
 def _stand_by(path: Path, *, host: str | None, page: str | None) -> int:
     with page_beside(page) as shown:
-        if JoinArguments(run=path).find_coordinator() is None:
+        if _StandbyArguments(run=path).find_coordinator() is None:
             return 0
         directory = RunDirectory.open(path)
         from chameleon_ft.launch import stand_by

@@ -7,23 +7,17 @@ whether the number of renewals changes, by its own monotonic clock.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 from chameleon_ft.control.host_process import has_ended
 from chameleon_ft.errors import LeaseError
 
-__all__ = ["Claim", "Lease", "in_thread"]
-
-_Result = TypeVar("_Result")
+__all__ = ["Claim", "Lease"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,19 +107,3 @@ class Lease(Protocol):
 
 def _own_host() -> str:
     return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
-
-
-async def in_thread(call: Callable[[], _Result]) -> _Result:
-    """Run a call that may block in a thread of its own, for which the end of the process does not wait."""
-    result: Future[_Result] = Future()
-
-    def run() -> None:
-        if not result.set_running_or_notify_cancel():
-            return
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="waiting", daemon=True).start()
-    return await asyncio.wrap_future(result)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from chameleon_ft.control.lease.base import Claim, in_thread
+from chameleon_ft.control.background_tasks import in_thread
+from chameleon_ft.control.lease.base import Claim
 from chameleon_ft.errors import LeaseError
 
 __all__ = ["FileLease"]

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Final, Generic, TypeVar
 
-from chameleon_ft.control.lease.base import Claim, in_thread
+from chameleon_ft.control.background_tasks import in_thread
+from chameleon_ft.control.lease.base import Claim
 from chameleon_ft.errors import LeaseError
 
 __all__ = ["RegisterLease"]

@@ -49,6 +49,7 @@ class CoordinatorAccess:
         tls: directory for `tls_context`; None: no TLS.
         others: addresses of coordinators that may lead instead.
         patience_s: how long to look for one that leads at first; later that is as the coordinator says.
+        run: the run directory, if this host can read it: it has the address of a coordinator that no other has told.
     """
 
     address: str
@@ -56,6 +57,7 @@ class CoordinatorAccess:
     tls: Path | None = None
     others: tuple[str, ...] = ()
     patience_s: float = 0.0
+    run: Path | None = None
 
     @classmethod
     def of(cls, control: ControlAddress) -> Self:

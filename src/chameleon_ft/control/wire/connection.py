@@ -14,11 +14,14 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync import client as blocking
 
+from chameleon_ft.control.background_tasks import in_thread
 from chameleon_ft.control.wire.address import CoordinatorAccess, bearer, websocket_url
 from chameleon_ft.control.wire.codec import decode, encode
 from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, watch_heartbeat
 from chameleon_ft.control.wire.messages import Acknowledged, Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
 
 __all__ = ["ControlConnection", "blocking_connection", "control_connection"]
 
@@ -29,6 +32,7 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.05  # wait before the first attempt to reconnect; twice as long before each that follows
 _RETRY_MAX_S: Final = 0.5
 _CLOSE_S: Final = 0.1  # for the close frame of a connection that is given up
+_FAILURES: Final = (OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError)
 _ANSWER_S: Final = 30.0  # for the answer to a handshake; a coordinator may have been held up
 
 
@@ -250,12 +254,16 @@ class ControlConnection:
         # A connection that ends before it is acknowledged was not to a coordinator that leads.
         until_s = self._patience_s + (loop.time() if self._lost_at_s is None else self._lost_at_s)
         attempts = [asyncio.create_task(self._attempt(*each)) for each in enumerate(self._addresses, first_place)]
+        if self._access.run is not None:
+            attempts.append(asyncio.create_task(self._attempt_successor(RunDirectory(self._access.run))))
         try:
             while attempts and self._is_needed() and not self._is_over and loop.time() < until_s:
                 done, _ = await asyncio.wait(attempts, timeout=_RETRY_MAX_S, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     attempts.remove(attempt)
                     address, found = attempt.result()
+                    if address not in self._addresses:
+                        self._addresses.append(address)
                     self._addresses.rotate(-self._addresses.index(address))
                     with contextlib.suppress(ConnectionClosed):
                         return await self._introduce(found)
@@ -272,8 +280,17 @@ class ControlConnection:
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(max(_RETRY_S, 2 * pause_s), _RETRY_MAX_S)
-            with contextlib.suppress(OSError, InvalidHandshake, ConnectionClosed, EOFError, TimeoutError):
+            with contextlib.suppress(*_FAILURES):
                 return address, await self._open(address)
+
+    async def _attempt_successor(self, run: RunDirectory) -> tuple[str, ClientConnection]:
+        """Connect to the coordinator whose address is in the run directory, if this peer was not told of that one."""
+        while True:
+            await asyncio.sleep(_RETRY_MAX_S)
+            with contextlib.suppress(ConfigError, *_FAILURES):
+                address = (await in_thread(run.read_control)).address
+                if address not in self._addresses:
+                    return address, await self._open(address)
 
     async def _open(self, address: str) -> ClientConnection:
         return await control_connection(address, self._access.token, tls=self._access.tls)
