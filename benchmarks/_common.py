@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks._neighbours import Neighbours
 from chameleon_ft.config import RunConfig, TrainConfig, config_to_toml, load_config
+from chameleon_ft.runtime.process import end_with
 
 __all__ = [
     "ROOT",
@@ -257,6 +259,7 @@ def child(
             cwd=ROOT,
             env={**worker_environment(), **(environment or {})},
             start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         try:
             yield process

@@ -48,7 +48,7 @@ from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import InterruptCount, coordinate
 from chameleon_ft.launch.processes import start_fork_server
 from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
-from chameleon_ft.runtime.process import Lifeline
+from chameleon_ft.runtime.process import Lifeline, end_with
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 from tests.forked import ForkedCommand
 from tests.undivided import undivided
@@ -320,6 +320,7 @@ class Command:
                 text=True,
                 env={**os.environ, **changes},
                 start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),
             )
         else:
             self._process = ForkedCommand(words, environ={**os.environ, **changes}, network=network)

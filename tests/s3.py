@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from urllib.request import Request, urlopen
 
 import boto3
 
+from chameleon_ft.runtime.process import end_with
 from tests.proxy import Proxy
 
 BUCKET = "bucket"
@@ -87,7 +89,10 @@ def _client(address: str) -> Any:
 def s3_server() -> Iterator[S3]:
     """Run the server, in a process of its own, with one empty bucket."""
     command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    bound = partial(end_with, os.getpid())
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=bound
+    ) as server:
         try:
             assert server.stdout is not None
             lines = iter(server.stdout.readline, "")

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 import pytest
+
+from chameleon_ft.runtime.process import end_with
 
 __all__ = ["SlurmCluster", "skip_without_slurm"]
 
@@ -183,7 +186,12 @@ class SlurmCluster:
             old.wait()
         with (self.directory / f"{name}.out").open("ab") as output:
             self._processes[name] = subprocess.Popen(
-                [*prefix, *command], env=self._environ, stdout=output, stderr=output, start_new_session=True
+                [*prefix, *command],
+                env=self._environ,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=partial(end_with, os.getpid()),
             )
 
     def _on(self, host: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -11,8 +12,11 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
+
+from chameleon_ft.runtime.process import end_with
 
 __all__ = ["ETCD", "EtcdServer", "etcd_server"]
 
@@ -47,7 +51,9 @@ class EtcdServer:
         command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
         command += ["--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen([*command, *tls], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*command, *tls], stdout=log, stderr=log, preexec_fn=partial(end_with, os.getpid())
+            )
         self.address = f"{'etcds' if tls else 'etcd'}://127.0.0.1:{client}"
 
     def is_alive(self) -> bool:

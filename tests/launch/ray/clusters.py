@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from unittest import mock
 
 import psutil
 import pytest
+
+from chameleon_ft.runtime.process import end_with
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -63,9 +67,12 @@ def quiet_environment() -> Iterator[None]:
 def ray_cluster(*cpus: int) -> Iterator[Cluster]:
     """Yield a cluster of a head, where a driver runs and no worker, and a node for each number of CPUs."""
     pytest.importorskip("ray")
+    from ray._private import node
     from ray.cluster_utils import Cluster
 
-    with quiet_environment():
+    # Its processes end with this one, however that ends; its handlers of signals stay as they are.
+    bound = mock.patch.object(node, "Node", partial(_bound_node, node.Node))
+    with quiet_environment(), bound:
         cluster = Cluster(
             initialize_head=True,
             head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": _SYSTEM},
@@ -79,6 +86,10 @@ def ray_cluster(*cpus: int) -> Iterator[Cluster]:
             cluster.shutdown()
 
 
+def _bound_node(kind: Callable[..., Node], *arguments: Any, **named: Any) -> Node:
+    return kind(*arguments, **{**named, "spawn_reaper": True})
+
+
 @contextmanager
 def node_that_does_not_see(hidden: Path, cluster: Cluster, *, cpus: int) -> Iterator[None]:
     """Have a cluster a node with an empty directory of its own at `hidden`; skips the test if none can be mounted."""
@@ -87,7 +98,10 @@ def node_that_does_not_see(hidden: Path, cluster: Cluster, *, cpus: int) -> Iter
         pytest.skip("mounting is not permitted")
     flags = (f"--address={cluster.address}", f"--num-cpus={cpus}", "--min-worker-port=0", "--max-worker-port=0")
     started = subprocess.Popen(
-        [*private, *RAY, "start", *flags, "--block"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*private, *RAY, "start", *flags, "--block"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(end_with, os.getpid()),
     )
     try:
         yield

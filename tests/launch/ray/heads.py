@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from chameleon_ft.runtime.process import end_with
 from tests.launch.ray.clusters import RAY, end_all, quiet_environment, wait_until
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def autoscaled_head(*, cpus: int, most: int) -> Iterator[Head]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=partial(end_with, os.getpid()),
         )
         stack.callback(end_all, started)
         wait_until(lambda: _answers(jobs) or started.poll() is not None)
