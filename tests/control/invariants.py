@@ -142,7 +142,7 @@ def _check_members(state: State) -> None:
     assert not {*state.scale_up.newcomers, *state.scale_up.loaded} & absent
     incarnations: dict[int, int] = {}
     for worker in (*state.members.former, *state.members):
-        assert worker.incarnation == incarnations.get(worker.id, 0) + 1
+        assert worker.incarnation == incarnations.get(worker.id, worker.incarnation - 1) + 1
         incarnations[worker.id] = worker.incarnation
 
 

@@ -25,6 +25,7 @@ _DEFAULT_HAND_OUT_S: Final = 0.01
 # Losses at most this far apart belong to one incident. They may not be detected at the same moment, but they are
 # detected within about one heartbeat interval.
 _TOGETHER_S: Final = 2.0
+_RECENT: Final = 64  # stalls, and decisions, whose medians count
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureHistory:
-    """Counts failures and worker-seconds, and keeps durations of stalls and decisions. Times are in seconds."""
+    """Counts failures and worker-seconds, and keeps durations of recent stalls and decisions. Times are in seconds."""
 
     settled: FailureModel  # failure model of all incidents but the latest, which may still grow
     workers: int = 0  # number of live workers
@@ -112,7 +113,8 @@ class FailureHistory:
 
     def resumed(self, record: FailureRecord) -> Self:
         """Note the stall of a loss, once training has resumed."""
-        return replace(self, stalls=(*self.stalls, PastStall(record.detect_s, record.stop_s, record.regroup_s)))
+        past = PastStall(record.detect_s, record.stop_s, record.regroup_s)
+        return replace(self, stalls=(*self.stalls, past)[-_RECENT:])
 
     def decided(self, *, looked_up: bool, decide_s: float, hand_out_s: float) -> Self:
         """Note a decision that was carried out.
@@ -122,7 +124,7 @@ class FailureHistory:
             decide_s: seconds from the quiescing of the last worker until the orders were sent.
             hand_out_s: the part of `decide_s` after the decision was made.
         """
-        return replace(self, decisions=(*self.decisions, PastDecision(looked_up, decide_s, hand_out_s)))
+        return replace(self, decisions=(*self.decisions, PastDecision(looked_up, decide_s, hand_out_s))[-_RECENT:])
 
     @property
     def rate(self) -> FailureModel:

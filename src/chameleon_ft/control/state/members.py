@@ -17,6 +17,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 __all__ = ["Members", "Respawns", "Worker"]
 
 _LINK_STEPS: Final = 10  # times as many are needed after a death at a link
+_FORMER: Final = 4  # former incarnations of a worker of which something may still be heard
 _SETTLED_STEPS: Final = 100  # an incarnation that lasts for this many steps was healthy: earlier deaths are forgotten
 
 
@@ -61,7 +62,7 @@ class Members:
 
     count: int
     workers: Mapping[int, Worker] = FrozenMap({})
-    former: tuple[Worker, ...] = ()  # incarnations since replaced, oldest first
+    former: tuple[Worker, ...] = ()  # the last `_FORMER` incarnations of each that were replaced, oldest first
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
     agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
     fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
@@ -357,7 +358,9 @@ class Members:
         born = {number: Worker(id=number, agent=agent, agent_host=agent_host, since=now) for number in numbers}
         for number, former in before.items():
             born[number] = replace(born[number], incarnation=former.incarnation + 1, host=former.host)
-        return replace(self, workers=updated(self.workers, born), former=(*self.former, *before.values()))
+        newest = {number: former.incarnation - _FORMER for number, former in before.items()}
+        kept = (each for each in self.former if each.incarnation > newest.get(each.id, 0))
+        return replace(self, workers=updated(self.workers, born), former=(*kept, *before.values()))
 
 
 @dataclass(frozen=True, slots=True)
