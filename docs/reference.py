@@ -62,6 +62,8 @@ def _values(info: FieldInfo) -> str:
 def _values_of(kind: Any, constraints: Sequence[object]) -> str:
     if kind == tuple[str, ...]:
         return "list of texts"
+    if get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal:
+        return f"list of {_values_of(get_args(kind)[0], ())}"
     if get_origin(kind) is Literal:
         return ", ".join(f"`{_toml(value)}`" for value in get_args(kind))
     limits = [limit for constraint in constraints if (limit := _limit(constraint))]

@@ -44,7 +44,7 @@ def test_auto_starts_a_run_and_resumes_it(chameleon: CommandLine, config_file: P
 def test_a_directory_whose_data_cannot_be_written_is_removed(
     chameleon: CommandLine, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise DataError("no space is left")
 
     with monkeypatch.context() as patch:

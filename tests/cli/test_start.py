@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from chameleon_ft.config import RENAMED_KEYS, TrainConfig
+from chameleon_ft.data import load_tokens
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
@@ -206,6 +207,22 @@ def test_a_run_cannot_go_on_as_another_one(
     before = run.config_file.read_text()
     assert expected in chameleon.refused("train", "--resume", run.path, *flags)
     assert run.config_file.read_text() == before
+
+
+def test_a_run_goes_on_with_other_data_if_told_to(chameleon: CommandLine, config_file: Path, tmp_path: Path) -> None:
+    run, other = finished_run(chameleon, config_file), tmp_path / "other.bin"
+    np.arange(5_000, dtype=np.uint16).tofile(other)
+    resume = ("train", "--resume", run.path, "--data.path", other)
+    assert "data.path" in chameleon.refused(*resume)
+    accepted = (*resume, "--accept-changes", "data")
+    assert "model.vocab_size" in chameleon.refused(*accepted), "ids are checked, as at the start"
+    (np.arange(5_000, dtype=np.uint16) % 256).tofile(other)
+    assert chameleon.configured(*accepted).accept_changes == ("data",)
+    launched = chameleon.launched[-1].config
+    assert isinstance(launched, TrainConfig)
+    assert load_tokens(launched).size == 5_000
+    run.write_config(launched)  # as its start does
+    assert chameleon.configured("train", "--resume", run.path).accept_changes == (), "for that start alone"
 
 
 def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: Path, own_model: Path) -> None:

@@ -16,7 +16,6 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError
 from chameleon_ft.observe import (
     RunDirectory,
-    checkpoint_model,
     complete_checkpoints,
     damage_of,
     discard_checkpoint,
@@ -28,6 +27,7 @@ from chameleon_ft.observe import (
     mark_damaged,
     object_store,
     prune_checkpoints,
+    read_mark,
     seal_layer,
     slice_part,
     slices_of,
@@ -233,7 +233,7 @@ def test_only_marked_checkpoints_count(store: ObjectStore) -> None:
     assert complete_checkpoints(store) == [10]
     assert incomplete_checkpoints(store) == [20]
     assert sound_checkpoint(store) == (10, {})
-    assert checkpoint_model(store, 10) == "a model"
+    assert read_mark(store, 10)["model"] == "a model"
     assert has_checksums(store, 10)
     assert slices_of(store, 10) == [(1, 0, 65536)]
     assert slices_of(store, 20) == []
@@ -290,7 +290,7 @@ def test_a_checkpoint_is_copied_between_stores_and_directories(store: ObjectStor
     link_checkpoint(here, 10, other)
     for place in (here, other):
         assert sound_checkpoint(place) == (10, {})
-        assert checkpoint_model(place, 10) == "a model"
+        assert read_mark(place, 10)["model"] == "a model"
         with storage_of(place).reading(slice_part(10, 1, 0, 65536)) as files:
             assert (files / "tensors").read_text() == f"those of {slice_part(10, 1, 0, 65536)}"
 

@@ -123,7 +123,7 @@ class PreparedRun:
                 print(warning, file=sys.stderr, flush=True)
             with _rivals_told(self.lock):
                 return entry(self.config, run=self.directory, resume=self.resume)
-        except (ConfigError, LeaseError, KeyboardInterrupt, SystemExit):
+        except (ConfigError, CheckpointError, LeaseError, KeyboardInterrupt, SystemExit):
             if self.is_new and not self.directory.metrics_file.exists() and self.lock.rival() is None:
                 shutil.rmtree(self.directory.path)
             raise
@@ -317,7 +317,7 @@ def _recorded_config(flags: dict[str, Any], directory: RunDirectory, *, job: str
     refuse_live_run(directory)
     values = read_recorded_toml(directory.config_file)
     # The failures have happened already, and the plan was made for the original workers.
-    values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
+    values = {key: value for key, value in values.items() if key not in ("failures", "plan", "accept_changes")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
     return configured(values, flags, job=job, source=str(directory.config_file))
@@ -329,7 +329,7 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     own = {"output_dir": directory.path, "forked": before.forked, "run_id": before.run_id}
     config = config.model_copy(update=own)
     check_inputs(config)
-    require_same_model(config, directory, fixed=FIXED)
+    require_same_model(config, directory, fixed=[key for key in FIXED if key not in config.accept_changes])
     require_same_store(config, directory)
     require_store(config)
     checkpoints = checkpoint_storage(config, directory)
@@ -337,7 +337,7 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
         return PreparedRun(config, directory, resume=True, is_done=True, is_new=False)
     newest_checkpoint(config, directory, checkpoints=checkpoints)
     check_address(config.control)
-    prepare_data_of(config)
+    prepare_data_of(config, may_differ="data" in config.accept_changes)
     _say_horizon(config, directory.config())
     return PreparedRun(config, directory, resume=True, is_new=False)
 
@@ -389,9 +389,14 @@ def _run_in_store(config: RunConfig) -> PreparedRun | None:
     return _resumed(config, fetch_run(config.store, config.output_dir), may_be_done=True)
 
 
-def prepare_data_of(config: RunConfig) -> None:
-    """Write the data into `config.output_dir`, the run directory, in the form that workers read. Raises DataError."""
-    if isinstance(config, TrainConfig) and config.output_dir is not None:
-        from chameleon_ft.data.corpus import prepare_data
+def prepare_data_of(config: RunConfig, *, may_differ: bool = False) -> None:
+    """Write the data into `config.output_dir`, the run directory, in the form that workers read. Raises DataError.
 
-        prepare_data(config, config.output_dir)
+    `may_differ`: whether from those that were written before.
+    """
+    if isinstance(config, TrainConfig) and config.output_dir is not None:
+        from chameleon_ft.data.corpus import check_data, prepare_data
+
+        if may_differ:
+            check_data(config)
+        prepare_data(config, config.output_dir, may_differ=may_differ)

@@ -103,6 +103,11 @@ class RunConfig(Section):
     health: Health = Health()
     preflight: Preflight = Preflight()
     forked: Forked = Forked()
+    accept_changes: Annotated[tuple[Literal["data", "layers"], ...], Field(strict=False)] = Field(
+        default=(),
+        description="With --resume: continue although the data, or the layers, are others than those that the "
+        "checkpoint was written with. For this start alone.",
+    )
     run_id: str = Field(
         default="",
         description="Tells the checkpoints of this run from those of others: set when it begins, not by hand.",

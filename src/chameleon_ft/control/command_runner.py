@@ -39,6 +39,7 @@ class RunSetup:
         profile: measured costs, if there are any.
         plan: the plan to start with, if one was given.
         resume: whether to begin with a checkpoint.
+        changes: how the job differs from the one that the checkpoint was written by.
         takes_over: whether the run is training already, without a coordinator.
         executor: prepares decisions on losses during training; without it, each is made after the loss.
     """
@@ -48,6 +49,7 @@ class RunSetup:
     recorder: Recorder
     job: JobInfo
     resume: bool
+    changes: tuple[str, ...] = ()
     takes_over: bool = False
     profile: Profile | None = None
     plan: Plan | None = None
@@ -93,6 +95,7 @@ class CommandRunner:
             recorder.files,
             model=job.fingerprint,
             num_layers=job.num_layers,
+            job=job.record,
             keep=config.checkpoint.keep,
             base=config.forked.step if config.forked.run else None,
             not_marked=self._on_not_marked,
@@ -106,6 +109,7 @@ class CommandRunner:
             checkpoints=self.checkpoints,
             recorder=recorder,
             resume=setup.resume,
+            changes=setup.changes,
             now=now,
             handle=handle,
             tasks=tasks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -28,6 +28,7 @@ class DecisionTasks:
 
     Args:
         resume: whether to begin with a checkpoint.
+        changes: how the job differs from the one that it was written by.
         now: returns the time.
         handle: takes an answer that comes later.
     """
@@ -41,6 +42,7 @@ class DecisionTasks:
         checkpoints: RunCheckpoints,
         recorder: Recorder,
         resume: bool,
+        changes: Sequence[str],
         now: Callable[[], events.Moment],
         handle: Callable[[events.Event], None],
         tasks: BackgroundTasks,
@@ -51,6 +53,7 @@ class DecisionTasks:
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._resume = resume
+        self._changes = changes
         self._now = now
         self._handle = handle
         self._tasks = tasks
@@ -133,6 +136,9 @@ class DecisionTasks:
                 if newer > step:
                     message = f"that of step {newer} is not complete and not used"
                     self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+            if self._changes:
+                message = f"training continues from step {step} with another job: {'; '.join(self._changes)}"
+                self._recorder.event("job_changed", step=step, changes=self._changes, message=message)
         if not found.has_checksums and not self._has_warned:
             self._has_warned = True
             message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"

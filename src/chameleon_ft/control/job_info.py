@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.parts import BoundaryMessage
+from chameleon_ft.job_record import JobRecord
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.profiles import Fingerprint
 from chameleon_ft.schedule import CostModel
@@ -53,6 +54,7 @@ class JobInfo:
     hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
     device: str = ""  # name of the device, as it reports it; empty if this host has no such device
+    record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
     versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
 
     @property

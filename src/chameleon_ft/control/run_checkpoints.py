@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from chameleon_ft.errors import DamagedCheckpointError, StoreError
+from chameleon_ft.job_record import JobRecord
 from chameleon_ft.observe import (
     Directory,
     FileQueue,
@@ -75,6 +76,7 @@ class RunCheckpoints:
     Args:
         files: the queue of the run's files.
         model: fingerprint of the model.
+        job: kept with each checkpoint.
         keep: complete checkpoints to keep.
         base: step of the one that the run was forked from, which stays, too.
         not_marked: called in the thread of the queue if a checkpoint cannot be marked, with the reason.
@@ -94,6 +96,7 @@ class RunCheckpoints:
         num_layers: int,
         keep: int,
         base: int | None,
+        job: JobRecord | None = None,
         not_marked: Callable[[int, str], None],
         copy_records: Callable[[], None],
         takes_over: bool,
@@ -103,6 +106,7 @@ class RunCheckpoints:
         self._queue = files if self._is_local else files.beside()
         self._path = Path(storage.place())  # for messages of the queue
         self._model = model
+        self._job = job
         self._num_layers = num_layers
         self._keep = keep
         self._base = base
@@ -151,8 +155,15 @@ class RunCheckpoints:
 
         def mark() -> None:
             self._try_copy_records()
-            model, layers = self._model, self._num_layers
-            mark_complete(self._storage, step, model=model, num_layers=layers, slices=slices, seals=seals)
+            mark_complete(
+                self._storage,
+                step,
+                model=self._model,
+                num_layers=self._num_layers,
+                slices=slices,
+                seals=seals,
+                job=self._job,
+            )
             self._complete = sorted({*self._complete, step})
             if self._is_local:  # it may take long, and records wait for this queue
                 threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()

@@ -83,18 +83,18 @@ def check_data(config: TrainConfig) -> DataSummary:
     )
 
 
-def prepare_data(config: TrainConfig, run_dir: Path) -> Path:
+def prepare_data(config: TrainConfig, run_dir: Path, *, may_differ: bool = False) -> Path:
     """Prepare the data of `config` for a run in `run_dir`, and return the file of token ids that will be mapped.
 
-    If that was done before, only check that the data has not changed. Every host calls it for the run directory that it
-    sees. The ids of a token file are not checked; see `check_data`.
+    If that was done before, only check that the data has not changed, unless it `may_differ`. Every host calls it for
+    the run directory that it sees. The ids of a token file are not checked; see `check_data`.
 
     Raises:
         DataError: as `check_data`; or `run_dir` was prepared for other data, or its token file has changed since; or
             the run directory cannot be written.
     """
     text_file = run_dir / "data" / "text.bin"
-    if _record_file(run_dir).exists():
+    if _record_file(run_dir).exists() and not may_differ:
         _open_prepared(config, run_dir)
     else:
         if _kind(config) == "tokens":
@@ -139,7 +139,10 @@ def _open_prepared(config: TrainConfig, run_dir: Path) -> Tokens:
     tokens = _open_source(config) if record.kind == "tokens" else open_tokens(text_file, "uint8")
     if fingerprint(tokens) != record.fingerprint:
         changed = _source_name(config) if record.kind == "tokens" else text_file
-        raise DataError(f"{changed} has changed since the run in {run_dir} began: bring it back, or begin a new run")
+        raise DataError(
+            f"{changed} has changed since the run in {run_dir} began: bring it back, begin a new run, or continue with "
+            "it by --accept-changes data"
+        )
     _check_length(config, tokens.size)
     return tokens
 

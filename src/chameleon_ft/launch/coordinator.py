@@ -180,6 +180,7 @@ async def serve_run(
             profile=start.profile,
             plan=start.plan,
             resume=start.resume or last is not None,
+            changes=start.changes,
             takes_over=last is not None,
             executor=executor,
         )

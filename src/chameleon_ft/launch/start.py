@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.wire.tls import generate_certificates
 from chameleon_ft.errors import CheckpointError, ConfigError
-from chameleon_ft.observe import RunDirectory, checkpoint_model, checkpoint_storage, sound_checkpoint
+from chameleon_ft.job_record import ACCEPTABLE, JobRecord
+from chameleon_ft.observe import RunDirectory, checkpoint_storage, read_mark, sound_checkpoint
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 
 __all__ = ["RunStart", "tls_directory"]
+
+_NAMED: Final = 5
+"""Changes that a refusal names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,7 @@ class RunStart:
         profile: the profile of the run, if it has one.
         plan: the plan to start with, if the run was given one.
         resume: whether to begin with a checkpoint.
+        changes: how the job differs from the one that the checkpoint was written by.
     """
 
     config: RunConfig
@@ -34,23 +39,26 @@ class RunStart:
     profile: Profile | None
     plan: Plan | None
     resume: bool
+    changes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, *, run: RunDirectory, job: JobInfo, resume: bool) -> Self:
         """Check the configuration against the job, and write it if the run resumes.
 
         Raises:
-            CheckpointError: the newest sound checkpoint is of another model.
+            CheckpointError: the newest sound checkpoint is of another model; or it is of other data or layers, and this
+                change is not accepted.
             ConfigError: the plan to start with is of another model.
             ProfileError: the profile is not of this job on this device.
         """
+        changes: tuple[str, ...] = ()
         if resume:
-            _require_same_model(run, job, config)
+            changes = _accepted_changes(run, job, config)
             config = config.with_horizon_of(run.config())
             run.write_config(config)
             config = run.own(config)
         profile, plan = _profile(config, job), _plan(config, job)
-        return cls(config=config, run=run, job=job, profile=profile, plan=plan, resume=resume)
+        return cls(config=config, run=run, job=job, profile=profile, plan=plan, resume=resume, changes=changes)
 
 
 def tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:
@@ -65,18 +73,37 @@ def tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:
             return Path(directory)
 
 
-def _require_same_model(run: RunDirectory, job: JobInfo, config: RunConfig) -> None:
-    """Raise CheckpointError if the newest sound checkpoint of `run` is of another model than `job`."""
+def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tuple[str, ...]:
+    """Return how `job` differs from the one that the newest sound checkpoint of `run` was written by.
+
+    Raises CheckpointError if it cannot continue with that, or not without being told to.
+    """
     checkpoints = checkpoint_storage(config, run)
     step, _ = sound_checkpoint(checkpoints)
+    if step is None:
+        return ()
+    mark = read_mark(checkpoints, step)
+    changes = JobRecord.from_json(mark.get("job", {})).changes_to(job.record)
     expected = job.fingerprint
     if config.forked.run and step == config.forked.step:
         expected = job.fingerprint_with(config.forked.micro_batch_size, instead_of=config.batch.micro_batch_size)
-    if step is not None and checkpoint_model(checkpoints, step) != expected:
+    said = f"--resume {run.path}: its checkpoint of step {step}"
+    if mark["model"] != expected:
+        layers = "".join(f"; {change.text}" for change in changes if change.topic == "layers")
         raise CheckpointError(
-            f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
-            "now; undo the change to the model, or begin a new run"
+            f"{said} is of a model with other layers than the job has now{layers}; undo the change to the model, or "
+            "begin a new run"
         )
+    if refused := [each for each in changes if each.topic in ACCEPTABLE and each.topic not in config.accept_changes]:
+        topics, more = sorted({each.topic for each in refused}), len(refused) - _NAMED
+        named = "; ".join(each.text for each in refused[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise CheckpointError(
+            f"{said} was written with other {' and '.join(topics)}: {named}; undo the change, or continue with it by "
+            f"--accept-changes {' '.join(topics)}"
+        )
+    if "job" not in mark:
+        print(f"the checkpoint of step {step} was written by an earlier version: data and job are not compared with it")
+    return tuple(each.text for each in changes)
 
 
 def _profile(config: RunConfig, job: JobInfo) -> Profile | None:

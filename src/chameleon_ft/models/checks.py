@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from functools import partial
 from typing import Any, Final
@@ -15,8 +16,10 @@ from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.job_record import Fact
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
+from chameleon_ft.models.job_record import sketch
 from chameleon_ft.models.kept import digest
 from chameleon_ft.models.outputs import untracked_leaf
 from chameleon_ft.models.precision import loss_of, terms_of
@@ -30,22 +33,35 @@ __all__ = [
 
 _ALIKE: Final = 1e-3  # relative
 _READ_SAMPLES: Final = 4  # each twice before a run, which may be slow to read
+_RECORDED_SAMPLES: Final = 64  # at most, within this time
+_READING_S: Final = 1.0
 
 
 class SampleReads:
-    """The first samples of a run, read once, to see later whether they come out the same again."""
+    """The first samples of a run, read once, to see later whether they come out the same again.
+
+    Attributes:
+        facts: sketches of these samples, and of more if they are quick to read.
+    """
 
     def __init__(self, job: Job, seed: int) -> None:
         self._job, self._seed = job, seed
-        size = len(job.dataset)
-        self._digests = {
-            index: self._digest(index) for index in SampleOrder(size, seed).ids(0, min(_READ_SAMPLES, size))
-        }
+        self._digests: dict[int, bytes] = {}
+        self.facts: dict[str, Fact] = {}
+        size, begun_s = len(job.dataset), time.monotonic()
+        for number, index in enumerate(SampleOrder(size, seed).ids(0, min(_RECORDED_SAMPLES, size))):
+            if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
+                break
+            tensors = self._tensors(index)
+            if number < _READ_SAMPLES:
+                self._digests[index] = digest(tensors)
+            names = (f"input of sample {index}", f"target of sample {index}")
+            self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
 
     def check(self) -> None:
         """Read each sample again. Raises ConfigError if one differs."""
         for index, before in self._digests.items():
-            if self._digest(index) != before:
+            if digest(self._tensors(index)) != before:
                 raise ConfigError(
                     f"`dataset` reads sample {index} differently each time, but workers read it separately, for the "
                     "inputs and for the targets, and again after a failure; draw with Python's `random`, "
@@ -53,8 +69,10 @@ class SampleReads:
                     "sample, instead of a generator of its own, the clock or a count of reads"
                 )
 
-    def _digest(self, index: int) -> bytes:
-        return digest(read_sample(self._job.dataset, index, seed=self._seed))
+    def _tensors(self, index: int) -> list[Tensor]:
+        sample: Any = read_sample(self._job.dataset, index, seed=self._seed)
+        # Others than pairs of tensors are refused elsewhere.
+        return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
 
 
 def check_separate_parameters(job: Job) -> None:
@@ -84,8 +102,10 @@ def check_separate_parameters(job: Job) -> None:
 
 def check_loss(
     job: Job, output: BoundarySpec, micro_batch_size: int, *, device: torch.device, seed: int = 0
-) -> tuple[str, ...]:
-    """Compute the loss of the first micro-batch, of random numbers as the output of the last layer; return hints.
+) -> tuple[Fact, tuple[str, ...]]:
+    """Compute the loss of the first micro-batch, of random numbers as the output of the last layer.
+
+    Returns it with its terms, and hints.
 
     Raises:
         ConfigError: `loss` or `loss_terms` cannot be called, or returns something else than it should; or `loss` has
@@ -95,6 +115,7 @@ def check_loss(
     targets = targets.to(device)
     before = digest((job.loss, job.loss_terms))
     with generator_lock, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         made = torch.rand(output.shape).to(device=device, dtype=output.dtype)
         made.requires_grad_(made.is_floating_point() or made.is_complex())
         try:
@@ -132,9 +153,10 @@ def check_loss(
                 "`loss` returned a number that has no gradient by the output of the last layer, so nothing would be "
                 "trained; compute it from the output, without detach() or no_grad()"
             )
+        hints: tuple[str, ...] = ()
         with contextlib.suppress(Exception):  # of any class: the loss takes no other shapes
-            return _hints(job, made.detach(), targets, float(loss.detach()), terms)
-    return ()
+            hints = _hints(job, made.detach(), targets, float(loss.detach()), terms)
+    return ["loss and terms", float(loss.detach()), terms], hints
 
 
 def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -> tuple[str, ...]:

@@ -32,7 +32,13 @@ _ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum 
 
 
 def boundary_specs(
-    job: Job, micro_batch_size: int, *, device: torch.device = _CPU, seed: int = 0, hints: list[str] | None = None
+    job: Job,
+    micro_batch_size: int,
+    *,
+    device: torch.device = _CPU,
+    seed: int = 0,
+    hints: list[str] | None = None,
+    ran: Callable[[int, torch.Tensor], object] = lambda layer, output: None,
 ) -> tuple[BoundarySpec, ...]:
     """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
 
@@ -43,6 +49,7 @@ def boundary_specs(
 
     Args:
         hints: gets a sentence on each buffer whose values bfloat16 rounds.
+        ran: called with each layer that has run, and its output.
 
     Raises:
         ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
@@ -63,6 +70,7 @@ def boundary_specs(
         key = (id(factory), BoundarySpec.of(boundary), layer == 0)
         if key not in outputs:
             outputs[key] = _output(job, layer, boundary, seed=seed, hints=[] if hints is None else hints)
+            ran(layer, outputs[key])
         boundary = outputs[key]
         specs.append(BoundarySpec.of(boundary))
     return tuple(specs)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from chameleon_ft.observe.checkpoints import (
     checked_files,
-    checkpoint_model,
     complete_checkpoints,
     damage_of,
     discard_checkpoint,
@@ -86,7 +85,6 @@ __all__ = [
     "TimelineLog",
     "View",
     "checked_files",
-    "checkpoint_model",
     "checkpoint_storage",
     "complete_checkpoints",
     "damage_of",

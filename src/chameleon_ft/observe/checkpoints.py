@@ -18,12 +18,12 @@ from typing import Any, Final
 import xxhash
 
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError, StoreError
+from chameleon_ft.job_record import JobRecord
 from chameleon_ft.observe.files import replace_file
 from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
 __all__ = [
     "checked_files",
-    "checkpoint_model",
     "complete_checkpoints",
     "damage_of",
     "discard_checkpoint",
@@ -109,6 +109,7 @@ def mark_complete(
     num_layers: int,
     slices: Collection[tuple[int, int, int]] = (),
     seals: Mapping[str, str] = MappingProxyType({}),
+    job: JobRecord | None = None,
 ) -> None:
     """Mark a checkpoint whose layers and slices are all stored. All of it is safe when this returns.
 
@@ -117,6 +118,7 @@ def mark_complete(
     Args:
         model: the fingerprint of its model.
         seals: what `seal_layer` returned for each layer and slice, by the names of their parts.
+        job: by which it was written.
     """
     storage = storage_of(checkpoints)
     content: dict[str, Any] = {"step": step, "model": model, "layers": num_layers}
@@ -126,6 +128,8 @@ def mark_complete(
         content["slices"] = [list(each) for each in sorted(slices)]
     if seals:
         content["seals"] = dict(sorted(seals.items()))
+    if job is not None:
+        content["job"] = job.to_json()
     _mark(storage, step, content)
 
 
@@ -147,11 +151,6 @@ def mark_damaged(checkpoints: Path | Storage, step: int) -> None:
     That is safe when this returns.
     """
     storage_of(checkpoints).rename(f"{_folder(step)}/{_COMPLETE}", f"{_folder(step)}/{_DAMAGED}")
-
-
-def checkpoint_model(checkpoints: Path | Storage, step: int) -> str:
-    """Return the fingerprint of the model of a complete checkpoint. Raises DamagedCheckpointError, or OSError."""
-    return str(_mark_of(storage_of(checkpoints), step)["model"])
 
 
 def has_checksums(checkpoints: Path | Storage, step: int) -> bool:

@@ -270,6 +270,10 @@ def _optimizer_undivided(event: Event, _: Sequence[Event], __: Event | None) -> 
     return "the optimizer", why, "every holder of a layer keeps all of its state"
 
 
+def _job_changed(event: Event, _: Sequence[Event], __: Event | None) -> Described:
+    return "the job", "; ".join(event["changes"]), f"training continued from step {event['step']} with it"
+
+
 def _refused(event: Event, later: Sequence[Event], _: Event | None) -> Described:
     times = 1 + sum(_is_same(event, each, "address", "reason") for each in _of("refused", later))
     return event["address"], event["reason"], f"the connection was rejected ({counted(times, 'time')} in the records)"
@@ -319,6 +323,7 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
     "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
+    "job_changed": _job_changed,
     "snapshots_off": _snapshots_off,
     "optimizer_undivided": _optimizer_undivided,
     "hint": lambda event, _, __: ("the job", event["message"], "none"),

@@ -15,6 +15,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.parts import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
+from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
@@ -23,6 +24,7 @@ from chameleon_ft.models.checks import (
     check_separate_parameters,
 )
 from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.job_record import record_of, sketch
 from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.models.optimizer_check import check_optimizer
 from chameleon_ft.models.outputs import boundary_specs
@@ -102,9 +104,18 @@ def _inspect_job(config: RunConfig) -> JobInfo:
     if run_on.type != "meta":
         check_optimizer(job, device=run_on)
     hints: list[str] = []
-    boundaries = boundary_specs(job, config.batch.micro_batch_size, device=run_on, seed=config.seed, hints=hints)
+    outputs: dict[str, Fact] = {}
+
+    def ran(layer: int, output: torch.Tensor) -> None:
+        if run_on.type != "meta":
+            outputs[f"output of layer {layer} for the same samples"] = sketch(output)
+
+    size = config.batch.micro_batch_size
+    boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran)
     if run_on.type != "meta" and job.boundaries is None:
-        hints += check_loss(job, boundaries[-1], config.batch.micro_batch_size, device=run_on, seed=config.seed)
+        loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
+        hints += more
+        outputs = {"loss for the same samples and outputs": loss, **outputs}
     check_learning_rate(job)
     samples.check()  # some time after they were read, or the clock might not have moved
     sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
@@ -128,6 +139,7 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         hints=tuple(hints),
         built_in_full=layers_built_in_full(job, config.seed),
         device=device,
+        record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
 

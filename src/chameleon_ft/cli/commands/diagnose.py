@@ -38,6 +38,7 @@ _TITLES: Final[Mapping[str, str]] = {
     "checkpoint_unreadable": "Not read",
     "checkpoint_incomplete": "Not complete",
     "checkpoint_unchecked": "Not checked",
+    "job_changed": "Another job",
 }
 
 
