@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -17,13 +18,34 @@ Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.integer[Any]]]"
 
 _CHUNK_TOKENS = 1 << 22
 _FINGERPRINT_BYTES = 1 << 20
+_HEADER_BYTES: Final = 256 * 4
+_HEADER_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}
+"""Element types by the first number of the headers of llm.c."""
+_INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
+_INDEX_HEAD: Final = struct.Struct("<QBQQ")
+"""Version, code of the element type, number of sequences and of documents."""
+_INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_NUMPY_MAGIC: Final = b"\x93NUMPY"
+_NO_IDS: Final = {
+    b"PK\x03\x04": "an archive, such as .npz or .pt",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b\x08": "a compressed file",
+    b"\x28\xb5\x2f\xfd": "a compressed file",
+    b"\x89HDF": "an HDF5 file",
+}
+"""Files that are often taken for one of ids, by their first bytes."""
 
 
 def open_tokens(path: Path, dtype: str) -> Tokens:
-    """Map the ids in `path`, read-only: a numpy file (``.npy``), or raw ids of type `dtype` in native byte order.
+    """Map the ids in `path`, read-only: a numpy file, or ids of type `dtype` in native byte order.
+
+    The latter are raw, as of nanoGPT; or follow a header of 256 int32 (a number of the format, its version, the number
+    of ids) as of llm.c; or have the index of Megatron-LM beside them, which must name that type.
 
     Raises:
-        DataError: the file is missing, empty or unreadable, or is not a one-dimensional array of integers.
+        DataError: the file is missing, empty or unreadable, or is not a one-dimensional array of integers; or its
+            header, or its index, tells another type or length than it has.
     """
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
@@ -40,7 +62,13 @@ def open_tokens(path: Path, dtype: str) -> Tokens:
 
 def _map_file(path: Path, dtype: np.dtype[Any], num_bytes: int) -> Tokens:
     tokens: Tokens
-    if path.suffix == ".npy":
+    with path.open("rb") as file:
+        start = file.read(_HEADER_BYTES)
+    if start.startswith(_INDEX_MAGIC):
+        raise DataError(f"data.path {path} is an index of Megatron-LM, without tokens: give the .bin file beside it")
+    if found := next((kind for magic, kind in _NO_IDS.items() if start.startswith(magic)), None):
+        raise DataError(f"data.path {path} is {found}, and no file of token ids: give a .npy file, or one of raw ids")
+    if path.suffix == ".npy" or start.startswith(_NUMPY_MAGIC):
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
@@ -50,13 +78,59 @@ def _map_file(path: Path, dtype: np.dtype[Any], num_bytes: int) -> Tokens:
                 f"data.path {path} holds {tokens.dtype.name} of shape {tokens.shape}: give integers in one dimension"
             )
         return tokens
+    offset = _header_bytes(path, start, dtype, num_bytes)
     if num_bytes % dtype.itemsize:
         raise DataError(
             f"data.path {path} has {num_bytes} bytes, which is not a whole number of {dtype.name} ids "
             f"({dtype.itemsize} bytes each): set data.dtype to the type it was written with"
         )
-    tokens = np.memmap(path, dtype=dtype, mode="r")
+    _check_index(path.with_suffix(".idx"), path, dtype, num_bytes)
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset) if num_bytes > offset else np.array((), np.uint8)
     return tokens
+
+
+def _header_bytes(path: Path, start: bytes, dtype: np.dtype[Any], num_bytes: int) -> int:
+    """Return the bytes of the header of a file that begins with `start`; 0 if it has none. Raises DataError."""
+    if len(start) < _HEADER_BYTES:
+        return 0
+    magic, _, count, *rest = np.frombuffer(start, "<i4").tolist()
+    body = num_bytes - _HEADER_BYTES
+    # Others use this header with numbers of their own.
+    is_header = magic in _HEADER_DTYPES or (magic and count > 0 and not any(rest) and body in (2 * count, 4 * count))
+    if not is_header:
+        return 0
+    written = _HEADER_DTYPES.get(magic, "uint16" if body == 2 * count else "uint32")
+    if body != count * np.dtype(written).itemsize:
+        raise DataError(
+            f"data.path {path} has a header for {count:,} ids of {written}, and {body:,} bytes after it: it is cut "
+            "short or damaged; write it again"
+        )
+    if dtype.itemsize != np.dtype(written).itemsize:
+        raise DataError(f"data.path {path} has a header for ids of {written}: set data.dtype to {written}")
+    return _HEADER_BYTES
+
+
+def _check_index(index: Path, path: Path, dtype: np.dtype[Any], num_bytes: int) -> None:
+    """Raise DataError if there is an index of Megatron-LM for a file of ids, and it tells another type or length."""
+    if not index.is_file():
+        return
+    with index.open("rb") as file:
+        head = file.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
+        if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+            return
+        _, code, sequences, _ = _INDEX_HEAD.unpack(head[len(_INDEX_MAGIC) :])
+        # Those of multimodal data have other lists after the lengths.
+        lengths = np.fromfile(file, "<i4", sequences)
+    written = _INDEX_DTYPES.get(code, "no integers")
+    if written != dtype.name:
+        raise DataError(
+            f"data.path {path} has the index {index}, which says that its ids are {written}: set data.dtype"
+        )
+    if num_bytes != (count := int(lengths.sum(dtype=np.int64))) * dtype.itemsize:
+        raise DataError(
+            f"data.path {path} has {num_bytes:,} bytes, and its index {index} says that it has {count:,} ids of "
+            f"{written}: one of the two is cut short or damaged; write both again"
+        )
 
 
 def check_ids(tokens: Tokens, vocab_size: int, *, source: str) -> None:
