@@ -117,7 +117,7 @@ def test_a_loss_that_is_trained_itself_is_refused_however_it_is_given() -> None:
     for loss in given:
         with pytest.raises(ConfigError, match=r"parameter of its own, of shape \(\)"):
             check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
-    assert check_loss(job(loss=_OfOutput(frozen=True)), OUTPUT, 2, device=CPU) == ()
+    assert check_loss(job(loss=_OfOutput(frozen=True)), OUTPUT, 2, device=CPU)[1] == ()
     with pytest.raises(ConfigError, match="changes what it keeps"):
         check_loss(job(loss=_OfOutput(frozen=True, counts=True)), OUTPUT, 2, device=CPU)
 
@@ -143,7 +143,7 @@ def test_a_hint_is_given_where_the_loss_sums_other_terms_than_those_counted(
 ) -> None:
     data = [(torch.zeros(6), torch.arange(6) % 4) for _ in range(3)]
     tokens = job(loss=loss, loss_terms=loss_terms, dataset=data)
-    assert bool(check_loss(tokens, BoundarySpec((2, 6, 4), torch.float32), 2, device=CPU)) is is_hinted
+    assert bool(check_loss(tokens, BoundarySpec((2, 6, 4), torch.float32), 2, device=CPU)[1]) is is_hinted
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli.starting import prepare_run
-from chameleon_ft.errors import CheckpointError
+from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.launch import train
 from chameleon_ft.observe import RunDirectory
-from tests.harness import Ended
+from chameleon_ft.verify import Verification, repeat_run
+from tests.harness import TOLERANCE, Ended
 from tests.test_job_record import BLOCKS, JOB
 
 GROWN = ("return 40", "return 48")
@@ -71,6 +72,11 @@ def test_a_resume_with_another_job_is_refused_or_said(tmp_path: Path) -> None:
     (event,) = edited.events("job_changed")
     assert event["step"] == 4
     assert any("layer 1" in change for change in event["changes"])
+    # Only the job as it is now can be repeated: from the checkpoint that it began with, while that is kept.
+    assert [each.step for each in repeat_run(run)] == [4, 5]
+    assert Verification.of(repeat_run(run), tolerance=TOLERANCE).first_step_outside is None
     again = resume(run, steps=8)
     assert (again.code, again.steps) == (0, list(range(8)))
     assert len(again.events("job_changed")) == 1, "the same job as before"
+    with pytest.raises(ConfigError, match="step 4"):
+        next(repeat_run(run))

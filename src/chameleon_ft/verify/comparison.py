@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import load_job
-from chameleon_ft.observe import RunDirectory, StepRecord, checkpoint_storage
+from chameleon_ft.observe import RunDirectory, StepRecord, checkpoint_storage, is_complete
 from chameleon_ft.observe.readable import readable_events, readable_steps
 from chameleon_ft.verify.plain_loop import PlainLoop
 
@@ -143,9 +143,11 @@ class Verification:
 def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
     """Train the job of `run` from its beginning and yield each committed step, up to `limit` of them.
 
-    A forked run begins with the checkpoint that it was forked from.
+    A forked run begins with the checkpoint that it was forked from. If a run was resumed with another job, it begins
+    with the checkpoint that was read then, because the job before is not there any more.
 
-    Raises ConfigError if the job cannot be loaded, a line of the records is damaged, or a step is missing from them.
+    Raises ConfigError if the job cannot be loaded, a line of the records is damaged, a step is missing from them, or
+    that checkpoint is not there any more.
     """
     config = run.config()
     records = recorded_steps(run)
@@ -162,10 +164,19 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
         for horizon in {config.horizon, *(horizon for _, horizon in starts)}
     }
     loop = PlainLoop(config, jobs[config.horizon])
-    if config.forked.run:
-        loop.load(checkpoint_storage(config, run), config.forked.step)
+    checkpoints, first = checkpoint_storage(config, run), config.forked.step
+    changed = [event for event in events if event["event"] == "job_changed"]
+    if changed:
+        first, changes = changed[-1]["step"], "; ".join(changed[-1]["changes"])
+        if not is_complete(checkpoints, first):
+            raise ConfigError(
+                f"steps before {first} were trained with another job ({changes}), and the checkpoint of step {first} "
+                "is not kept, so no loop can repeat the run; set checkpoint.keep to keep it"
+            )
+    if config.forked.run or changed:
+        loop.load(checkpoints, first)
     for record in records[:limit]:
-        if record.is_skipped:  # it has changed nothing
+        if record.is_skipped or record.step < first:  # it has changed nothing, or was trained with another job
             continue
         horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
         rate = jobs[horizon].learning_rate

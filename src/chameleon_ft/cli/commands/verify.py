@@ -76,6 +76,9 @@ def main(arguments: Sequence[str]) -> int:
     committed = len({record.step for record in readable_steps(run)[0]})
     loop = None if given.against is None else UsersLoop(run, given.against)
     console = Console(stderr=True)
+    for event in run.events():
+        if event["event"] == "job_changed":
+            console.print(f"{event['message']}; only the steps from there on are repeated", markup=False)
     comparisons = track(
         repeat_run(run, limit=given.steps) if loop is None else loop.compare(limit=given.steps),
         "repeating the run",
