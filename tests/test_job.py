@@ -222,6 +222,7 @@ def test_what_a_job_draws_itself_is_equal_in_all_processes(tmp_path: Path) -> No
     ("reference", "message"),
     [
         ("no_such_file.py:job", "there is no file no_such_file.py"),
+        ("__main__:job", "into a file"),
         ("no_such_package.module:job", "there is no module no_such_package.module; a file is named with its ending"),
         ("chameleon_ft.nothing_here", "there is no module chameleon_ft.nothing_here"),
         (":job", "write it as package.module:function"),

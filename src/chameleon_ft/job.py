@@ -229,6 +229,11 @@ def check_job_reference(reference: str, kind: str = "job") -> None:
         if not Path(location).is_file():
             raise ConfigError(f"{kind} {reference!r}: there is no file {location}")
         return
+    if location == "__main__":
+        raise ConfigError(
+            f"{kind} {reference!r}: `__main__` is this program alone, and each worker is a process of its own; put the "
+            f"function into a file, and name that, such as my_{kind}.py"
+        )
     _look_in_working_directory()
     if not _module_exists(location):
         raise ConfigError(

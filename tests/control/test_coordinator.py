@@ -10,6 +10,7 @@ import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, RunConfig
 from chameleon_ft.control.wire.messages import (
+    LEFT_OUT,
     BadStep,
     CheckpointSaved,
     CheckpointState,
@@ -187,6 +188,22 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: S
         stage.say(command, CheckpointState(committed=committed))
     failed = CheckpointState(committed=2, failed=(2, "OSError: disk full"))
     assert command.sent == [failed, CheckpointState(committed=3)], "a command that waits is told"
+
+
+@scene()
+async def test_checkpoints_that_are_left_out_are_one_line_with_their_number(stage: Stage) -> None:
+    stage.train()
+    stage.save(2, 0, 0, 1)
+    for step in (3, 4, 5):
+        for worker in (1, 3):
+            stage.say(stage.ranks[worker], CheckpointSaved(generation=1, step=step, layers=(), error=LEFT_OUT))
+    assert not any("message" in event for event in stage.events("checkpoint_failed"))
+    stage.save(2, 1, 2, 3)
+    (event,) = stage.events("checkpoints_left_out")
+    assert (event["step"], event["steps"]) == (2, [3, 4, 5])
+    assert event["message"].startswith("3 ")
+    stage.save(6, 0, 0, 1, 2, 3)
+    assert len(stage.events("checkpoints_left_out")) == 1
 
 
 @scene()

@@ -31,6 +31,13 @@ def test_a_new_directory_has_its_configuration(run: RunDirectory) -> None:
     assert run.config() == TrainConfig(output_dir=run.path)
 
 
+@pytest.mark.parametrize("mode", [None, "0750"])
+def test_the_directory_has_the_rights_that_are_set(tmp_path: Path, mode: str | None) -> None:
+    config = TrainConfig() if mode is None else TrainConfig(output_mode=mode)
+    run = RunDirectory.create(tmp_path / "run", config)
+    assert run.path.stat().st_mode & 0o777 == (0o700 if mode is None else 0o750)
+
+
 def test_a_run_can_be_moved(run: RunDirectory, tmp_path: Path) -> None:
     moved = run.path.rename(tmp_path / "moved")
     assert RunDirectory.open(moved).config().output_dir == moved

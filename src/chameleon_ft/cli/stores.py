@@ -78,7 +78,9 @@ def fetch_run(store: Store, path: Path) -> RunDirectory:
         RecordCopies(run, remote).fetch()
         values = read_recorded_toml(run.config_file)
         values["store"] = {**values.get("store", {}), "url": store.url}  # the folder may have been moved
-        run.write_config(run.own(parse_config(config_type(values), values, source=f"{store.url}/config.toml")))
+        config = run.own(parse_config(config_type(values), values, source=f"{store.url}/config.toml"))
+        run.path.chmod(int(config.output_mode, 8))
+        run.write_config(config)
     except ConfigError:
         shutil.rmtree(run.path, ignore_errors=True)  # so that the same command works once that is mended
         raise

@@ -49,6 +49,11 @@ class RunConfig(Section):
     output_dir: Annotated[Path, Field(strict=False)] | None = Field(
         default=None, description="New directory for everything the run writes; by default runs/NAME-TIME."
     )
+    output_mode: str = Field(
+        default="0700",
+        pattern="^0?[0-7]{3}$",
+        description="Rights on that directory, as for chmod: by default nothing in it can be read by other users.",
+    )
     workers: int = Field(
         default=4, ge=1, le=MOST_WORKERS, description="Worker processes; must equal parallel.dp * parallel.pp."
     )

@@ -96,6 +96,7 @@ class RunDirectory:
         run, is_made = cls(path.absolute()), False
         try:
             run.path.mkdir(parents=True, exist_ok=RunLock.is_alone_in(path))
+            run.path.chmod(int(config.output_mode, 8))
             run.checkpoints.mkdir()
             is_made = True
             run.logs.mkdir()

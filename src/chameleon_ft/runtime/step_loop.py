@@ -9,7 +9,7 @@ from enum import Enum
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.messages import BadStep, CheckpointSaved, Committed
+from chameleon_ft.control.wire.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed
 from chameleon_ft.control.wire.parts import Rest, Vote
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.activity import Activity
@@ -346,5 +346,4 @@ class StepLoop:
 
     def _leave_out_checkpoint(self) -> None:
         step = self.committer.committed
-        error = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
-        self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=error))
+        self.client.send(CheckpointSaved(generation=self.generation.number, step=step, layers=(), error=LEFT_OUT))

@@ -38,6 +38,7 @@ _TITLES: Final[Mapping[str, str]] = {
     "checkpoint_unreadable": "Not read",
     "checkpoint_incomplete": "Not complete",
     "checkpoint_unchecked": "Not checked",
+    "checkpoints_left_out": "Slow checkpoint",
     "job_changed": "Another job",
 }
 

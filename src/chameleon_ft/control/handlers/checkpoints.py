@@ -11,7 +11,7 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
-from chameleon_ft.quantities import duration
+from chameleon_ft.quantities import counted, duration
 from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
 
 __all__ = ["committed", "not_marked", "save", "saved", "slow_io", "switched"]
@@ -105,12 +105,14 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     if part.error is not None:
         message = f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was "
         message += "written of it is removed, and the one before stays the newest"
-        news = {} if part.step in events.failed else {"message": message}
+        news = {} if part.step in events.failed or part.error == messages.LEFT_OUT else {"message": message}
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
         draft.state = replace(
             draft.state, checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule)
         )
         draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
+        if part.error != messages.LEFT_OUT:
+            _tell_left_out(draft, part.step)
     if part.step in draft.state.checkpoints.failed:
         return
     has_slices = state.active is not None and state.active.sharding is not None
@@ -120,6 +122,15 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         agreed, slices, seals = state.health.agreed, complete.slices, complete.seals
         draft.do(commands.CompleteCheckpoint(part.step, agreed=agreed, slices=slices, seals=seals))
         draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
+        _tell_left_out(draft, part.step)
+
+
+def _tell_left_out(draft: Draft, written: int) -> None:
+    """Record how many checkpoints were left out while that of step `written` was being written."""
+    failed = draft.state.checkpoints.failed
+    if steps := [step for step, why in sorted(failed.items()) if step > written and why == messages.LEFT_OUT]:
+        message = f"{counted(len(steps), 'checkpoint')} after that of step {written} {messages.LEFT_OUT}"
+        draft.record("checkpoints_left_out", step=written, steps=steps, message=message)
 
 
 def not_marked(draft: Draft, step: int, error: str) -> None:

@@ -37,6 +37,7 @@ from chameleon_ft.control.wire.orders import (
 )
 from chameleon_ft.control.wire.parts import Message
 from chameleon_ft.control.wire.reports import (
+    LEFT_OUT,
     BadStep,
     CheckpointSaved,
     CheckpointUnreadable,
@@ -65,6 +66,7 @@ from chameleon_ft.control.wire.reports import (
 )
 
 __all__ = [
+    "LEFT_OUT",
     "Acknowledged",
     "Adopt",
     "BadStep",

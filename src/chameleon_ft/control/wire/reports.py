@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from chameleon_ft.control.wire.parts import HostReport, Message, OperationTimes, Progress, RankProcess, Vote
 
 __all__ = [
+    "LEFT_OUT",
     "BadStep",
     "CheckpointSaved",
     "CheckpointUnreadable",
@@ -230,6 +231,10 @@ class Position(Message):
     is_reading: bool = False  # whether it reads a sample; `doing` names it
     unreached: tuple[tuple[int, int, float], ...] = ()
     """(generation, rank, seconds) of connections on which that rank has acknowledged nothing for so long."""
+
+
+LEFT_OUT: Final = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
+"""Error of a checkpoint that is not begun."""
 
 
 class CheckpointSaved(Message):
