@@ -107,16 +107,19 @@ CHANGES = {
 }
 UP_AND_DOWN = """
 class Up(nn.Module):
-    def __init__(self):
+    def __init__(self, bias=32):
         super().__init__()
-        self.kernel, self.bias = nn.Parameter(torch.ones(8, 32)), nn.Parameter(torch.ones(32))
+        self.kernel, self.bias = nn.Parameter(torch.ones(8, 32)), nn.Parameter(torch.ones(bias))
 
     def forward(self, x):
         return x @ self.kernel + self.bias
 
 class Down(Up):
+    def __init__(self):
+        super().__init__(8)
+
     def forward(self, x):
-        return x @ self.kernel.T
+        return x @ self.kernel.T + self.bias
 
 """
 

@@ -338,8 +338,8 @@ def _resumed(config: RunConfig, directory: RunDirectory, *, may_be_done: bool = 
     newest_checkpoint(config, directory, checkpoints=checkpoints)
     check_address(config.control)
     prepare_data_of(config, may_differ="data" in config.accept_changes)
-    _say_horizon(config, directory.config())
-    return PreparedRun(config, directory, resume=True, is_new=False)
+    _say_horizon(config, before)
+    return PreparedRun(config.with_horizon_of(before), directory, resume=True, is_new=False)
 
 
 def _say_horizon(config: RunConfig, before: RunConfig) -> None:

@@ -43,7 +43,7 @@ def record_of(
         layers={"number of layers": job.num_layers, **_layers(job)},
         outputs=outputs,
         conditions={"device": device.type, "samples": config.batch.micro_batch_size, "torch": versions["torch"]},
-        settings=_settings(job, config.steps),
+        settings=_settings(job, config),
         sources=_sources(config.job),
         versions={f"version of {name}": version for name, version in versions.items()},
     )
@@ -77,7 +77,7 @@ def _layers(job: Job) -> dict[str, Fact]:
     return {f"layer {layer}": described[id(factory)] for layer, factory in enumerate(job.layers)}
 
 
-def _settings(job: Job, steps: int) -> dict[str, Fact]:
+def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     optimizer = ModelOptimizer(job)
     groups = [optimizer.group_of(place) for place in optimizer.parameters]
     found: dict[str, Fact] = {"clip_norm": job.clip_norm, "precision": job.precision.name}
@@ -88,7 +88,9 @@ def _settings(job: Job, steps: int) -> dict[str, Fact]:
         found[f"number of parameters {place}"] = sum(each is group for each in groups)
         found |= {f"{name} {place}": _plain(value) for name, value in group.items() if name != "params"}
     if job.learning_rate is not None:
-        found |= {f"learning_rate of step {step}": float(job.learning_rate(step)) for step in _RATES if step < steps}
+        # Another horizon is recorded by itself.
+        horizon, steps = config.horizon, [step for step in _RATES if step < config.steps]
+        found |= {f"learning_rate of step {step} to {horizon}": float(job.learning_rate(step)) for step in steps}
     return found
 
 

@@ -105,8 +105,9 @@ class RunDirectory:
         except OSError as error:
             if is_made and not isinstance(error, FileExistsError):  # else it is another process's by now
                 shutil.rmtree(run.path, ignore_errors=True)
+            place = f"{error.filename}: " if error.filename else ""  # which may be a file that is copied
             raise ConfigError(
-                f"--output-dir {path}: cannot be made: {error.strerror}; take another directory"
+                f"--output-dir {path}: cannot be made: {place}{error.strerror}; take another directory"
             ) from None
         return run
 
