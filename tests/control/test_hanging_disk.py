@@ -33,8 +33,9 @@ from chameleon_ft.observe import (
     mark_complete,
     recorder,
     require_sound,
+    seal_layer,
 )
-from chameleon_ft.observe.checkpoints import layer_directory, seal_layer, step_directory
+from chameleon_ft.observe.checkpoints import layer_directory, step_directory
 from tests.control.stage import Puppet, Stage, scene
 from tests.observe.queues import hanging, until
 from tests.observe.records import step_record

@@ -390,10 +390,7 @@ def _run_in_store(config: RunConfig) -> PreparedRun | None:
 
 
 def prepare_data_of(config: RunConfig, *, may_differ: bool = False) -> None:
-    """Write the data into `config.output_dir`, the run directory, in the form that workers read. Raises DataError.
-
-    `may_differ`: whether from those that were written before.
-    """
+    """Write the data into the run directory as workers read it, maybe other than before. Raises DataError."""
     if isinstance(config, TrainConfig) and config.output_dir is not None:
         from chameleon_ft.data.corpus import check_data, prepare_data
 

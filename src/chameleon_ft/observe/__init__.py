@@ -6,7 +6,6 @@ The modules that load rich or matplotlib are not imported here.
 from __future__ import annotations
 
 from chameleon_ft.observe.checkpoints import (
-    checked_files,
     complete_checkpoints,
     damage_of,
     discard_checkpoint,
@@ -21,7 +20,6 @@ from chameleon_ft.observe.checkpoints import (
     prune_checkpoints,
     read_mark,
     require_sound,
-    seal_layer,
     slice_directory,
     slice_part,
     slices_of,
@@ -54,6 +52,7 @@ from chameleon_ft.observe.records import (
     summarize,
 )
 from chameleon_ft.observe.run_storage import checkpoint_storage, record_copies
+from chameleon_ft.observe.seals import checked_files, seal_layer
 from chameleon_ft.observe.storage import Directory, Storage, storage_of
 from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, StepPart, TimelineLog, read_recorded_steps
 

@@ -10,20 +10,17 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import xxhash
-
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError, StoreError
 from chameleon_ft.job_record import JobRecord
-from chameleon_ft.observe.files import replace_file
+from chameleon_ft.observe.seals import CHECKSUMS, require_own, sealed, unsealed, without_seal
 from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
 __all__ = [
-    "checked_files",
     "complete_checkpoints",
     "damage_of",
     "discard_checkpoint",
@@ -38,7 +35,6 @@ __all__ = [
     "prune_checkpoints",
     "read_mark",
     "require_sound",
-    "seal_layer",
     "slice_directory",
     "slice_part",
     "slices_of",
@@ -48,11 +44,9 @@ __all__ = [
 
 _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
-_CHECKSUMS: Final = "checksums.json"
 _STEP: Final = "step-"
 _STEP_DIGITS: Final = 8
-_CHUNK_BYTES: Final = 1 << 22
-_WITHOUT_CHECKSUMS: Final = {"step", "model"}
+_WITHOUTCHECKSUMS: Final = {"step", "model"}
 """Keys of `complete.json` in a checkpoint of an earlier version, which has no checksums."""
 
 
@@ -141,7 +135,7 @@ def _mark(storage: Storage, step: int, content: dict[str, Any]) -> None:
         sizes = sorted(storage.sizes(folder).items())
         content["archives"] = {name: size for name, size in sizes if name.endswith(ARCHIVE)}
     storage.remove(f"{folder}/{_DAMAGED}")  # of an earlier checkpoint of this step
-    storage.write(f"{folder}/{_COMPLETE}", _sealed(content))  # last, because it is complete from then on
+    storage.write(f"{folder}/{_COMPLETE}", sealed(content))  # last, because it is complete from then on
     storage.sync(folder, "")
 
 
@@ -158,7 +152,7 @@ def has_checksums(checkpoints: Path | Storage, step: int) -> bool:
 
     Raises DamagedCheckpointError, or OSError.
     """
-    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUT_CHECKSUMS
+    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUTCHECKSUMS
 
 
 def is_complete(checkpoints: Path | Storage, step: int) -> bool:
@@ -243,71 +237,17 @@ def _sizes_of_files(storage: Storage, step: int) -> dict[str, int]:
         return dict(mark["archives"])
     sizes = {}
     for part in _parts_of(mark, step):
-        file = f"{part}/{_CHECKSUMS}"
-        checksums = _unsealed(storage, file)
-        _require_own(checksums, part, mark, place=storage.place(file))
+        file = f"{part}/{CHECKSUMS}"
+        checksums = unsealed(storage, file)
+        require_own(checksums, part, mark, place=storage.place(file))
         for name, (num_bytes, _) in checksums["files"].items():
             sizes[f"{part.removeprefix(f'{folder}/')}/{name}"] = num_bytes
     return sizes
 
 
-def seal_layer(directory: Path, tensors: Mapping[str, Sequence[int]], *, part: str = "", run: str = "") -> str:
-    """Write the checksums of a layer's files, which are all in its folder, and of its `tensors`, by their keys.
-
-    Returns a digest of the tensors and of where they belong: the `part`, a name with the step and the layer, of `run`.
-    """
-    files = {path.name: [path.stat().st_size, _checksum_of(path)] for path in sorted(directory.iterdir())}
-    values = {key: list(each) for key, each in tensors.items()}
-    content = {"run": run, "part": part, "files": files, "tensors": values}
-    replace_file(directory / _CHECKSUMS, _sealed(content), mode=0o644, is_synced=True)
-    return _seal_of(content)
-
-
-def _seal_of(checksums: Mapping[str, Any]) -> str:
-    # Not of the files: two holders write equal tensors, but maybe not equal files.
-    own = {key: checksums.get(key, "") for key in ("run", "part", "tensors")}
-    return xxhash.xxh3_64_hexdigest(json.dumps(own, sort_keys=True).encode())
-
-
 def _parts_of(mark: Mapping[str, Any], step: int) -> list[str]:
     parts = [layer_part(step, layer) for layer in range(mark.get("layers", 0))]
     return parts + [slice_part(step, *place) for place in mark.get("slices", ())]
-
-
-def _require_own(checksums: Mapping[str, Any], part: str, mark: Mapping[str, Any], *, place: str) -> None:
-    """Raise DamagedCheckpointError if a part is sound, but of another layer, checkpoint or run."""
-    found, seals = checksums.get("part") or part, mark.get("seals", {})
-    if found != part:
-        raise DamagedCheckpointError(f"{place} is of another checkpoint or layer: it was written as {found}")
-    if "run" in mark and checksums.get("run", mark["run"]) != mark["run"]:
-        raise DamagedCheckpointError(f"{place} is of another run")
-    if seals and seals.get(part.partition("/")[2]) != _seal_of(checksums):
-        raise DamagedCheckpointError(f"{place} is not the one that this checkpoint was completed with")
-
-
-def checked_files(
-    directory: Path, *, part: str = "", mark: Mapping[str, Any] = MappingProxyType({}), place: str = ""
-) -> tuple[dict[str, list[int]], Path | None]:
-    """Read all files of a layer; return the checksums of its tensors, and the first file that is damaged, if any.
-
-    Args:
-        part: the name of the layer, with the step.
-        mark: of its checkpoint; see `read_mark`.
-        place: where it is kept, for messages.
-
-    Raises:
-        DamagedCheckpointError: the checksums themselves are damaged or of another layer, or a file is missing.
-        OSError: a file cannot be read.
-    """
-    checksums = _unsealed(Directory(directory), _CHECKSUMS)
-    _require_own(checksums, part or checksums.get("part", ""), mark, place=place)
-    for name, expected in checksums["files"].items():
-        path = directory / name
-        if not path.exists():
-            raise DamagedCheckpointError(f"{path} is missing")
-        if [path.stat().st_size, _checksum_of(path)] != expected:
-            return checksums["tensors"], path
-    return checksums["tensors"], None
 
 
 def prune_checkpoints(
@@ -386,39 +326,11 @@ def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     mark: dict[str, Any] | None = None
     with contextlib.suppress(ValueError, RecursionError):
         mark = json.loads(text)
-    if not isinstance(mark, dict) or mark.keys() != _WITHOUT_CHECKSUMS:
-        mark = _without_seal(text, place)
+    if not isinstance(mark, dict) or mark.keys() != _WITHOUTCHECKSUMS:
+        mark = without_seal(text, place)
     if mark["step"] != step:
         raise DamagedCheckpointError(f"{place} is of another checkpoint: it was written for step {mark['step']}")
     run = storage.run_of(step)
     if run is not None and mark.get("run", run) != run:  # earlier versions did not write it
         raise DamagedCheckpointError(f"{place} is of another run")
     return mark
-
-
-def _sealed(content: Mapping[str, Any]) -> str:
-    """Return a JSON object with its own checksum."""
-    return json.dumps({**content, "checksum": xxhash.xxh3_64_intdigest(json.dumps(content).encode())}) + "\n"
-
-
-def _unsealed(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a sealed file. Raises DamagedCheckpointError if a byte of it has changed, or OSError."""
-    return _without_seal(storage.read(name), storage.place(name))
-
-
-def _without_seal(text: bytes, place: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        content: dict[str, Any] = json.loads(text)
-        del content["checksum"]
-        if text == _sealed(content).encode():
-            return content
-    raise DamagedCheckpointError(f"{place} is not as it was written")
-
-
-def _checksum_of(path: Path) -> int:
-    """Return the XXH3 checksum of a file."""
-    checksum = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum.update(chunk)
-    return checksum.intdigest()
