@@ -329,7 +329,9 @@ def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     if not isinstance(mark, dict) or mark.keys() != _WITHOUTCHECKSUMS:
         mark = without_seal(text, place)
     if mark["step"] != step:
-        raise DamagedCheckpointError(f"{place} is of another checkpoint: it was written for step {mark['step']}")
+        raise DamagedCheckpointError(
+            f"{place} was written for step {mark['step']}; if its folder was renamed, name it {_folder(mark['step'])}"
+        )
     run = storage.run_of(step)
     if run is not None and mark.get("run", run) != run:  # earlier versions did not write it
         raise DamagedCheckpointError(f"{place} is of another run")
