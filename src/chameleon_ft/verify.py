@@ -1,0 +1,576 @@
+"""The judges of a run: a plain PyTorch loop of its job, or one that the user has written.
+
+The plain loop is one process with one model, PyTorch and nothing of the runtime. It shares with a run only the
+functions of the job and the seeds that they are called with. Layers are built whole, the loss is summed over
+micro-batches, gradients are clipped by torch's `clip_grad_norm_`, and the optimizer of the job updates the parameters
+that its factory was given. Under bf16 it keeps float32 masters, as hand-written loops do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._pytree import tree_map
+
+from chameleon_ft.config import DEVICES, RunConfig
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.data.samples import load_micro_batch
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job, call_function, load_job
+from chameleon_ft.keys import init_key, step_key
+from chameleon_ft.observe import (
+    RunDirectory,
+    StepRecord,
+    Storage,
+    checkpoint_storage,
+    is_complete,
+    layer_part,
+    slice_part,
+    slices_of,
+    sound_checkpoint,
+)
+from chameleon_ft.observe.readable import readable_events, readable_steps
+
+__all__ = ["TOLERANCES", "StepComparison", "UsersLoop", "Verification", "WeightComparison", "repeat_run"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
+
+TOLERANCES: Final = {"fp32": 1e-5, "bf16": 2e-3}
+"""Largest relative deviation of a loss that rounding explains, by precision."""
+
+_OTHERS_FACTOR: Final = 100  # gradient norms and weights amplify rounding: Adam divides by gradients near zero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """One step of the run beside the same step of the plain loop."""
+
+    step: int
+    loss: float
+    plain_loss: float
+    grad_norm: float
+    plain_grad_norm: float | None
+    """None if the loop does not compute it."""
+
+    @property
+    def loss_deviation(self) -> float:
+        """Relative to the plain loop; infinite if either is not a number."""
+        return _deviation(self.loss, self.plain_loss)
+
+    @property
+    def grad_norm_deviation(self) -> float | None:
+        """Relative to the plain loop; infinite if either is not a number, None if the loop does not compute it."""
+        return None if self.plain_grad_norm is None else _deviation(self.grad_norm, self.plain_grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightComparison:
+    """The weights of a checkpoint beside those of a plain loop after as many steps.
+
+    Attributes:
+        step: of the checkpoint.
+        deviation: L2 norm of the difference of all weights, relative to the norm of those of the loop.
+        worst: name of the tensor with the largest relative deviation of its own.
+        worst_deviation: of that tensor.
+    """
+
+    step: int
+    deviation: float
+    worst: str
+    worst_deviation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The deviation of a run from the plain loop."""
+
+    steps: int
+    tolerance: float
+    max_relative_loss_deviation: float
+    max_relative_grad_norm_deviation: float | None
+    """None if the loop gives no gradient norms."""
+    worst_step: int
+    """Step of the largest deviation of the loss."""
+    first_step_outside: int | None
+    """First step whose loss deviates by more than the tolerance."""
+    loop: str = "a plain loop"
+    """The judge."""
+    weights: WeightComparison | None = None
+    weights_left_out: str = ""
+    """Why final weights of the judge were not compared."""
+
+    @classmethod
+    def of(cls, comparisons: Iterable[StepComparison], *, tolerance: float) -> Verification:
+        """Sum up `comparisons`. Raises ConfigError if there are none."""
+        found = list(comparisons)
+        if not found:
+            raise ConfigError("this run has committed no step yet; let it train before it is verified")
+        worst = max(found, key=lambda comparison: comparison.loss_deviation)
+        outside = [comparison.step for comparison in found if comparison.loss_deviation > tolerance]
+        return cls(
+            steps=len(found),
+            tolerance=tolerance,
+            max_relative_loss_deviation=worst.loss_deviation,
+            max_relative_grad_norm_deviation=max(
+                (each.grad_norm_deviation for each in found if each.grad_norm_deviation is not None), default=None
+            ),
+            worst_step=worst.step,
+            first_step_outside=min(outside, default=None),
+        )
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Parts that deviate by more than rounding explains; for all but the losses, that is 100 times as much."""
+        others = {"gradient norm": self.max_relative_grad_norm_deviation or 0.0}
+        if self.weights is not None:
+            others["weights"] = self.weights.deviation
+        return (
+            *(("loss",) if self.first_step_outside is not None else ()),
+            *(name for name, deviation in others.items() if deviation > _OTHERS_FACTOR * self.tolerance),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values, and the parts that deviate."""
+        return {**asdict(self), "outside": self.outside}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.steps} steps repeated in {self.loop}",
+            "largest relative deviation",
+            f"  of the loss           {self.max_relative_loss_deviation:.2e}, in step {self.worst_step}",
+        ]
+        if self.max_relative_grad_norm_deviation is not None:
+            lines.append(f"  of the gradient norm  {self.max_relative_grad_norm_deviation:.2e}")
+        if (weights := self.weights) is not None:
+            lines.append(
+                f"  of the weights        {weights.deviation:.2e}, in the checkpoint of step {weights.step}; "
+                f"most in {weights.worst}, {weights.worst_deviation:.2e}"
+            )
+        if self.weights_left_out:
+            lines.append(f"weights not compared: {self.weights_left_out}")
+        if self.first_step_outside is not None:
+            lines.append(f"OUTSIDE the tolerance of {self.tolerance:g}, first in step {self.first_step_outside}")
+        elif self.outside:
+            others = f"{_OTHERS_FACTOR * self.tolerance:g}"
+            lines.append(
+                f"{' and '.join(self.outside)} OUTSIDE {others}, {_OTHERS_FACTOR} times the tolerance of losses"
+            )
+        else:
+            lines.append(f"within the tolerance of {self.tolerance:g}")
+        return "\n".join(lines)
+
+
+def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
+    """Train the job of `run` from its beginning and yield each committed step, up to `limit` of them.
+
+    A forked run begins with the checkpoint that it was forked from. If a run was resumed with another job, it begins
+    with the checkpoint that was read then, because the job before is not there any more.
+
+    Raises ConfigError if the job cannot be loaded, a line of the records is damaged, a step is missing from them, or
+    that checkpoint is not there any more.
+    """
+    config = run.config()
+    records = _recorded_steps(run)
+    events, damaged = readable_events(run)
+    if damaged:
+        raise ConfigError(damaged[0])
+    # In runs of earlier versions the horizon of the learning rate was the number of steps. By time, not by step: a run
+    # may go back further than where it was resumed, if that checkpoint is damaged.
+    starts = [
+        (event["time"], event.get("horizon_steps") or event["steps"]) for event in events if event["event"] == "started"
+    ]
+    jobs = {
+        horizon: load_job(config.job, config.model_copy(update={"horizon_steps": horizon}))
+        for horizon in {config.horizon, *(horizon for _, horizon in starts)}
+    }
+    loop = _PlainLoop(config, jobs[config.horizon])
+    checkpoints, first = checkpoint_storage(config, run), config.forked.step
+    changed = [event for event in events if event["event"] == "job_changed"]
+    if changed:
+        first, changes = changed[-1]["step"], "; ".join(changed[-1]["changes"])
+        if not is_complete(checkpoints, first):
+            raise ConfigError(
+                f"steps before {first} were trained with another job ({changes}), and the checkpoint of step {first} "
+                "is not kept, so no loop can repeat the run; set checkpoint.keep to keep it"
+            )
+    if config.forked.run or changed:
+        loop.load(checkpoints, first)
+    for record in records[:limit]:
+        if record.is_skipped or record.step < first:  # it has changed nothing, or was trained with another job
+            continue
+        horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
+        rate = jobs[horizon].learning_rate
+        plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
+        yield StepComparison(
+            step=record.step,
+            loss=record.loss,
+            plain_loss=plain_loss,
+            grad_norm=record.grad_norm,
+            plain_grad_norm=plain_grad_norm,
+        )
+
+
+def _recorded_steps(run: RunDirectory) -> list[StepRecord]:
+    """Return the last record of each step in order. Raises ConfigError if one is missing or a line is damaged."""
+    records, damaged = readable_steps(run)
+    if damaged:
+        raise ConfigError(damaged[0])
+    last = {record.step: record for record in records}
+    ordered = [last[step] for step in sorted(last)]
+    for number, record in enumerate(ordered, run.config().forked.step):
+        if record.step != number:
+            raise ConfigError(f"metrics.jsonl has no record of step {number}, but later ones; the file is damaged")
+    return ordered
+
+
+def _deviation(value: float, plain: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(plain)):
+        return math.inf
+    if value == plain:
+        return 0.0
+    return abs(value - plain) / abs(plain) if plain else math.inf
+
+
+class UsersLoop:
+    """A generator that yields the loss of each step, or its loss and gradient norm, and may end with the weights.
+
+    It yields one value for each step of the run, also of one that the run skipped, which is not compared. After the
+    last it may return, or yield, the state dict of the whole model, with the names of `nn.Sequential(*layers)`:
+    "LAYER.NAME" for each parameter and persistent buffer.
+
+    Args:
+        reference: ``path/to/file.py:function`` or ``package.module:function``; without ``:function`` it is ``loop``.
+            The function gets the run's configuration if it requires an argument.
+    """
+
+    def __init__(self, run: RunDirectory, reference: str) -> None:
+        self._run = run
+        self.reference = reference
+        self.weights: WeightComparison | None = None
+        self.weights_left_out = ""
+        """Why the weights were not compared; empty if they were, or if the loop has returned none."""
+
+    def compare(self, *, limit: int | None = None) -> Iterator[StepComparison]:
+        """Run the loop beside the records of the run, up to `limit` steps, and then compare the weights.
+
+        Raises:
+            ConfigError: there is no such function, it yields too few values or something else than numbers, or the
+                weights do not fit the model. Errors of the function itself pass through.
+        """
+        records = _recorded_steps(self._run)
+        loop = call_function(self.reference, self._run.config(), kind="loop")
+        if not isinstance(loop, Iterator):
+            raise self._error(f"its function returned {type(loop).__name__}; let it yield the loss of each step")
+        for number, record in enumerate(records[:limit]):
+            try:
+                value = next(loop)
+            except StopIteration:
+                raise self._error(
+                    f"it yielded {number} losses, but the run has {len(records)} steps; let it train as many, or "
+                    f"compare only those by --steps {number}"
+                ) from None
+            if record.is_skipped:
+                continue
+            loss, grad_norm = self._numbers(value, record.step)
+            yield StepComparison(
+                step=record.step,
+                loss=record.loss,
+                plain_loss=loss,
+                grad_norm=record.grad_norm,
+                plain_grad_norm=grad_norm,
+            )
+        if limit is not None and limit < len(records):
+            self.weights_left_out = f"only the first {limit} of {len(records)} steps were repeated"
+        elif records:
+            self._compare_weights(loop, records[-1].step + 1)
+
+    def _numbers(self, value: Any, step: int) -> tuple[float, float | None]:
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        try:
+            if len(parts) > 2:
+                raise TypeError
+            loss, *others = (float(part.detach() if isinstance(part, torch.Tensor) else part) for part in parts)
+        except (TypeError, ValueError, RuntimeError):
+            raise self._error(
+                f"for step {step} it yielded {type(value).__name__} {value!r:.60}; yield the loss as a number, or the "
+                "loss and the gradient norm"
+            ) from None
+        if not all(map(math.isfinite, (loss, *others))):
+            raise self._error(f"for step {step} it yielded {value!r:.60}, which cannot be compared")
+        return loss, others[0] if others else None
+
+    def _compare_weights(self, loop: Iterator[Any], step: int) -> None:
+        """Compare the weights that the loop ends with, if it does, with those of the newest checkpoint."""
+        try:
+            weights = next(loop)
+        except StopIteration as end:
+            weights = end.value
+        if weights is None:
+            return
+        if not isinstance(weights, Mapping):
+            self.weights_left_out = f"the loop goes on after the {step} steps of the run"
+            return
+        checkpoints = checkpoint_storage(self._run.config(), self._run)
+        newest, _ = sound_checkpoint(checkpoints)
+        if newest != step:
+            found = "no checkpoint" if newest is None else f"its newest checkpoint is that of step {newest}"
+            self.weights_left_out = f"the run has {step} steps, and {found}"
+            return
+        config = self._run.config()
+        stored = {
+            f"{layer}.{name}": value
+            for layer in range(load_job(config.job, config).num_layers)
+            for name, value in _stored_layer(checkpoints, step, layer)[0].items()
+        }
+        self.weights = self._weight_comparison(step, weights, stored)
+
+    def _weight_comparison(
+        self, step: int, weights: Mapping[str, Any], stored: Mapping[str, torch.Tensor]
+    ) -> WeightComparison:
+        names = sorted(weights.keys() ^ stored.keys())
+        if names:
+            which = "the run" if names[0] in weights else "the loop"
+            raise self._error(
+                f"{which} has no weights {names[0]!r}; return nn.Sequential(*layers).state_dict(), whose names are "
+                f"such as {min(stored)!r}"
+            )
+        squares = dict[str, tuple[float, float]]()
+        for name, value in weights.items():
+            if not isinstance(value, torch.Tensor) or value.shape != stored[name].shape:
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise self._error(f"its weights {name!r} are {shape}, those of the run {tuple(stored[name].shape)}")
+            own = value.detach().to("cpu", torch.float64)
+            squares[name] = float((stored[name].double() - own).square().sum()), float(own.square().sum())
+        relative = {name: _relative(*both) for name, both in squares.items()}
+        worst = max(relative, key=relative.__getitem__)
+        whole = _relative(*(math.fsum(column) for column in zip(*squares.values(), strict=True)))
+        return WeightComparison(step=step, deviation=whole, worst=worst, worst_deviation=relative[worst])
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"loop {self.reference!r}: {problem}")
+
+
+def _relative(difference: float, size: float) -> float:
+    """Return the ratio of two norms from their squares; infinite if a difference is not a number."""
+    if not difference:
+        return 0.0
+    return math.sqrt(difference / size) if math.isfinite(difference) and size else math.inf
+
+
+class _PlainLoop:
+    """A whole model and its optimizer, after the steps run so far."""
+
+    def __init__(self, config: RunConfig, job: Job) -> None:
+        self._config = config
+        self._job = job
+        self._device = torch.device(config.device if DEVICES[config.device].is_accelerator else "cpu")
+        self._layers = list[nn.Module]()
+        for number, factory in enumerate(job.layers):
+            torch.manual_seed(init_key(config.seed, number))
+            self._layers.append(factory().to(self._device).train())
+        for (first, first_name), *copies in job.tied:
+            shared = self._layers[first].get_parameter(first_name)
+            for layer, name in copies:
+                _share(self._layers[layer], self._layers[layer].get_parameter(name), shared)
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        if job.precision.is_lower:
+            self._layers[0].register_forward_pre_hook(_in_bfloat16, with_kwargs=True)
+            for module in self._layers:
+                self._cast(module)
+        self._parameters = list(nn.ModuleList(self._layers).parameters())
+        self._updated = [self._masters.get(each, each) for each in self._parameters]
+        self._optimizer = job.optimizer(self._updated)
+        self._own_rates = [group.get("initial_lr", group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        self._order = SampleOrder(len(job.dataset), config.seed)
+
+    def load(self, checkpoints: Storage, step: int) -> None:
+        """Take over the state of all layers from a checkpoint. Raises ConfigError if it cannot be read."""
+        options = self._optimizer.defaults
+        on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
+        for number, layer in enumerate(self._layers):
+            module, optimizer = _stored_layer(checkpoints, step, number)
+            layer.load_state_dict(module)
+            for name, parameter in layer.named_parameters():
+                updated = self._masters.get(parameter, parameter)
+                if updated is not parameter:
+                    updated.data.copy_(module[name])
+                if own := optimizer.get(name):
+                    self._optimizer.state[updated] = {
+                        key: value.to(self._device) if isinstance(value, torch.Tensor) and key != on_host else value
+                        for key, value in own.items()
+                    }
+
+    def run_step(self, step: int, rate: float | None) -> tuple[float, float]:
+        """Run one step; return the mean loss before the update and the norm of the gradient before clipping.
+
+        Both are not a number, and nothing is changed, if the batch has no loss terms.
+        """
+        self._optimizer.zero_grad()
+        batch = self._config.batch
+        loss_sum, terms = 0.0, 0.0
+        for micro_batch in range(batch.micro_batches):
+            start = self._config.first_sample(step) + micro_batch * batch.micro_batch_size
+            inputs, targets = load_micro_batch(self._job.dataset, self._order, start, batch.micro_batch_size)
+            if not (own_terms := float(self._job.loss_terms(targets))):
+                continue
+            output = self._forward(inputs, step, micro_batch)
+            if self._job.precision.is_lower and output.dtype in _FLOATS:
+                output = output.float()
+            loss = self._job.loss(output, targets.to(self._device))
+            loss.backward()
+            loss_sum += loss.item()
+            terms += own_terms
+        if not terms:
+            return math.nan, math.nan
+        for parameter, master in self._masters.items():
+            master.grad, parameter.grad = parameter.grad, None
+        norms = []
+        for parameter in self._updated:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense().div_(terms)
+                norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64))
+        # Both steps of clip_grad_norm_, whose norm in float32 would part two trajectories in bfloat16 at once.
+        grad_norm = nn.utils.get_total_norm(norms)
+        if self._job.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self._updated, self._job.clip_norm, grad_norm)
+        if rate is not None:
+            # The schedule is that of the default rate, or of the largest one if no group has the default.
+            default, rates = self._optimizer.defaults.get("lr"), self._own_rates
+            base = default if default in rates and default else max(rates)
+            for group, own in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate if own == base else rate * own / base
+        self._optimizer.step()
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master)
+        return loss_sum / terms, grad_norm.item()
+
+    def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
+        """(micro-batch, ...) -> output of the last layer for it."""
+        hidden = inputs.to(self._device)
+        for number, layer in enumerate(self._layers):
+            torch.manual_seed(step_key(self._config.seed, step=step, micro_batch=micro_batch, layer=number))
+            hidden = layer(hidden)
+        return hidden
+
+    def _cast(self, layer: nn.Module) -> None:
+        """Have a layer compute in bfloat16, but for the modules that the job keeps, with masters of its parameters."""
+        kept, keeps = set[nn.Module](), self._job.precision.keeps
+        for name, module in layer.named_modules():
+            if keeps(type(module).__name__, *([name] if name else [])) and module not in kept:
+                kept.update(module.modules())
+                module.register_forward_pre_hook(_in_float32, with_kwargs=True)
+                module.register_forward_hook(lambda _, __, output: _cast_to(torch.bfloat16, output))
+        own = {name: each for name, each in [*layer.named_parameters(), *layer.named_buffers()] if keeps(name)}
+        if own:
+            layer.register_forward_hook(lambda _, __, output: _cast_to(torch.bfloat16, output))
+        for parameter in (each for module in kept for each in module._parameters.values()):
+            own |= {} if parameter is None else {str(id(parameter)): parameter}
+        for tensor in (each for each in own.values() if each.requires_grad):
+            # By definition of the precision, a micro-batch adds numbers of bfloat16 to a gradient.
+            tensor.register_hook(lambda gradient: gradient.to(torch.bfloat16).to(gradient.dtype))
+        in_float32 = set(map(id, own.values()))
+        for module in layer.modules():
+            if module in kept:
+                continue
+            for parameter in module._parameters.values():
+                if parameter is None or id(parameter) in in_float32:
+                    continue
+                if parameter.dtype in _FLOATS and parameter not in self._masters:
+                    if parameter.requires_grad:
+                        master: nn.Parameter = parameter.detach().float().clone().as_subclass(type(parameter))
+                        master.requires_grad_()
+                        self._masters[parameter] = master
+                        vars(master).update(vars(parameter))  # attributes by which an optimizer may tell it
+                        parameter.grad_dtype = torch.float32  # sums over micro-batches and tied layers
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            for key, buffer in module._buffers.items():
+                if id(buffer) not in in_float32:
+                    module._buffers[key] = _cast_to(torch.bfloat16, buffer)
+
+
+def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:
+    for module in layer.modules():  # which may use it in several places
+        module._parameters.update({name: shared for name, own in module._parameters.items() if own is copy})
+
+
+def _in_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast_to(torch.bfloat16, (args, kwargs))
+
+
+def _in_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast_to(torch.float32, (args, kwargs))
+
+
+def _cast_to(dtype: torch.dtype, value: Any) -> Any:
+    return tree_map(
+        lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.dtype in _FLOATS else each, value
+    )
+
+
+def _stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return parameters, or their masters, and buffers of a layer by name, and the optimizer's state by parameter.
+
+    Raises ConfigError if they cannot be read.
+    """
+    module = dict[str, Any]()
+    pieces = dict[tuple[str, str], dict[int, Any]]()  # by parameter and key of the optimizer, empty for a master
+    whole = _read(checkpoints, layer_part(step, layer))
+    if "values" in whole:
+        place = checkpoints.place(layer_part(step, layer))
+        raise ConfigError(
+            f"{place}: the optimizer keeps more than the state of parameters, with which a plain loop cannot begin; "
+            "verify a run that is not forked"
+        )
+    parts = (
+        _read(checkpoints, slice_part(step, *place)) for place in slices_of(checkpoints, step) if place[0] == layer
+    )
+    for entries in (whole, *parts):
+        for entry, value in entries.items():
+            kind, _, place = entry.partition("/")
+            name, _, key = (place, "", "") if kind == "module" else place.rpartition("/")
+            if match := _SLICE.fullmatch(name):
+                pieces.setdefault((match["name"], key), {})[int(match["first"])] = value
+            elif kind == "module":
+                module[name] = value
+            elif kind == "optimizer":
+                pieces.setdefault((name, key), {})[0] = value
+    optimizer = dict[str, dict[str, Any]]()
+    for (name, key), by_start in pieces.items():
+        first, *others = (by_start[start] for start in sorted(by_start))
+        if isinstance(first, torch.Tensor) and first.ndim and (others or not key):
+            first = torch.cat([each.reshape(-1) for each in (first, *others)]).view(module[name].shape)
+        if key:
+            optimizer.setdefault(name, {})[key] = first
+        else:
+            module[name] = first
+    return module, optimizer
+
+
+def _read(checkpoints: Storage, part: str) -> dict[str, Any]:
+    try:
+        with checkpoints.reading(part) as files:
+            stored = FileSystemReader(files).read_metadata().state_dict_metadata
+            state: dict[str, Any] = {
+                key: torch.empty(entry.size, dtype=entry.properties.dtype)
+                if isinstance(entry, TensorStorageMetadata)
+                else None
+                for key, entry in stored.items()
+            }
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                load(state, checkpoint_id=files, no_dist=True)
+    except (OSError, CheckpointException) as error:
+        raise ConfigError(f"{checkpoints.place(part)}: its state cannot be read: {error}") from None
+    return state
