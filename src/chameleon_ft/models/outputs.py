@@ -117,10 +117,13 @@ def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: l
     if layer:
         boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
     given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
-    generators, state, beside = OtherGenerators(), marks_of_state(module), digests_beside_state(module)
+    state, beside = marks_of_state(module), digests_beside_state(module)
     run = partial(_run, module, name=name, layer=layer, seed=seed)
-    output = run(boundary)
-    if used := generators.used_since():
+    with generator_lock:  # another thread may read a sample, for which it seeds them
+        generators = OtherGenerators()
+        output = run(boundary)
+        used = generators.used_since()
+    if used:
         raise ConfigError(
             f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
             "whose generator is seeded before each run of a layer"
@@ -268,9 +271,11 @@ def _run(module: nn.Module, boundary: torch.Tensor, *, name: str, layer: int, se
 
 def _build_alike(job: Job, layer: int, seed: int) -> nn.Module:
     """Build a layer. Raises ConfigError if it gets other values each time, from a generator that is not torch's."""
-    generators = OtherGenerators()
-    module = build_layer(job, layer, seed)
-    if used := generators.used_since():
+    with generator_lock:
+        generators = OtherGenerators()
+        module = build_layer(job, layer, seed)
+        used = generators.used_since()
+    if used:
         state, again = module.state_dict(), build_layer(job, layer, seed).state_dict()
         if any(isinstance(value, torch.Tensor) and not torch.equal(value, again[key]) for key, value in state.items()):
             raise ConfigError(
