@@ -191,7 +191,7 @@ def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> En
 def resume_here(ended: Ended, *, view: View | None = None, **changes: Any) -> Ended:
     """Resume a run as `--resume` does, with `changes` to its configuration."""
     values = {**ended.run.config().model_dump(exclude={"failures", "output_dir"}), **changes}
-    config = type(ended.run.config()).model_validate(values)
+    config = type(ended.run.config()).model_validate(values).with_horizon_of(ended.run.config())
     return _train(config, ended.run, resume=True, view=view)
 
 

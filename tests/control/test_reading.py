@@ -81,7 +81,7 @@ def test_a_read_that_keeps_the_process_from_answering_is_told_by_its_agent() -> 
     def ask(seconds: float) -> None:
         history.wait(seconds)
         probe = history.sent(Probe, to=AGENT)[-1].probe
-        history.say(AGENT, ProcessState(probe=probe, worker=1, stopped=False, is_reading=True, doing=SAMPLE))
+        history.say(AGENT, ProcessState(probe=probe, worker=1, stopped=False, doing=SAMPLE))
 
     ask(0.5)
     ask(60.0)

@@ -314,6 +314,4 @@ class Agent:
 
 
 def _state_of(rank: HostProcess, probe: int, **rank_id: int) -> ProcessState:
-    read = read_in_progress(rank.pid)
-    doing = "" if read is None else read.doing
-    return ProcessState(probe=probe, stopped=is_stopped(rank.pid), is_reading=bool(doing), doing=doing, **rank_id)
+    return ProcessState(probe=probe, stopped=is_stopped(rank.pid), doing=read_in_progress(rank.pid), **rank_id)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from chameleon_ft.control.host_process import HostProcess, is_stopped, read_stat
-from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, ActivityEntry, Evidence
+from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, Evidence
 
 __all__ = ["examine", "read_in_progress"]
 
@@ -28,13 +28,13 @@ _OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, whi
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def read_in_progress(pid: int) -> ActivityEntry | None:
-    """Return the read of a sample that a process is at, if it is, though it may hold the interpreter's lock."""
+def read_in_progress(pid: int) -> str:
+    """Describe the read of a sample in a process that may hold the interpreter's lock; empty if it reads none."""
     try:
         last = Evidence.parse(_activity_file(pid).read_text(encoding="utf-8", errors="replace")).last
     except OSError:  # it has ended, or publishes no activity
-        return None
-    return last if last is not None and last.is_reading else None
+        return ""
+    return last.doing if last is not None and last.is_reading else ""
 
 
 async def examine(examined: HostProcess) -> tuple[str, str]:

@@ -54,7 +54,6 @@ class RunStart:
         changes: tuple[str, ...] = ()
         if resume:
             changes = _accepted_changes(run, job, config)
-            config = config.with_horizon_of(run.config())
             run.write_config(config)
             config = run.own(config)
         profile, plan = _profile(config, job), _plan(config, job)

@@ -46,7 +46,7 @@ _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
 _STEP: Final = "step-"
 _STEP_DIGITS: Final = 8
-_WITHOUTCHECKSUMS: Final = {"step", "model"}
+_WITHOUT_CHECKSUMS: Final = {"step", "model"}
 """Keys of `complete.json` in a checkpoint of an earlier version, which has no checksums."""
 
 
@@ -152,7 +152,7 @@ def has_checksums(checkpoints: Path | Storage, step: int) -> bool:
 
     Raises DamagedCheckpointError, or OSError.
     """
-    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUTCHECKSUMS
+    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUT_CHECKSUMS
 
 
 def is_complete(checkpoints: Path | Storage, step: int) -> bool:
@@ -326,7 +326,7 @@ def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     mark: dict[str, Any] | None = None
     with contextlib.suppress(ValueError, RecursionError):
         mark = json.loads(text)
-    if not isinstance(mark, dict) or mark.keys() != _WITHOUTCHECKSUMS:
+    if not isinstance(mark, dict) or mark.keys() != _WITHOUT_CHECKSUMS:
         mark = without_seal(text, place)
     if mark["step"] != step:
         raise DamagedCheckpointError(

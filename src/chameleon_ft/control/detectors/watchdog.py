@@ -4,13 +4,13 @@ When no step is committed for longer than a step takes, every worker is asked fo
 whether its processes are stopped. A worker is hung if its process is stopped at two probes in a row, because a debugger
 may stop it for a moment, or if it computes a single operation for many times longer than usual. In the first step with
 the layers that it has, an operation may take longer, because they may have to be compiled. A worker that waits for
-another is not at fault. If all wait for messages for long, these are lost. Workers also report
-peers that acknowledge nothing: nothing passes between the two, whichever waits for the other. To read a sample is no
-operation: a file system may stall for minutes, so it has a limit of its own, and is told long before.
+another is not at fault. If all wait for messages for long, these are lost. Workers also report peers that acknowledge
+nothing: nothing passes between the two, whichever waits for the other. Reading a sample is no operation: a file system
+may stall for minutes, so a read has a limit of its own, and is reported long before.
 
 A worker cannot answer while an extension or a compiler holds the interpreter's lock. If its agent answers that its
 process lives, it has as much time as an operation may take, counted from the first probe that it did not answer. The
-agent can also tell that it reads a sample.
+agent also sees whether the process reads a sample.
 """
 
 from __future__ import annotations

@@ -106,8 +106,12 @@ class ProcessState(Message):
     worker: int
     incarnation: int = 1
     stopped: bool
-    is_reading: bool = False
     doing: str = ""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the worker reads a sample."""
+        return self.doing != ""
 
 
 class HangEvidence(Message):
