@@ -21,7 +21,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.observe import Recorder, RunDirectory, StepRecord, View
-from chameleon_ft.verify import Verification, repeat_run
+from chameleon_ft.verify import Verification, _share, repeat_run
 from tests.observe.records import run_info
 
 STEPS = 6
@@ -347,3 +347,15 @@ def test_a_loop_that_cannot_judge_is_refused(
     message = capsys.readouterr().err
     assert named in message
     assert "Traceback" not in message
+
+
+def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+
+    first, other = Twice(), Twice()
+    _share(other, other.get_parameter("first.weight"), first.get_parameter("first.weight"))
+    assert other.first.weight is other.second.weight is first.first.weight

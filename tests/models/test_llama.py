@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.job import Job
-from chameleon_ft.models.build import tie
 from chameleon_ft.models.hugging_face import from_hugging_face, to_hugging_face
 from chameleon_ft.models.llama import (
     Block,
@@ -50,19 +47,10 @@ def load_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
 
 def tied_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
     layers = load_layers(config, model)
-    tie(job_of(config), layers)
+    for (first, name), (last, other) in tied_parameters(config):
+        module, _, leaf = other.rpartition(".")
+        setattr(layers[last].get_submodule(module), leaf, layers[first].get_parameter(name))
     return layers
-
-
-def job_of(config: LlamaConfig) -> Job:
-    ids = torch.zeros(4, config.seq_len, dtype=torch.int64)
-    return Job(
-        layers=llama_layers(config),
-        loss=next_token_loss,
-        dataset=TensorDataset(ids, ids),
-        optimizer=torch.optim.SGD,
-        tied=tied_parameters(config),
-    )
 
 
 def random_tokens(config: LlamaConfig, *shape: int) -> Tensor:

@@ -10,11 +10,7 @@ from torch import nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import (
-    build_layer,
-    tie,
-    tied_bytes,
-)
+from chameleon_ft.models.build import build_layer, tied_bytes
 from tests.models.jobs import LLAMA, Zeros, make_job
 
 
@@ -40,31 +36,9 @@ def test_copies_of_a_parameter_begin_alike_and_all_the_rest_as_ever() -> None:
                 assert torch.equal(module.get_parameter(name), parameter)
 
 
-def test_a_whole_model_shares_one_tied_parameter() -> None:
-    job = tied_job("weight", "1.weight")
-    layers = [build_layer(job, layer, 7) for layer in range(3)]
-
-    tie(job, layers)
-
-    assert layers[2].get_parameter("1.weight") is layers[0].get_parameter("weight")
-    assert tied_bytes(job) == {(0, 2): 6 * 4 * 4}
+def test_gradients_of_a_tied_parameter_are_counted_once() -> None:
+    assert tied_bytes(tied_job("weight", "1.weight")) == {(0, 2): 6 * 4 * 4}
     assert tied_bytes(LLAMA) == {}
-
-
-def test_a_layer_that_uses_a_tied_parameter_twice_goes_on_using_one() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.second.weight = self.first.weight
-
-    job = make_job([Twice, Twice], Zeros(4), tied=[((0, "first.weight"), (1, "first.weight"))])
-    layers = [build_layer(job, layer, 7) for layer in range(2)]
-
-    tie(job, layers)
-
-    assert layers[1].get_parameter("second.weight") is layers[0].get_parameter("first.weight")
-    assert len({id(parameter) for layer in layers for parameter in layer.parameters() if parameter.ndim == 2}) == 1
 
 
 @pytest.mark.parametrize(

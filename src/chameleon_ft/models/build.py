@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ __all__ = [
     "param_bytes",
     "seed_forward",
     "tensor_bytes",
-    "tie",
     "tied_bytes",
 ]
 
@@ -115,15 +114,6 @@ def _require_module(built: object, layer: int) -> nn.Module:
     if not isinstance(built, torch.nn.Module):
         raise ConfigError(f"the factory of layer {layer} returned {type(built).__name__}: it returns a torch.nn.Module")
     return built
-
-
-def tie(job: Job, layers: Sequence[nn.Module]) -> None:
-    """Make the layers of a whole model, first to last, share the parameter objects that they have copies of."""
-    for (first, first_name), *copies in job.tied:
-        for layer, name in copies:
-            copy, shared = layers[layer].get_parameter(name), layers[first].get_parameter(first_name)
-            for module in layers[layer].modules():  # which may use it in several places
-                module._parameters.update({leaf: shared for leaf, each in module._parameters.items() if each is copy})
 
 
 def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: torch.device | None = None) -> None:

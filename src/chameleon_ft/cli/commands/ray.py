@@ -25,7 +25,7 @@ class RayArguments:
     its workers. Nodes that join the cluster later join the run, and nodes that Ray drains leave it. Ctrl-C, SIGTERM and
     `ray job stop` end the run with a checkpoint; a second signal ends it at once.
 
-    Every field of the configuration is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
+    Every field that is set by hand is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
     shown here.
     """
 

@@ -23,7 +23,7 @@ class RunArguments:
     """Train a model of your own, with all worker processes on this machine.
 
     JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION if
-    the function has another name. Every field of the configuration is a flag. A flag overrides CONFIG, which defaults
+    the function has another name. Every field that is set by hand is a flag. A flag overrides CONFIG, which defaults
     to the TOML file of the same name beside the Python file, if there is one. Fields that neither sets have the
     defaults shown here. With --resume, JOB may be left out, because the run has recorded it.
     """

@@ -15,7 +15,7 @@ __all__ = ["main"]
 class TrainArguments:
     """Train the built-in Llama, with all worker processes on this machine.
 
-    Every field of the configuration is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
+    Every field that is set by hand is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
     shown here. Ctrl-C or SIGTERM ends the run with a checkpoint; a second one ends it at once.
     """
 
