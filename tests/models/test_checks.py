@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.models import checks
 from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
@@ -256,3 +258,16 @@ def test_a_data_set_that_reads_a_sample_differently_is_refused(offset: Callable[
 )
 def test_a_data_set_that_draws_from_global_generators_is_accepted(offset: Callable[[int], float]) -> None:
     SampleReads(job(dataset=Augmented(offset)), 5).check()
+
+
+def test_a_read_that_takes_long_before_the_run_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, texts = threading.Event(), list[str]()
+
+    def tell(text: str, **_: Any) -> None:
+        texts.append(text)
+        told.set()
+
+    monkeypatch.setattr(checks, "_TOLD_S", 0.01)
+    monkeypatch.setattr(checks, "print", tell, raising=False)
+    SampleReads(job(dataset=Augmented(lambda index: float(told.wait()))), 5)
+    assert f"sample {SampleOrder(40, 5).ids(0, 1)[0]}," in texts[0]

@@ -93,8 +93,9 @@ Thread 63 (idle): "slow io"
 
 
 def test_the_last_activity() -> None:
-    evidence = Evidence.parse(ring(activity_entry(3.0, "sync", waiting=True), activity_entry(2.0, "F1")))
-    assert [str(entry) for entry in evidence.activities] == ["in F1", "waiting: sync"]
+    read = activity_entry(1.0, "reading sample 7", waiting=True, is_reading=True)
+    evidence = Evidence.parse(ring(activity_entry(3.0, "sync", waiting=True), read, activity_entry(2.0, "F1")))
+    assert [str(entry) for entry in evidence.activities] == ["reading sample 7", "in F1", "waiting: sync"]
     assert evidence.last is not None
     assert evidence.last.time == 3.0
     assert evidence.place is None

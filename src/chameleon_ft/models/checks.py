@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections import defaultdict
 from functools import partial
+from threading import Timer
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,7 @@ _ALIKE: Final = 1e-3  # relative
 _READ_SAMPLES: Final = 4  # each twice before a run, which may be slow to read
 _RECORDED_SAMPLES: Final = 64  # at most, within this time
 _READING_S: Final = 1.0
+_TOLD_S: Final = 10.0  # after which a single read is reported, as in a run
 
 
 class SampleReads:
@@ -70,7 +73,14 @@ class SampleReads:
                 )
 
     def _tensors(self, index: int) -> list[Tensor]:
-        sample: Any = read_sample(self._job.dataset, index, seed=self._seed)
+        text = f"reading sample {index}, before the run, has taken {_TOLD_S:.0f} s so far"
+        notice = Timer(_TOLD_S, lambda: print(text, file=sys.stderr, flush=True))
+        notice.daemon = True
+        notice.start()
+        try:
+            sample: Any = read_sample(self._job.dataset, index, seed=self._seed)
+        finally:
+            notice.cancel()
         # Others than pairs of tensors are refused elsewhere.
         return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
 

@@ -66,6 +66,8 @@ class ActivityEntry:
     is_reading: bool = False
 
     def __str__(self) -> str:
+        if self.is_reading:
+            return self.doing
         return f"waiting: {self.doing}" if self.waiting else f"in {self.doing}"
 
 
