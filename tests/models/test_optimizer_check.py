@@ -73,6 +73,26 @@ def clipping(parameters: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def clipping_what_it_was_given(parameters: Any) -> torch.optim.Optimizer:
+    given = list(parameters)
+    optimizer = torch.optim.SGD(given, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(given, 0.1))
+    return optimizer
+
+
+class TwoApart(torch.optim.Optimizer):
+    """Consists of others, which do not have its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        given = list(parameters)
+        super().__init__(given, {"lr": 0.1})
+        self.parts = [torch.optim.SGD([p for p in given if p.ndim == n], lr=0.1) for n in (1, 2)]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
 class FirstOnly(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -113,7 +133,10 @@ def counted_in_a_process(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [counted_in_a_process, Noisy, Averaging, Hiding, clipping, split, with_buffers, by_values, of_others],
+    [
+        *(counted_in_a_process, Noisy, Averaging, Hiding, clipping, clipping_what_it_was_given, TwoApart),
+        *(split, with_buffers, by_values, of_others),
+    ],
     ids=lambda each: each.__name__,
 )
 def test_an_optimizer_that_needs_more_than_a_worker_has_is_refused(optimizer: Any) -> None:

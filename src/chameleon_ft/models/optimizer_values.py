@@ -34,11 +34,17 @@ class OptimizerValues:
     """The values of an optimizer that has just been made. They are found by the same paths in each worker.
 
     Raises:
-        ConfigError: one of them is made of parameters, of which no worker has all.
+        ConfigError: one of them is made of parameters, of which no worker has all, or is a parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        if kept := [path for path, value, _ in self._objects() if isinstance(value, nn.Parameter)]:
+            raise ConfigError(
+                f"`optimizer` returned {type(optimizer).__name__}, which keeps a parameter in {kept[0]}, but a worker "
+                "updates slices instead; let hooks take parameters from the optimizer's `param_groups` each time, and "
+                "an optimizer of others share theirs: self.param_groups = [*first.param_groups, *second.param_groups]"
+            )
         self._initial = copy.deepcopy(self._values())
         if odd := [f"{path}/{key}" for (path, key), value in self._initial.items() if _is_without_values(value)]:
             raise ConfigError(
@@ -80,16 +86,19 @@ class OptimizerValues:
 
     def _containers(self) -> Iterator[tuple[str, Any]]:
         """Yield all dictionaries, lists and cells that may have values, each once, by path."""
+        return ((path, container) for path, _, container in self._objects() if container is not None)
+
+    def _objects(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield all that belongs to the optimizer, each once, by path, with the container that it is or has."""
         seen: dict[int, Any] = {}  # kept, so that no other gets the id of one
         waiting = deque[tuple[str, Any]]([("optimizer", self._optimizer)])
         while waiting:
             path, value = waiting.popleft()
-            if isinstance(value, _OPAQUE) or id(value) in seen:
+            if id(value) in seen:
                 continue
             seen[id(value)] = value
-            container, parts = _opened(value)
-            if container is not None:
-                yield path, container
+            container, parts = (None, []) if isinstance(value, _OPAQUE) else _opened(value)
+            yield path, value, container
             waiting += [(f"{path}/{name}", part) for name, part in parts]
 
 
@@ -124,7 +133,7 @@ def _opened(value: Any) -> tuple[Any, list[tuple[str, Any]]]:
         case tuple():
             return None, [(str(number), own) for number, own in enumerate(value)]
     container = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
-    parts = [] if container is None else _named(dict(_pairs(container)))
+    parts = _named(container if isinstance(container, dict) else dict(_pairs(container or [])))
     is_optimizer = isinstance(value, torch.optim.Optimizer)
     parts += [
         (name, own)
