@@ -531,7 +531,7 @@ def _stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str
         place = checkpoints.place(layer_part(step, layer))
         raise ConfigError(
             f"{place}: the optimizer keeps more than the state of parameters, with which a plain loop cannot begin; "
-            "verify a run that is not forked"
+            "verify a run that is neither forked nor resumed with a changed job"
         )
     parts = (
         _read(checkpoints, slice_part(step, *place)) for place in slices_of(checkpoints, step) if place[0] == layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset, Subset
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
@@ -214,7 +216,7 @@ def test_sizes_of_a_layer_that_exists_already_leave_its_weights_alone() -> None:
     assert built.weight.grad is None
 
 
-class Augmented:
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
     """Samples with a random offset."""
 
     def __init__(self, offset: Callable[[int], float]) -> None:
@@ -246,6 +248,47 @@ def test_a_data_set_that_reads_a_sample_differently_is_refused(offset: Callable[
     reads = SampleReads(job(dataset=Augmented(offset)), 5)
     with pytest.raises(ConfigError, match=f"sample {first} "):
         reads.check()
+
+
+def test_a_data_set_that_reads_few_samples_differently_is_refused() -> None:
+    odd, generator = SampleOrder(40, 5).ids(0, 30)[-1], random.Random(0)
+    reads = SampleReads(job(dataset=Augmented(lambda index: generator.random() if index == odd else 0.0)), 5)
+    with pytest.raises(ConfigError, match=f"sample {odd} "):
+        reads.check()
+
+
+def test_samples_that_another_process_reads_otherwise_are_refused() -> None:
+    facts = SampleReads(job(dataset=Augmented(float)), 5, most=1).facts
+    SampleReads(job(dataset=Augmented(float)), 5).require(facts)
+    others: list[Dataset[tuple[Tensor, Tensor]]] = [
+        Augmented(lambda index: index + os.getpid()),
+        Subset(Augmented(float), range(20)),
+    ]
+    for other in others:
+        with pytest.raises(ConfigError):
+            SampleReads(job(dataset=other), 5, most=1).require(facts)
+
+
+def test_a_rate_that_depends_on_how_often_it_was_computed_is_refused() -> None:
+    rates = itertools.count(1)
+    with pytest.raises(ConfigError):
+        check_learning_rate(job(learning_rate=lambda step: next(rates)))
+    with pytest.raises(ConfigError):
+        check_learning_rate(job(learning_rate=Warmup(cached=False)))
+    check_learning_rate(job(learning_rate=Warmup(cached=True)))
+
+
+class Warmup:
+    """Rates of steps, of which it counts those that it was asked for, or keeps them."""
+
+    def __init__(self, *, cached: bool) -> None:
+        self.rates: Any = {} if cached else []
+
+    def __call__(self, step: int) -> float:
+        if isinstance(self.rates, list):
+            self.rates.append(0.1)
+            return float(self.rates[0])
+        return float(self.rates.setdefault(step, 0.1))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def test_an_error_in_the_first_step_ends_the_run(tmp_path: Path) -> None:
     assert "failed in step 0: ValueError: the third time" in ended.summary["reason"]
 
 
+def test_workers_that_read_other_samples_than_were_examined_train_nothing(tmp_path: Path) -> None:
+    config = broken_job(tmp_path)
+    path = Path(config.job)
+    path.write_text(path.read_text().replace("i / 64", "i + float(os.getpid())"))
+    ended = train_here(config, tmp_path / "run")
+    assert (ended.code, ended.steps) == (1, [])
+    assert "`dataset`" in ended.summary["reason"]
+
+
 def test_a_layer_that_cannot_be_run_at_all_is_named_before_a_worker_starts(tmp_path: Path) -> None:
     config = broken_job(tmp_path, trap="if calls: raise ValueError('always')")
     with pytest.raises(ConfigError, match=r"layer 0 \(Trap\) cannot be run on .* \(ValueError: always\)"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import islice
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control import commands, events
@@ -128,6 +130,7 @@ class CommandRunner:
             run=str(run.path),
             boundaries=job.boundaries,
             built_in_full=job.built_in_full,
+            samples=json.dumps(dict(islice(job.record.data.items(), 3))),
         )
 
     def require_costs(self, before: State, event: events.Event, after: State) -> None:

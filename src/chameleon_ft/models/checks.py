@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from threading import Timer
 from typing import Any, Final
@@ -18,7 +19,7 @@ from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.job_record import Fact
+from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.job_record import sketch
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 _ALIKE: Final = 1e-3  # relative
-_READ_SAMPLES: Final = 4  # each twice before a run, which may be slow to read
+_READ_SAMPLES: Final = 4  # at least, each twice before a run, which may be slow to read
 _RECORDED_SAMPLES: Final = 64  # at most, within this time
 _READING_S: Final = 1.0
 _TOLD_S: Final = 10.0  # after which a single read is reported, as in a run
@@ -43,23 +44,34 @@ _TOLD_S: Final = 10.0  # after which a single read is reported, as in a run
 class SampleReads:
     """The first samples of a run, read once, to see later whether they come out the same again.
 
+    Args:
+        most: number of samples to read; fewer if they are slow to read.
+
     Attributes:
-        facts: sketches of these samples, and of more if they are quick to read.
+        facts: the number of samples of the data set, and sketches of those that were read.
     """
 
-    def __init__(self, job: Job, seed: int) -> None:
+    def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
         self._job, self._seed = job, seed
         self._digests: dict[int, bytes] = {}
-        self.facts: dict[str, Fact] = {}
         size, begun_s = len(job.dataset), time.monotonic()
-        for number, index in enumerate(SampleOrder(size, seed).ids(0, min(_RECORDED_SAMPLES, size))):
+        self.facts: dict[str, Fact] = {"number of samples": size}
+        for number, index in enumerate(SampleOrder(size, seed).ids(0, min(most, size))):
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break
             tensors = self._tensors(index)
-            if number < _READ_SAMPLES:
-                self._digests[index] = digest(tensors)
+            self._digests[index] = digest(tensors)
             names = (f"input of sample {index}", f"target of sample {index}")
             self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
+
+    def require(self, facts: Mapping[str, Fact]) -> None:
+        """Raise ConfigError if the samples that were read are others than those of `facts`, of another process."""
+        for change in JobRecord(data=facts).changes_to(JobRecord(data=self.facts)):
+            raise ConfigError(
+                f"`dataset` reads other samples here than in the process that examined the job: {change.text}; give "
+                "all hosts the same data, and let no sample depend on the process that reads it, such as on its id, or "
+                "on the hash of a string unless PYTHONHASHSEED is set"
+            )
 
     def check(self) -> None:
         """Read each sample again. Raises ConfigError if one differs."""
@@ -199,7 +211,7 @@ def _hints(job: Job, made: Tensor, targets: Tensor, loss: float, terms: float) -
 
 
 def check_learning_rate(job: Job) -> None:
-    """Call `learning_rate` for the first step. Raises ConfigError unless it returns a rate."""
+    """Call `learning_rate` for the first step. Raises ConfigError unless it returns a rate that the step decides."""
     if job.learning_rate is None:
         return
     rate: Any = job.learning_rate(0)
@@ -210,4 +222,11 @@ def check_learning_rate(job: Job) -> None:
     if not is_rate:
         raise ConfigError(
             f"`learning_rate` returned {rate!r:.60} for step 0: it returns the rate, a number of 0 or more"
+        )
+    kept = digest(job.learning_rate)  # with its caches
+    if job.learning_rate(0) != rate or digest(job.learning_rate) != kept:
+        raise ConfigError(
+            "`learning_rate` depends on how often it has been called, which differs between workers; compute the rate "
+            "from the number of the step alone, or attach a scheduler of torch to the optimizer, by "
+            "`optimizer.register_step_post_hook(lambda *_: schedule.step())`"
         )

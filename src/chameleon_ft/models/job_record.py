@@ -33,13 +33,13 @@ def record_of(
     """Return the record of a job that has been loaded by `config`.
 
     Args:
-        samples: sketches of some samples.
+        samples: number of samples, and sketches of some.
         outputs: sketches of what its layers and its loss returned on `device`.
     """
     numpy = str(np.__version__)
     versions = {"chameleon_ft": chameleon_ft.__version__, "torch": str(torch.__version__), "numpy": numpy}
     return JobRecord(
-        data={"number of samples": len(job.dataset), **samples},
+        data=samples,
         layers={"number of layers": job.num_layers, **_layers(job)},
         outputs=outputs,
         conditions={"device": device.type, "samples": config.batch.micro_batch_size, "torch": versions["torch"]},

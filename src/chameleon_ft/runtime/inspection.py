@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
@@ -35,7 +35,7 @@ from chameleon_ft.runtime.device import claim_device, device_name, missing_devic
 from chameleon_ft.runtime.process import Terminated
 from chameleon_ft.workload import TiedParameters
 
-__all__ = ["inspect_job", "inspection_main", "users_errors"]
+__all__ = ["inspect_job", "inspection_main", "load_examined", "users_errors"]
 
 
 def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
@@ -142,6 +142,13 @@ def _inspect_job(config: RunConfig) -> JobInfo:
         record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
+
+
+def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:
+    """Load the job. Raises ConfigError if it has other samples than `facts` say of some."""
+    job = load_job(config.job, config)
+    SampleReads(job, config.seed, most=1).require(facts)
+    return job
 
 
 def _undivided(job: Job, config: RunConfig) -> str:

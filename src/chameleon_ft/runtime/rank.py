@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import os
 import signal
@@ -27,7 +28,7 @@ from chameleon_ft.control.wire.address import CoordinatorAccess, require_worker_
 from chameleon_ft.control.wire.messages import Crashed, Exit, Ready, Refused, Welcome
 from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ChameleonError
-from chameleon_ft.job import BoundarySpec, load_job
+from chameleon_ft.job import BoundarySpec
 from chameleon_ft.observe import FaultLog, RunDirectory
 from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.profiles import costs_of_run, profile_of_run
@@ -37,6 +38,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.runtime.host_memory import available_bytes
+from chameleon_ft.runtime.inspection import load_examined
 from chameleon_ft.runtime.process import (
     SAME_SIGNAL_S,
     end_with_holder,
@@ -171,7 +173,7 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
         worker=worker,
         config=config,
         run=run,
-        job=replace(load_job(config.job, config), built_in_full=welcome.built_in_full),
+        job=replace(load_examined(config, json.loads(welcome.samples)), built_in_full=welcome.built_in_full),
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
         new_communicators=new_communicators,

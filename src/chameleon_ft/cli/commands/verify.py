@@ -19,7 +19,7 @@ from chameleon_ft.cli.arguments import (
 )
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import check_job_reference
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints, read_mark
 from chameleon_ft.observe.readable import readable_steps
 
 __all__ = ["main"]
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.progress import track
 
     from chameleon_ft.runtime.device import require_devices
-    from chameleon_ft.runtime.inspection import users_errors
+    from chameleon_ft.runtime.inspection import load_examined, users_errors
     from chameleon_ft.verify import TOLERANCES, UsersLoop, Verification, repeat_run
 
     torch.set_num_threads(run.config().threads)
@@ -76,9 +76,14 @@ def main(arguments: Sequence[str]) -> int:
     committed = len({record.step for record in readable_steps(run)[0]})
     loop = None if given.against is None else UsersLoop(run, given.against)
     console = Console(stderr=True)
-    for event in run.events():
-        if event["event"] == "job_changed":
-            console.print(f"{event['message']}; only the steps from there on are repeated", markup=False)
+    changes = [event for event in run.events() if event["event"] == "job_changed"]
+    for event in changes:
+        console.print(f"{event['message']}; only the steps from there on are repeated", markup=False)
+    checkpoints = checkpoint_storage(run.config(), run)
+    if loop is None and not changes and (complete := complete_checkpoints(checkpoints)):
+        recorded = read_mark(checkpoints, max(complete)).get("job", {}).get("data", {})
+        with users_errors(run.config()):
+            load_examined(run.config(), recorded)
     comparisons = track(
         repeat_run(run, limit=given.steps) if loop is None else loop.compare(limit=given.steps),
         "repeating the run",

@@ -100,6 +100,7 @@ class Welcome(Message):
     run: str  # the run directory
     boundaries: tuple[BoundaryMessage, ...]  # output of each layer
     built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
+    samples: str = "{}"  # facts of the job's record as JSON: the number of samples, and the first
     incarnation: int = 1  # number of the worker's incarnation, from 1
 
 
