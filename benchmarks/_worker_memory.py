@@ -238,6 +238,8 @@ class _Storages(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
+        if tensor.is_meta:  # it has no memory
+            return
         if storage._cdata not in self._known:
             self._known.add(storage._cdata)
             self._alive += storage.nbytes()

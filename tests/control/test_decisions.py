@@ -39,7 +39,7 @@ def timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Callable[[Stage, Clock], Coroutine[Any, Any, None]]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(time, "time", clock)
+    monkeypatch.setattr(time, "clock_gettime", lambda _: clock())
 
     async def whole(stage: Stage) -> None:
         await scene(stage, clock)

@@ -32,7 +32,7 @@ class Builds:
         self.gate = threading.Event()
         self.gate.set()
         factories = [partial(self._built, layer) for layer in range(layers)]
-        self.job: Job = dataclasses.replace(toy_job(layers), layers=factories, tied=())
+        self.job: Job = dataclasses.replace(toy_job(layers), layers=factories, tied=(), built_in_full=())
 
     def _built(self, layer: int) -> nn.Module:
         self.begun.append(layer)

@@ -45,7 +45,7 @@ class Client:
     def is_over(self, generation: int) -> bool:
         return generation in self.over
 
-    def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
+    def enter(self, generation: int, communicators: Communicators, interrupt: Callable[[], None]) -> bool:
         self.entered.add(generation)
         return generation not in self.over
 
@@ -121,7 +121,9 @@ def preparations(client: Client, *, failing: set[int] | None = None, **job: Any)
         client=cast("ControlClient", client),
         new_communicators=lambda: cast("Communicators", Unconnected(failing or set())),
         faults=cast("FaultInjector", SimpleNamespace(at=lambda phase, step: None)),
-        allocator=LayerAllocator(dataclasses.replace(toy_job(LAYERS), **job), seed=SEED, device=CPU, ahead=True),
+        allocator=LayerAllocator(
+            dataclasses.replace(toy_job(LAYERS), built_in_full=(), **job), seed=SEED, device=CPU, ahead=True
+        ),
         is_training=lambda: True,
     )
 

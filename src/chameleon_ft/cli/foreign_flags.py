@@ -57,7 +57,7 @@ def refuse_foreign_flags(arguments: Iterable[str], *, own_job: bool) -> None:
         for text in (replaced or own,)
     }
     given = list(arguments)
-    for argument, value in zip(given, (*given[1:], ""), strict=True):
+    for argument, value in zip(given, (*given[1:], ""), strict=False):
         name = argument.partition("=")[0].removeprefix("--").replace("_", "-")
         for known in (name, argument.removeprefix("--"), f"{name}={value}"):
             if argument.startswith("--") and known in texts:

@@ -99,6 +99,8 @@ class ModelOptimizer:
         """Call the factory, with parts in place of the parameters with these ids."""
         unique = {id(each): each for each in self.parameters.values()}
         given = [own for key, each in unique.items() for own in replaced.get(key, [each])]
+        if not given:
+            raise ConfigError("no layer of the job has a parameter: there is nothing to train")
         try:
             optimizer: object = self._job.optimizer(given)
         except (RuntimeError, NotImplementedError) as error:

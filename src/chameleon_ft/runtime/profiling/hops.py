@@ -42,13 +42,17 @@ class ModelOnDevice:
         self.boundaries = boundary_specs(job, size, device=device, seed=config.seed)
         self.seed = config.seed
         self.device = device
-        order = SampleOrder(len(job.dataset), config.seed)
-        inputs, targets = load_micro_batch(job.dataset, order, 0, size)
-        self.samples = inputs.to(device), targets.to(device)
+        self._order, self._size = SampleOrder(len(job.dataset), config.seed), size
+        self.samples = self.read()
 
     @property
     def num_layers(self) -> int:
         return self.job.num_layers
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Read the micro-batch, which takes as much memory as reading another one."""
+        inputs, targets = load_micro_batch(self.job.dataset, self._order, 0, self._size)
+        return inputs.to(self.device), targets.to(self.device)
 
     def kind(self, layer: int) -> str:
         """Return the name of the factory of `layer`, in lower case."""
@@ -141,8 +145,8 @@ class Hop:
         self.is_last = layers.stop == self.model.num_layers
 
     def fused_phases(self) -> Phases:
-        """The phases of a forward and a whole backward; the operations are F and B."""
-        return _in_phases(self._fused(), "enter", "F", "gradient", "B", "leave")
+        """The phases of a forward and a whole backward; the operations are F and B, and samples are read before F."""
+        return _in_phases(self._fused(), "enter", "read", "F", "gradient", "B", "leave")
 
     def split_phases(self) -> Phases:
         """The phases of a forward and a backward in halves; not of a route's first hop, which has no I."""
@@ -152,6 +156,9 @@ class Hop:
 
     def _fused(self) -> Iterator[None]:
         boundary = self._boundary()
+        yield
+        if self.is_first or self.is_last:
+            self.model.read()
         yield
         output = self._forward(boundary)
         yield

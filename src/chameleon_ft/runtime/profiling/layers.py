@@ -162,7 +162,7 @@ def _bytes_of(hop: Hop) -> _HopBytes:
     fused = held_in_phases(hop.fused_phases(), hop.model.device)
     base = fused["enter"].before
     kept = max(0, fused["F"].after - base - behind)
-    working = max(fused["F"].peak - behind, fused["B"].peak - 2 * behind - before) - base - kept
+    working = max(fused["read"].peak, fused["F"].peak - behind, fused["B"].peak - 2 * behind - before) - base - kept
     if hop.is_first:
         return _HopBytes(kept, kept, working, 0)
     split = held_in_phases(hop.split_phases(), hop.model.device)
