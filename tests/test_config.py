@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chameleon_ft.config import (
-    RENAMED_KEYS,
     BackendName,
     Batch,
     Checkpoint,
@@ -190,20 +189,6 @@ def test_fields_can_be_checked_before_it_is_known_whether_they_fit_together() ->
         parse_fields(TrainConfig, {"workers": -6}, source="run.toml")
 
 
-def test_the_former_name_of_a_policy_is_accepted() -> None:
-    config = parse_config(RunConfig, {"recovery": {"policy": "mend"}}, source="run.toml")
-    assert config.recovery.policy == "repair"
-
-
-def test_the_former_name_of_a_policy_in_a_file_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "old.toml"
-    path.write_text('[recovery]\npolicy = "mend"\n')
-    assert load_config(path).recovery.policy == "repair"
-    assert caplog.messages == [
-        f'{path}: recovery.policy = "mend" is deprecated, and gone in the next release; use "repair"'
-    ]
-
-
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainConfig().steps = 3  # type: ignore[misc]
@@ -278,39 +263,6 @@ def test_importing_it_loads_neither_torch_nor_numpy() -> None:
     assert result.stdout.strip() == "set()"
 
 
-OLD = """
-out = "somewhere"
-[data]
-kind = "text"
-[recovery]
-host_share = 0.5
-restart_s = 60.0
-[timeouts]
-heartbeat_s = 4.0
-collective_s = 70.0
-"""
-
-
-def test_old_keys_are_read_and_each_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "old.toml"
-    path.write_text(OLD)
-    config = load_config(path)
-    assert isinstance(config, TrainConfig)
-    assert (config.output_dir, config.data.format) == (Path("somewhere"), "text")
-    assert (config.recovery.host_failure_fraction, config.recovery.restart_cost_s) == (0.5, 60.0)
-    assert (config.timeouts.heartbeat_timeout_s, config.timeouts.collective_timeout_s) == (4.0, 70.0)
-    assert sorted(caplog.messages) == sorted(
-        f"{path}: {old} is deprecated, and gone in the next release; use {new}" for old, new in RENAMED_KEYS.items()
-    )
-
-
-def test_what_a_run_has_recorded_is_read_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(f"{OLD}\n[optimizer]\nclip_norm = 1.0\n")
-    assert read_recorded_toml(path)["timeouts"] == {"heartbeat_timeout_s": 4.0, "collective_timeout_s": 70.0}
-    assert not caplog.messages
-
-
 @pytest.mark.parametrize("config", [TrainConfig(), RunConfig(job="mine.py:job")], ids=["Llama", "own job"])
 def test_what_a_run_has_recorded_is_refused_if_it_is_cut(tmp_path: Path, config: RunConfig) -> None:
     path = tmp_path / "config.toml"
@@ -322,23 +274,8 @@ def test_what_a_run_has_recorded_is_refused_if_it_is_cut(tmp_path: Path, config:
     path.write_text("".join(lines))
     assert read_recorded_toml(path)["workers"] == config.workers
     path.write_text("".join(line for line in lines if not line.startswith(("lease_s", "clip_norm"))))
-    with pytest.raises(ConfigError, match="or add that setting if an earlier version of chameleon has written it"):
+    with pytest.raises(ConfigError, match="is incomplete"):
         read_recorded_toml(path)
-
-
-def test_an_old_key_beside_its_new_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "both.toml"
-    path.write_text("[timeouts]\nheartbeat_s = 4.0\nheartbeat_timeout_s = 4.0\n")
-    with pytest.raises(ConfigError, match=r"timeouts\.heartbeat_s: unknown key"):
-        load_config(path)
-
-
-def test_new_names_are_keys() -> None:
-    for old, new in RENAMED_KEYS.items():
-        section, _, name = new.rpartition(".")
-        model: Any = TrainConfig.model_fields[section].annotation if section else TrainConfig
-        assert name in model.model_fields
-        assert old.rpartition(".")[2] not in model.model_fields
 
 
 def test_by_default_two_holders_own_a_slice_of_the_optimizer_where_it_can_be_divided() -> None:

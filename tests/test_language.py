@@ -11,12 +11,6 @@ import chameleon_ft
 
 ROOT = Path(chameleon_ft.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-ALIASES = {
-    "config/files.py",  # keys of configurations
-    "observe/decisions.py",  # keys of recorded decisions
-    "cli/main.py",  # the command `supervise`
-}
-"""Files that still know old names, for the release in which these work with a warning."""
 
 OLD_NAMES = frozenset(
     re.findall(
@@ -36,10 +30,9 @@ OLD_PHRASES = re.compile(r"\bbeside training\b", re.IGNORECASE)
 OPENINGS = re.compile(r"(The same|What)\b")
 
 
-def trees(*, aliases: bool) -> Iterator[tuple[Path, ast.Module]]:
+def trees() -> Iterator[tuple[Path, ast.Module]]:
     for path in FILES:
-        if aliases or str(path.relative_to(ROOT)) not in ALIASES:
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def identifiers(tree: ast.Module) -> set[str]:
@@ -66,7 +59,7 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_names_that_were_given_up_stay_away() -> None:
     old = {
         str(path.relative_to(ROOT)): sorted(found)
-        for path, tree in trees(aliases=False)
+        for path, tree in trees()
         if (found := (identifiers(tree) | {path.stem}) & OLD_NAMES)
     }
     assert not old
@@ -75,7 +68,7 @@ def test_names_that_were_given_up_stay_away() -> None:
 def test_processes_are_not_people_and_docstrings_say_what_a_thing_is_or_does() -> None:
     odd = [
         f"{path.relative_to(ROOT)}:{line}: {text[:60]}"
-        for path, tree in trees(aliases=True)
+        for path, tree in trees()
         for line, text in texts(tree)
         if PEOPLE.search(text) or OLD_PHRASES.search(text) or OPENINGS.match(text)
     ]

@@ -36,8 +36,8 @@ from chameleon_ft.observe import (
     checkpoint_storage,
     is_complete,
     layer_part,
+    read_mark,
     slice_part,
-    slices_of,
     sound_checkpoint,
 )
 from chameleon_ft.observe.readable import readable_events, readable_steps
@@ -533,9 +533,8 @@ def _stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str
             f"{place}: the optimizer keeps more than the state of parameters, with which a plain loop cannot begin; "
             "verify a run that is neither forked nor resumed with a changed job"
         )
-    parts = (
-        _read(checkpoints, slice_part(step, *place)) for place in slices_of(checkpoints, step) if place[0] == layer
-    )
+    slices = read_mark(checkpoints, step).get("slices", ())
+    parts = (_read(checkpoints, slice_part(step, *place)) for place in slices if place[0] == layer)
     for entries in (whole, *parts):
         for entry, value in entries.items():
             kind, _, place = entry.partition("/")

@@ -301,11 +301,6 @@ def test_a_worker_without_its_place_says_so(
     assert expected in chameleon.refused("worker", "--coordinator", "10.0.0.1:4000", "--token", "t")
 
 
-def test_the_old_name_of_the_agent_still_works(chameleon: CommandLine, caplog: pytest.LogCaptureFixture) -> None:
-    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
-    assert "chameleon supervise is deprecated, and gone in the next release; use agent" in caplog.text
-
-
 @pytest.fixture
 def started_twice(run: RunDirectory) -> list[str | Path]:
     """Arguments of a coordinator that a scheduler starts again, whatever became of its run."""

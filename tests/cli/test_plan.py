@@ -79,14 +79,6 @@ def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert set(found["peak_memory_bytes"]) == {"0", "1", "3", "4", "6", "7"}
 
 
-@pytest.mark.parametrize("old", [("--dead", "5,2"), ("--dead=5,2",)])
-def test_the_old_name_of_failed_still_works_and_warns(
-    capsys: pytest.CaptureFixture[str], old: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert predicted(capsys, *PRESET, "--micro-batches", "4", *old)["dead"] == [2, 5]
-    assert "chameleon plan: --dead is deprecated, and gone in the next release; use --failed" in caplog.text
-
-
 def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, *PRESET, "--failed", "5")
     assert "llama2-7b on h100-80g (derived), 2 x 4 workers, 32 micro-batches of 1, without worker 5" in printed

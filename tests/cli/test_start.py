@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chameleon_ft.config import RENAMED_KEYS, TrainConfig
+from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import load_tokens
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
@@ -298,40 +298,13 @@ def test_a_coordinator_is_prepared_like_a_run(chameleon: CommandLine, config_fil
     assert chameleon.configured("coordinator", config_file, "--control.host", "127.0.0.1").steps == 20
 
 
-def test_old_flags_and_keys_still_work_and_are_warned_of_once(
-    chameleon: CommandLine, text: Path, caplog: pytest.LogCaptureFixture
+def test_unknown_keys_and_flags_are_refused_by_name(
+    chameleon: CommandLine, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("old.toml").write_text(
-        f'[data]\npath = "{text}"\n[timeouts]\ncollective_s = 70.0\n[recovery]\nhost_share = 0.5\n'
-    )
-    config = chameleon.configured(
-        "train", "old.toml", "--out", "here", "--timeouts.heartbeat_s=4", "--data.kind", "text"
-    )
-    assert isinstance(config, TrainConfig)
-    assert (config.output_dir, config.data.format) == (Path.cwd() / "here", "text")
-    assert (config.timeouts.heartbeat_timeout_s, config.timeouts.collective_timeout_s) == (4.0, 70.0)
-    assert config.recovery.host_failure_fraction == 0.5
-    for old, new in (
-        ("chameleon train: --out", "--output-dir"),
-        ("chameleon train: --timeouts.heartbeat-s", "--timeouts.heartbeat-timeout-s"),
-        ("chameleon train: --data.kind", "--data.format"),
-        ("old.toml: timeouts.collective_s", "timeouts.collective_timeout_s"),
-        ("old.toml: recovery.host_share", "recovery.host_failure_fraction"),
-    ):
-        assert caplog.messages.count(f"{old} is deprecated, and gone in the next release; use {new}") == 1
-
-
-def test_a_run_of_an_earlier_release_is_resumed(
-    chameleon: CommandLine, config_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    assert "--out" in chameleon.refused("train", config_file, "--out", "here")
     run = finished_run(chameleon, config_file)
-    before, text = run.config(), run.config_file.read_text()
-    for key, value in RENAMED_KEYS.items():
-        old, new = (f"\n{name.rpartition('.')[2]} = " for name in (key, value))
-        assert new in text or key == "out"
-        text = text.replace(new, old)
-    run.config_file.write_text(text)
-    assert run.config() == before
-    config = chameleon.configured("train", "--resume", run.path, "--steps", "40")
-    assert (config.steps, config.timeouts, config.recovery) == (40, before.timeouts, before.recovery)
-    assert not caplog.messages
+    recorded = run.config_file.read_text()
+    assert "\nheartbeat_timeout_s = " in recorded
+    run.config_file.write_text(recorded.replace("\nheartbeat_timeout_s = ", "\nheartbeat_s = "))
+    capsys.readouterr()
+    assert "timeouts.heartbeat_s" in chameleon.refused("train", "--resume", run.path, "--steps", "40")

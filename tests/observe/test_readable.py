@@ -87,7 +87,7 @@ EVENTS = [
         event(name, 26.0, **_OF_STEP)
         for name in ("checkpoint_late", "checkpoint_failed", "checkpoint_unreadable", "checkpoint_incomplete")
     ),
-    *(event(name, 26.0, **_OF_STEP) for name in ("checkpoint_unchecked", "snapshot_unreadable")),
+    *(event(name, 26.0, **_OF_STEP) for name in ("checkpoint_incomplete", "snapshot_unreadable")),
     event("snapshots_off", 27.0, reason="no memory"),
     event("optimizer_undivided", 27.0, optimizer="Muon"),
     event("hint", 27.0, message="`loss` seems to return the mean"),

@@ -76,7 +76,7 @@ def test_the_steps_of_a_fork_are_counted_from_its_beginning(first_step: int, wor
     [
         (0.42, 0.8, "repartition", []),
         (0.744, 0.8, "repartition", ["step time 86.0% off, 6% is tolerated.", "`chameleon profile CONFIG --out"]),
-        (0.3, 0.2, "mend", ["step time 25.0% off", "; stall 73.3% off, 15% is tolerated.", "--profile FILE"]),
+        (0.3, 0.2, "repair", ["step time 25.0% off", "; stall 73.3% off, 15% is tolerated.", "--profile FILE"]),
         (0.41, 300.0, "restart", ["set recovery.restart_cost_s to"]),
     ],
 )

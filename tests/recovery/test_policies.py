@@ -142,12 +142,6 @@ def test_a_worker_that_holds_more_than_its_part_is_repaired_by_its_part() -> Non
     assert repaired == [plan_of(before, "repair")]
 
 
-def test_the_former_name_of_a_policy_is_accepted() -> None:
-    now = after(context(dp=2, pp=2), 1)
-    failures = rate_of(1e6, now)
-    assert decide(now, "mend", failures) == decide(now, "repair", failures)
-
-
 def test_only_a_broken_pipeline_is_repaired() -> None:
     before = context(dp=3, pp=3, share=6, layers=(layer(10),) * 6)
     now = after(before, 4)

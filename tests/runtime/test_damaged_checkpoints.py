@@ -157,24 +157,14 @@ def test_a_damaged_checkpoint_is_written_again(written: Path, tmp_path: Path) ->
     read_all(checkpoints, NEWER)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_unchecked(written: Path, tmp_path: Path) -> None:
-    checkpoints = as_by_an_earlier_version(Path(shutil.copytree(written, tmp_path / "checkpoints")), NEWER)
-    assert damage_of(checkpoints, NEWER) is None
-    read_all(checkpoints, NEWER)
-    (data,) = layer_directory(checkpoints, NEWER, 1).glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:300])
-    with pytest.raises(DamagedCheckpointError, match=r"layer 1 cannot be read from .*layer-0001: "):
-        read_all(checkpoints, NEWER)
-
-
-def as_by_an_earlier_version(checkpoints: Path, step: int) -> Path:
-    directory = step_directory(checkpoints, step)
-    for path in directory.glob("*/checksums.json"):
-        path.unlink()
-    mark = directory / "complete.json"
+def test_a_checkpoint_without_checksums_is_damaged(written: Path, tmp_path: Path) -> None:
+    checkpoints = Path(shutil.copytree(written, tmp_path / "checkpoints"))
+    mark = step_directory(checkpoints, NEWER) / "complete.json"
     model = json.loads(mark.read_text())["model"]
-    mark.write_text(json.dumps({"step": step, "model": model}) + "\n")
-    return checkpoints
+    mark.write_text(json.dumps({"step": NEWER, "model": model}) + "\n")
+    assert sound_checkpoint(checkpoints)[0] == OLDER
+    with pytest.raises(DamagedCheckpointError, match=mark.name):
+        read_all(checkpoints, NEWER)
 
 
 def test_a_layer_that_this_host_cannot_see_is_not_damaged(tmp_path: Path) -> None:
@@ -245,21 +235,6 @@ def test_without_a_checkpoint_that_can_be_read_the_run_ends_and_says_why(tmp_pat
     assert all(f"that of step {step} cannot be read" in resumed.summary["reason"] for step in steps)
     assert [event["step"] for event in resumed.events("checkpoint_unreadable")] == steps[::-1]
     assert complete_checkpoints(resumed.run.checkpoints) == [], "none is tried again, or counts among those to keep"
-
-
-@pytest.mark.multiprocess
-def test_a_checkpoint_of_an_earlier_version_is_resumed_and_that_is_said_once(
-    tmp_path: Path, interrupted: Ended
-) -> None:
-    ended = copy_of(interrupted, tmp_path / "run")
-    newest = complete_checkpoints(ended.run.checkpoints)[-1]
-    as_by_an_earlier_version(ended.run.checkpoints, newest)
-    resumed = resume_here(ended)
-    assert resumed.code == 0, resumed.summary["reason"]
-    (event,) = resumed.events("checkpoint_unchecked")
-    assert event["step"] == newest
-    assert resumed.steps == [*range(12), *range(newest, 16)]
-    assert_as_the_plain_loop(resumed)
 
 
 def flip(path: Path) -> None:

@@ -289,11 +289,6 @@ def test_cached_decisions_equal_new_ones() -> None:
         assert one.chosen.stall_s == pytest.approx(other.chosen.stall_s)
 
 
-def test_the_former_name_of_a_policy_is_accepted() -> None:
-    results = simulate(Trace(4, 100.0, ()), workload(), cluster(4), ("mend",))
-    assert list(results.policies) == ["repair"]
-
-
 def test_unknown_policies_and_other_clusters_are_refused() -> None:
     trace = Trace(4, 100.0, ())
     with pytest.raises(ConfigError, match="did you mean 'chameleon'"):

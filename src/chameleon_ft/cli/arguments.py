@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import shutil
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,12 +38,10 @@ __all__ = [
     "metavar",
     "parse_arguments",
     "parse_with_flags",
-    "replace_old_flags",
 ]
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
-_logger = logging.getLogger(__name__)
 
 _SET_BY_STARTS = ("forked", "run_id")  # not by hand
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
@@ -187,16 +184,3 @@ def _failure(text: str) -> dict[str, Any]:
             f'--failures "{text}": should be {_FAILURE_FORM}, such as 12:5:backward:kill; put commas between several'
         )
     return dict(zip(_FAILURE_PARTS, (int(step), int(rest[0]), *rest[1:]), strict=False))
-
-
-def replace_old_flags(arguments: Sequence[str], new_names: Mapping[str, str], *, command: str) -> list[str]:
-    """Replace flags that were renamed, by `new_names` (old -> new), and warn of each."""
-    replaced = []
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        old = flag.replace("_", "-")  # flags may be written with underscores
-        if (new := new_names.get(old)) is not None:
-            _logger.warning("chameleon %s: %s is deprecated, and gone in the next release; use %s", command, old, new)
-            argument = f"{new}{equals}{value}"
-        replaced.append(argument)
-    return replaced

@@ -57,7 +57,6 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 COMMANDS: Final = {name: text for commands in _GROUPS.values() for name, text in commands.items()}
-_OLD_NAMES: Final = {"supervise": "agent"}
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
 _LEVEL_FLAG: Final = "--log-level"
@@ -119,9 +118,6 @@ def _main(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"chameleon {chameleon_ft.__version__}")
         return 0
-    if name in _OLD_NAMES:
-        _logger.warning("chameleon %s is deprecated, and gone in the next release; use %s", name, _OLD_NAMES[name])
-        name = _OLD_NAMES[name]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"

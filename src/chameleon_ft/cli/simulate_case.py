@@ -20,14 +20,12 @@ from chameleon_ft.cli.arguments import (
 from chameleon_ft.cli.costs import NO_PRESET, Preset, profile_of
 from chameleon_ft.cli.host_arguments import USUAL_HOSTS, Hosts, hosts_of
 from chameleon_ft.config import Parallel
-from chameleon_ft.config.files import present_name
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import LEAST_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.readable import damage_named
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
-from chameleon_ft.recovery.policies import current_name
 from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.recorded import (
@@ -274,7 +272,7 @@ def chosen_policies(text: str) -> tuple[str, ...]:
     """Return the policies named in `text`. Raises ConfigError if it names one twice, or none."""
     if text == "all":
         return SIMULATED_POLICIES
-    names = tuple(current_name(name.strip()) for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ConfigError(f"--policies {text!r}: name one or more of {', '.join(SIMULATED_POLICIES)}, or all")
     for name in names:
@@ -300,7 +298,7 @@ def _assume(text: str, parameters: Parameters) -> Parameters:
     given: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        name = present_name(name.strip(), "recovery", source="--assume")
+        name = name.strip()
         if name in given:
             raise ConfigError(f"--assume {text}: names {name} twice")
         try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags
 from chameleon_ft.cli.foreign_flags import refuse_foreign_flags
 from chameleon_ft.cli.live_runs import refuse_live_run
 from chameleon_ft.cli.run_config import configured
@@ -31,7 +31,6 @@ from chameleon_ft.cli.start_checks import (
 )
 from chameleon_ft.cli.stores import fetch_run, has_checkpoints, is_url, require_same_store, require_store
 from chameleon_ft.config import (
-    RENAMED_KEYS,
     Forked,
     RunConfig,
     Store,
@@ -94,7 +93,6 @@ AUTO = "auto"
 
 _MADE_FIRST = {"checkpoints", "logs", "profile.json", "plan.json"}  # before the configuration of a run is written
 _DRAFT = ".config.toml."  # begins the name of a file with a part of the configuration
-_RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,6 @@ def parse_start(
     own: type[_Own], arguments: Sequence[str], *, command: str, without: tuple[str, ...] = ()
 ) -> tuple[_Own, dict[str, Any]]:
     """Parse the arguments of a command that starts a run; see `parse_with_flags`."""
-    arguments = replace_old_flags(arguments, _RENAMED_FLAGS, command=command)
     # A job's configuration may have the sections of the Llama; the help shows only those that every job has.
     refuse_foreign_flags(arguments, own_job=bool(without))
     model: type[RunConfig] = TrainConfig

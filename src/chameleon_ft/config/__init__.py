@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName, DeviceKind, DeviceName
 from chameleon_ft.config.failures import LASTING_KINDS, SLOWNESS, Failure, FailureKind, FailurePhase
-from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
+from chameleon_ft.config.files import config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.run import LLAMA_JOB, MOST_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
@@ -31,7 +31,6 @@ __all__ = [
     "LASTING_KINDS",
     "LLAMA_JOB",
     "MOST_WORKERS",
-    "RENAMED_KEYS",
     "SLOWNESS",
     "STAND_IN_JOB",
     "Backend",

@@ -132,11 +132,6 @@ class Recovery(Section):
         description="Losses of a worker in quick succession after which it is still restarted.",
     )
 
-    @field_validator("policy", mode="before")
-    @classmethod
-    def _accept_deprecated_name(cls, name: object) -> object:
-        return "repair" if name == "mend" else name
-
 
 class Timeouts(Section):
     """Times after which a worker or a message counts as lost. The first four must be in ascending order."""

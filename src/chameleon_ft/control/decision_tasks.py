@@ -57,7 +57,6 @@ class DecisionTasks:
         self._now = now
         self._handle = handle
         self._tasks = tasks
-        self._has_warned = False  # that a checkpoint has no checksums
 
     def decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
         """Decide on a plan, and if it begins with a checkpoint, on one without visible damage.
@@ -76,7 +75,8 @@ class DecisionTasks:
 
         def examined(found: Examined) -> events.Event | None:
             if found.damage is None:
-                self._report_checkpoint(state, step, found)
+                if state.active is None:
+                    self._report_resumed(step, found)
                 return answer
             if found.is_damaged:
                 self._checkpoints.mark_damaged(step)
@@ -129,20 +129,15 @@ class DecisionTasks:
             return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
         return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
 
-    def _report_checkpoint(self, state: State, step: int, found: Examined) -> None:
-        """Record which checkpoints a resumed run does not use, and whether the chosen one can be checked."""
-        if state.active is None:
-            for newer in found.incomplete:
-                if newer > step:
-                    message = f"that of step {newer} is not complete and not used"
-                    self._recorder.event("checkpoint_incomplete", step=newer, message=message)
-            if self._changes:
-                message = f"training continues from step {step} with another job: {'; '.join(self._changes)}"
-                self._recorder.event("job_changed", step=step, changes=self._changes, message=message)
-        if not found.has_checksums and not self._has_warned:
-            self._has_warned = True
-            message = f"that of step {step} was written by an earlier version, without checksums: it is not checked"
-            self._recorder.event("checkpoint_unchecked", step=step, message=message)
+    def _report_resumed(self, step: int, found: Examined) -> None:
+        """Record which checkpoints a resumed run does not use, and in what its job differs."""
+        for newer in found.incomplete:
+            if newer > step:
+                message = f"that of step {newer} is not complete and not used"
+                self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+        if self._changes:
+            message = f"training continues from step {step} with another job: {'; '.join(self._changes)}"
+            self._recorder.event("job_changed", step=step, changes=self._changes, message=message)
 
     async def consider(self, state: State) -> None:
         """Decide while training continues, and handle the answer."""

@@ -21,7 +21,6 @@ from chameleon_ft.observe import (
     Storage,
     complete_checkpoints,
     discard_checkpoint,
-    has_checksums,
     incomplete_checkpoints,
     mark_complete,
     mark_damaged,
@@ -41,13 +40,11 @@ class Examined:
     Attributes:
         damage: why it cannot be used; None if it can.
         is_damaged: whether its files are not as they were written; otherwise this host cannot read them.
-        has_checksums: whether it can be checked when it is read.
         incomplete: steps of checkpoints that are not complete.
     """
 
     damage: str | None = None
     is_damaged: bool = False
-    has_checksums: bool = True
     incomplete: tuple[int, ...] = ()
 
     @classmethod
@@ -58,8 +55,7 @@ class Examined:
         """
         try:
             require_sound(checkpoints, step)
-            checked = has_checksums(checkpoints, step)
-            return cls(has_checksums=checked, incomplete=tuple(incomplete_checkpoints(checkpoints)))
+            return cls(incomplete=tuple(incomplete_checkpoints(checkpoints)))
         except StoreError:
             return cls()
         except (DamagedCheckpointError, OSError) as error:

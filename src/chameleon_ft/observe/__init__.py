@@ -9,7 +9,6 @@ from chameleon_ft.observe.checkpoints import (
     complete_checkpoints,
     damage_of,
     discard_checkpoint,
-    has_checksums,
     incomplete_checkpoints,
     is_complete,
     layer_directory,
@@ -22,7 +21,6 @@ from chameleon_ft.observe.checkpoints import (
     require_sound,
     slice_directory,
     slice_part,
-    slices_of,
     sound_checkpoint,
 )
 from chameleon_ft.observe.file_queue import FileQueue
@@ -89,7 +87,6 @@ __all__ = [
     "damage_of",
     "detach",
     "discard_checkpoint",
-    "has_checksums",
     "incomplete_checkpoints",
     "is_complete",
     "layer_directory",
@@ -110,7 +107,6 @@ __all__ = [
     "seal_layer",
     "slice_directory",
     "slice_part",
-    "slices_of",
     "sound_checkpoint",
     "storage_of",
     "summarize",

@@ -7,7 +7,6 @@ checkpoints is a directory, given by its path, or another `Storage`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -17,14 +16,13 @@ from typing import Any, Final
 
 from chameleon_ft.errors import CheckpointError, DamagedCheckpointError, StoreError
 from chameleon_ft.job_record import JobRecord
-from chameleon_ft.observe.seals import CHECKSUMS, require_own, sealed, unsealed, without_seal
+from chameleon_ft.observe.seals import CHECKSUMS, require_own, sealed, unsealed
 from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
 __all__ = [
     "complete_checkpoints",
     "damage_of",
     "discard_checkpoint",
-    "has_checksums",
     "incomplete_checkpoints",
     "is_complete",
     "layer_directory",
@@ -37,7 +35,6 @@ __all__ = [
     "require_sound",
     "slice_directory",
     "slice_part",
-    "slices_of",
     "sound_checkpoint",
     "step_directory",
 ]
@@ -46,8 +43,6 @@ _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
 _STEP: Final = "step-"
 _STEP_DIGITS: Final = 8
-_WITHOUT_CHECKSUMS: Final = {"step", "model"}
-"""Keys of `complete.json` in a checkpoint of an earlier version, which has no checksums."""
 
 
 def layer_part(step: int, layer: int) -> str:
@@ -84,15 +79,6 @@ def read_mark(checkpoints: Path | Storage, step: int) -> dict[str, Any]:
         return _mark_of(storage_of(checkpoints), step)
     except FileNotFoundError:
         return {}
-
-
-def slices_of(checkpoints: Path | Storage, step: int) -> list[tuple[int, int, int]]:
-    """Return (layer, first unit, unit after the last) of the slices of a checkpoint; none if it is not marked.
-
-    Raises DamagedCheckpointError, or OSError.
-    """
-    mark = read_mark(checkpoints, step)
-    return [(layer, start, stop) for layer, start, stop in mark.get("slices", ())]
 
 
 def mark_complete(
@@ -145,14 +131,6 @@ def mark_damaged(checkpoints: Path | Storage, step: int) -> None:
     That is safe when this returns.
     """
     storage_of(checkpoints).rename(f"{_folder(step)}/{_COMPLETE}", f"{_folder(step)}/{_DAMAGED}")
-
-
-def has_checksums(checkpoints: Path | Storage, step: int) -> bool:
-    """Return whether a complete checkpoint has checksums, unlike those of earlier versions.
-
-    Raises DamagedCheckpointError, or OSError.
-    """
-    return _mark_of(storage_of(checkpoints), step).keys() > _WITHOUT_CHECKSUMS
 
 
 def is_complete(checkpoints: Path | Storage, step: int) -> bool:
@@ -246,7 +224,7 @@ def _sizes_of_files(storage: Storage, step: int) -> dict[str, int]:
 
 
 def _parts_of(mark: Mapping[str, Any], step: int) -> list[str]:
-    parts = [layer_part(step, layer) for layer in range(mark.get("layers", 0))]
+    parts = [layer_part(step, layer) for layer in range(mark["layers"])]
     return parts + [slice_part(step, *place) for place in mark.get("slices", ())]
 
 
@@ -283,8 +261,6 @@ def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Stora
         _link_folder(source.path / _folder(step), sink.path / _folder(step))
         return
     mark = _mark_of(source, step)
-    if "layers" not in mark:
-        raise DamagedCheckpointError(f"{source.place(_folder(step))} is of an earlier version, without checksums")
     for part in _parts_of(mark, step):
         with source.reading(part) as files, sink.writing(part) as draft:
             shutil.copytree(files, draft)
@@ -322,17 +298,12 @@ def _steps(storage: Storage) -> list[int]:
 
 def _mark_of(storage: Storage, step: int) -> dict[str, Any]:
     name = f"{_folder(step)}/{_COMPLETE}"
-    text, place = storage.read(name), storage.place(name)
-    mark: dict[str, Any] | None = None
-    with contextlib.suppress(ValueError, RecursionError):
-        mark = json.loads(text)
-    if not isinstance(mark, dict) or mark.keys() != _WITHOUT_CHECKSUMS:
-        mark = without_seal(text, place)
+    mark, place = unsealed(storage, name), storage.place(name)
     if mark["step"] != step:
         raise DamagedCheckpointError(
             f"{place} was written for step {mark['step']}; if its folder was renamed, name it {_folder(mark['step'])}"
         )
     run = storage.run_of(step)
-    if run is not None and mark.get("run", run) != run:  # earlier versions did not write it
+    if run is not None and mark.get("run", run) != run:
         raise DamagedCheckpointError(f"{place} is of another run")
     return mark

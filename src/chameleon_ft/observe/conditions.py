@@ -321,7 +321,6 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "checkpoint_failed": _checkpoint("", "what was written of it is removed; the one before stays the newest"),
     "checkpoint_unreadable": _checkpoint_unreadable,
     "checkpoint_incomplete": _checkpoint("it is not complete", "an older one was read"),
-    "checkpoint_unchecked": _checkpoint("an earlier version wrote it, without checksums", "it was read unchecked"),
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
     "checkpoints_left_out": _checkpoint("it was still being written when others were due", "they were left out"),
     "job_changed": _job_changed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,22 +25,8 @@ __all__ = [
 ]
 
 
-_RENAMED: Final[Mapping[str, str]] = {
-    "host_share": "host_failure_fraction",
-    "last_holders": "worker_single_points_of_failure",
-    "last_hosts": "host_single_points_of_failure",
-    "restart_s": "restart_cost_s",
-}
-"""Keys in runs of earlier releases -> present ones."""
-
-
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_present_names(cls, data: Any) -> Any:
-        return {_RENAMED.get(name, name): value for name, value in data.items()} if isinstance(data, dict) else data
 
 
 class ScoredCandidate(_Part):

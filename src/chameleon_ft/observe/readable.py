@@ -124,7 +124,6 @@ _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "checkpoint_failed": {"step": _Count, "error": str},
     "checkpoint_unreadable": {"step": _Count, "error": str},
     "checkpoint_incomplete": {"step": _Count},
-    "checkpoint_unchecked": {"step": _Count},
     "checkpoints_left_out": {"step": _Count, "steps": list[_Count]},
     "job_changed": {"step": _Count, "changes": list[str]},
     "snapshot_unreadable": {"step": _Count},

@@ -15,7 +15,7 @@ from chameleon_ft.errors import DamagedCheckpointError
 from chameleon_ft.observe.files import replace_file
 from chameleon_ft.observe.storage import Directory, Storage
 
-__all__ = ["CHECKSUMS", "checked_files", "require_own", "seal_layer", "sealed", "unsealed", "without_seal"]
+__all__ = ["CHECKSUMS", "checked_files", "require_own", "seal_layer", "sealed", "unsealed"]
 
 CHECKSUMS: Final = "checksums.json"
 """Name of the file with the checksums of a part."""
@@ -83,17 +83,13 @@ def sealed(content: Mapping[str, Any]) -> str:
 
 def unsealed(storage: Storage, name: str) -> dict[str, Any]:
     """Read a sealed file. Raises DamagedCheckpointError if a byte of it has changed, or OSError."""
-    return without_seal(storage.read(name), storage.place(name))
-
-
-def without_seal(text: bytes, place: str) -> dict[str, Any]:
-    """Return the content of a sealed file at `place`. Raises as `unsealed`, but OSError."""
+    text = storage.read(name)
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         content: dict[str, Any] = json.loads(text)
         del content["checksum"]
         if text == sealed(content).encode():
             return content
-    raise DamagedCheckpointError(f"{place} is not as it was written")
+    raise DamagedCheckpointError(f"{storage.place(name)} is not as it was written")
 
 
 def _checksum_of(path: Path) -> int:

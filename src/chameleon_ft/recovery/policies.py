@@ -15,7 +15,7 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposals.on_workers import ProposalsOnWorkers
 from chameleon_ft.recovery.proposals.proposal import Proposal
 
-__all__ = ["POLICIES", "Kind", "Policy", "current_name", "policy_named"]
+__all__ = ["POLICIES", "Kind", "Policy", "policy_named"]
 
 Kind: TypeAlias = Literal[
     "reroute",  # Peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost.
@@ -107,17 +107,10 @@ POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
 )
 """Every policy by its name."""
 
-_RENAMED: Final[Mapping[str, str]] = FrozenMap({"mend": "repair"})
-
-
-def current_name(name: str) -> str:
-    """Return the present name of a policy for a deprecated one, and any other name as it is."""
-    return _RENAMED.get(name, name)
-
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of this name, which may be a deprecated one. Raises ConfigError if there is none."""
+    """Return the policy of this name. Raises ConfigError if there is none."""
     try:
-        return POLICIES[current_name(name)]
+        return POLICIES[name]
     except KeyError:
         raise ConfigError.unknown_name("policy", name, POLICIES) from None

@@ -159,7 +159,7 @@ def _write_part(checkpoints: Storage, step: int, part: str, state: LayerState) -
 
 
 def read_layer(checkpoints: Path | Storage, step: int, layer: int) -> dict[str, Any]:
-    """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it if its checkpoint has checksums.
+    """Read a layer's state, as `HeldLayers.snapshot` gave it, and check it.
 
     The slices of its optimizer's state are part of it, and parameters are in the type in which they are updated.
 
@@ -196,12 +196,7 @@ def _read(storage: Storage, layer: int, part: str, mark: Mapping[str, Any]) -> d
 
 def _checked(storage: Storage, part: str, path: Path, mark: Mapping[str, Any]) -> dict[str, Any]:
     """Read the state in the files of a part, and check them. `path` is where they can be read."""
-    try:
-        checksums, damaged = checked_files(path, part=part, mark=mark, place=storage.place(part))
-    except FileNotFoundError:
-        if "layers" in mark:  # it has checksums
-            raise
-        return _load(path)
+    checksums, damaged = checked_files(path, part=part, mark=mark, place=storage.place(part))
     if damaged is not None:
         place, tensors = storage.place(f"{part}/{damaged.name}"), _describe_damage(damaged, checksums)
         raise DamagedCheckpointError(f"{place} is not as it was written{tensors}")

@@ -14,7 +14,6 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import POLICIES, Policy, uniform_limits
-from chameleon_ft.recovery.policies import current_name
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.simulate.accounting.oracle import ORACLE, KnownRates, Oracle, live_of
 from chameleon_ft.simulate.accounting.results import Results
@@ -80,7 +79,6 @@ def simulate(
         PlanError: nothing fits the memory of the workers.
         ConservationError: a defect of the simulator.
     """
-    policies = [current_name(policy) for policy in policies]
     _check(trace, cluster, policies)
     real_start = None
     if start is not None:

@@ -37,7 +37,6 @@ _TITLES: Final[Mapping[str, str]] = {
     "checkpoint_failed": "Not written",
     "checkpoint_unreadable": "Not read",
     "checkpoint_incomplete": "Not complete",
-    "checkpoint_unchecked": "Not checked",
     "checkpoints_left_out": "Slow checkpoint",
     "job_changed": "Another job",
 }

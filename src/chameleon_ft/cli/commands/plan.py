@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
-from chameleon_ft.cli.arguments import parse_arguments, replace_old_flags
+from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
 from chameleon_ft.cli.plan_arguments import PlanArguments
 from chameleon_ft.cli.plan_case import PlanCase, plan_cases
@@ -43,7 +43,6 @@ _MEMORY: Final = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    arguments = replace_old_flags(arguments, {"--dead": "--failed"}, command="plan")
     given = parse_arguments(PlanArguments, arguments, command="plan")
     require_places(picture=given.picture, trace=given.trace)
     cases = plan_cases(given)
