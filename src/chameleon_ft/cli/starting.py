@@ -30,15 +30,7 @@ from chameleon_ft.cli.start_checks import (
     require_same_model,
 )
 from chameleon_ft.cli.stores import fetch_run, has_checkpoints, is_url, require_same_store, require_store
-from chameleon_ft.config import (
-    Forked,
-    RunConfig,
-    Store,
-    TrainConfig,
-    parse_config,
-    read_recorded_toml,
-    read_toml,
-)
+from chameleon_ft.config import Forked, RunConfig, Store, TrainConfig, parse_config, read_recorded_toml, read_toml
 from chameleon_ft.errors import (
     ChameleonError,
     CheckpointError,

@@ -29,13 +29,7 @@ from chameleon_ft.control.wire.server import control_server, listening_socket
 from chameleon_ft.errors import ChameleonError, DeposedError, LiveRunError
 from chameleon_ft.launch.background import background
 from chameleon_ft.launch.forked_process import FORK
-from chameleon_ft.launch.processes import (
-    inspect,
-    load_solvers,
-    signals_handled,
-    start_fork_server,
-    unattended,
-)
+from chameleon_ft.launch.processes import inspect, load_solvers, signals_handled, start_fork_server, unattended
 from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
 from chameleon_ft.observe.terminal import TerminalView

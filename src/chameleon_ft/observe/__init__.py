@@ -24,14 +24,7 @@ from chameleon_ft.observe.checkpoints import (
     sound_checkpoint,
 )
 from chameleon_ft.observe.file_queue import FileQueue
-from chameleon_ft.observe.files import (
-    ControlAddress,
-    FaultLog,
-    RunDirectory,
-    detach,
-    open_for_appending,
-    replace_file,
-)
+from chameleon_ft.observe.files import ControlAddress, FaultLog, RunDirectory, detach, open_for_appending, replace_file
 from chameleon_ft.observe.lines import read_lines
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder, RecordLine, View, line_of

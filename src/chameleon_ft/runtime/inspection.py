@@ -17,12 +17,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.job_record import Fact
 from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
-from chameleon_ft.models.checks import (
-    SampleReads,
-    check_learning_rate,
-    check_loss,
-    check_separate_parameters,
-)
+from chameleon_ft.models.checks import SampleReads, check_learning_rate, check_loss, check_separate_parameters
 from chameleon_ft.models.elementwise import undivided_optimizer
 from chameleon_ft.models.job_record import record_of, sketch
 from chameleon_ft.models.optimizer import state_bytes

@@ -15,14 +15,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.list_scheduler import (
-    InFlightLimit,
-    Rules,
-    Schedule,
-    default_limits,
-    limits_array,
-    schedule,
-)
+from chameleon_ft.schedule.list_scheduler import InFlightLimit, Rules, Schedule, default_limits, limits_array, schedule
 from chameleon_ft.schedule.network import Network, operations_of_slots, places_at_home
 from chameleon_ft.schedule.program import KINDS, Program, operations_from
 from chameleon_ft.schedule.records import CHANNEL, PROGRAM_RECORD, SLOT, Floats, Integers, Records

@@ -11,13 +11,7 @@ from typing import Final
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, progress_bar, require_places, tell_written
-from chameleon_ft.cli.simulate_case import (
-    SimulateArguments,
-    SimulateCase,
-    chosen_policies,
-    chosen_sweep,
-    simulate_case,
-)
+from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, chosen_policies, chosen_sweep, simulate_case
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, duration, rate
 from chameleon_ft.simulate import save_trace, trace_statistics

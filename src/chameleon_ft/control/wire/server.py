@@ -21,12 +21,7 @@ from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
 from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.heartbeat import (
-    WILL_RETURN,
-    HeardConnection,
-    heartbeat_interval_s,
-    watch_heartbeat,
-)
+from chameleon_ft.control.wire.heartbeat import WILL_RETURN, HeardConnection, heartbeat_interval_s, watch_heartbeat
 from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError

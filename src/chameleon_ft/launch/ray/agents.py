@@ -17,14 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.launch.ray import directory
 from chameleon_ft.launch.ray.agent import AgentActor, AgentEnd
-from chameleon_ft.launch.ray.cluster import (
-    NAMESPACE,
-    agents_of,
-    bundles_by_node,
-    draining_nodes,
-    give_back,
-    live_nodes,
-)
+from chameleon_ft.launch.ray.cluster import NAMESPACE, agents_of, bundles_by_node, draining_nodes, give_back, live_nodes
 from chameleon_ft.launch.ray.nodes import Node, NodeRequest
 from chameleon_ft.observe import ControlAddress, RunDirectory
 

@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import LossRisk, prefers_rerouting
-from chameleon_ft.simulate.by_class.cluster_layout import (
-    ClusterLayout,
-    LayoutPipeline,
-    arranged,
-)
+from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.by_class.move import Move, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
