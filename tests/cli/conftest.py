@@ -15,7 +15,8 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from chameleon_ft.observe.checkpoints import mark_complete
+from tests.stored import step_directory
 
 OWN_MODEL = """
 from functools import partial

@@ -13,11 +13,12 @@ import pytest
 
 from chameleon_ft.config import Batch, Data, Parallel, TrainConfig
 from chameleon_ft.observe import ControlAddress, RunDirectory, TimelineLog
-from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from chameleon_ft.observe.checkpoints import mark_complete
 from tests.cli.conftest import CommandLine
 from tests.observe.live.lines import add, stepped
 from tests.observe.test_comparison import planned, recorded
 from tests.observe.test_readable import EVENTS
+from tests.stored import step_directory
 
 COMMANDS: Final = (
     ("status", "RUN"),

@@ -14,8 +14,9 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.data import corpus
 from chameleon_ft.errors import ConfigError, DataError
 from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from chameleon_ft.observe.checkpoints import mark_complete
 from tests.cli.conftest import CommandLine
+from tests.stored import step_directory
 
 
 def auto(config_file: Path, *flags: str) -> list[str | Path]:

@@ -14,8 +14,9 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import load_tokens
 from chameleon_ft.errors import ConfigError, LeaseError
 from chameleon_ft.observe import ControlAddress, RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from chameleon_ft.observe.checkpoints import mark_complete
 from tests.cli.conftest import CommandLine, finished_run, nothing_listens
+from tests.stored import step_directory
 
 
 def test_a_file_is_enough(chameleon: CommandLine, config_file: Path) -> None:

@@ -34,8 +34,9 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.control.wire.parts import BoundaryMessage, OperationTimes, Vote
 from chameleon_ft.control.wire.server import Peer
-from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View, layer_directory, seal_layer
+from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View, seal_layer
 from chameleon_ft.profiles import Profile
+from tests.stored import layer_directory
 from tests.undivided import undivided
 
 LAYERS = 4

@@ -28,8 +28,9 @@ from chameleon_ft.control.wire.messages import (
     Welcome,
 )
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import complete_checkpoints, layer_directory
+from chameleon_ft.observe import complete_checkpoints
 from tests.control.stage import Puppet, Stage, scene
+from tests.stored import layer_directory
 
 # --- gathering -------------------------------------------------------------------------------------------------------
 

@@ -35,10 +35,10 @@ from chameleon_ft.observe import (
     require_sound,
     seal_layer,
 )
-from chameleon_ft.observe.checkpoints import layer_directory, step_directory
 from tests.control.stage import Puppet, Stage, scene
 from tests.observe.queues import hanging, until
 from tests.observe.records import step_record
+from tests.stored import layer_directory, step_directory
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from chameleon_ft.config import Checkpoint
 from chameleon_ft.control.wire.messages import CheckpointSaved, CheckpointUnreadable
-from chameleon_ft.observe import complete_checkpoints, layer_directory
+from chameleon_ft.observe import complete_checkpoints
 from tests.control.stage import Stage, scene, vote
+from tests.stored import layer_directory
 
 
 @scene()

@@ -21,7 +21,7 @@ from chameleon_ft.observe import (
     seal_layer,
     sound_checkpoint,
 )
-from chameleon_ft.observe.checkpoints import layer_directory, step_directory
+from tests.stored import layer_directory, step_directory
 
 
 def test_a_mark_has_reached_the_disk_once_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.control.wire.messages import CheckpointSaved
-from chameleon_ft.observe import layer_directory, mark_complete
+from chameleon_ft.observe import mark_complete
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.sync import Segment
 from tests.runtime.toy_state import LAYERS, WHOLE, held_layers, set_gradients
+from tests.stored import layer_directory
 
 
 class Collected:

@@ -25,13 +25,11 @@ from chameleon_ft.observe import (
     complete_checkpoints,
     damage_of,
     incomplete_checkpoints,
-    layer_directory,
     mark_complete,
     mark_damaged,
     seal_layer,
     sound_checkpoint,
 )
-from chameleon_ft.observe.checkpoints import step_directory
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
@@ -40,6 +38,7 @@ from chameleon_ft.sync import Segment
 from tests.examples import examples
 from tests.harness import Ended, assert_as_the_plain_loop, fails, in_thread, resume_here, small_config, train_here
 from tests.runtime.toy import SEED, toy_job
+from tests.stored import layer_directory, step_directory
 
 LAYERS = 3
 OLDER, NEWER = 4, 7

@@ -11,7 +11,6 @@ from chameleon_ft.observe.checkpoints import (
     discard_checkpoint,
     incomplete_checkpoints,
     is_complete,
-    layer_directory,
     layer_part,
     link_checkpoint,
     mark_complete,
@@ -19,12 +18,11 @@ from chameleon_ft.observe.checkpoints import (
     prune_checkpoints,
     read_mark,
     require_sound,
-    slice_directory,
     slice_part,
     sound_checkpoint,
 )
 from chameleon_ft.observe.file_queue import FileQueue
-from chameleon_ft.observe.files import ControlAddress, FaultLog, RunDirectory, detach, open_for_appending, replace_file
+from chameleon_ft.observe.files import ControlAddress, FaultLog, RunDirectory, detach, replace_file
 from chameleon_ft.observe.lines import read_lines
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder, RecordLine, View, line_of
@@ -82,13 +80,11 @@ __all__ = [
     "discard_checkpoint",
     "incomplete_checkpoints",
     "is_complete",
-    "layer_directory",
     "layer_part",
     "line_of",
     "link_checkpoint",
     "mark_complete",
     "mark_damaged",
-    "open_for_appending",
     "prune_checkpoints",
     "read_generation_plans",
     "read_lines",
@@ -98,7 +94,6 @@ __all__ = [
     "replace_file",
     "require_sound",
     "seal_layer",
-    "slice_directory",
     "slice_part",
     "sound_checkpoint",
     "storage_of",

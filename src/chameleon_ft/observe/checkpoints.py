@@ -25,7 +25,6 @@ __all__ = [
     "discard_checkpoint",
     "incomplete_checkpoints",
     "is_complete",
-    "layer_directory",
     "layer_part",
     "link_checkpoint",
     "mark_complete",
@@ -33,10 +32,8 @@ __all__ = [
     "prune_checkpoints",
     "read_mark",
     "require_sound",
-    "slice_directory",
     "slice_part",
     "sound_checkpoint",
-    "step_directory",
 ]
 
 _COMPLETE: Final = "complete.json"
@@ -53,21 +50,6 @@ def layer_part(step: int, layer: int) -> str:
 def slice_part(step: int, layer: int, start: int, stop: int) -> str:
     """Return the name of the optimizer's state of a slice of a layer, between two units; see `plan.shards`."""
     return f"{_folder(step)}/layer-{layer:04d}.{start:05d}-{stop:05d}"
-
-
-def step_directory(checkpoints: Path, step: int) -> Path:
-    """Return the folder of a checkpoint in a directory."""
-    return checkpoints / _folder(step)
-
-
-def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
-    """Return the folder of one layer of a checkpoint in a directory."""
-    return checkpoints / layer_part(step, layer)
-
-
-def slice_directory(checkpoints: Path, step: int, layer: int, start: int, stop: int) -> Path:
-    """Return the folder of a slice of a layer of a checkpoint in a directory."""
-    return checkpoints / slice_part(step, layer, start, stop)
 
 
 def read_mark(checkpoints: Path | Storage, step: int) -> dict[str, Any]:

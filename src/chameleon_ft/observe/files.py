@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,7 +29,6 @@ __all__ = [
     "describe_invalid",
     "detach",
     "failures_in",
-    "open_for_appending",
     "outcomes_in",
     "remove_unfinished_line",
     "replace_file",
@@ -308,13 +307,6 @@ def replace_file(path: Path, text: str, *, mode: int, is_synced: bool = False) -
             file.flush()
             os.fsync(file.fileno())
     draft.replace(path)
-
-
-def open_for_appending(path: Path) -> TextIO:
-    """Open a file of lines for appending, and remove an unfinished last line, which a crash may leave."""
-    with path.open("ab+") as file:
-        remove_unfinished_line(file.fileno())
-    return path.open("a", encoding="utf-8")
 
 
 def remove_unfinished_line(descriptor: int) -> None:
