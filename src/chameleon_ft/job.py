@@ -179,7 +179,11 @@ class Job:
         if not self.layers:
             raise ConfigError("a job needs at least one layer: put layer factories in `layers`")
         for index, factory in enumerate(self.layers):
-            _require_factory(index, factory)
+            # A module is callable too, but must be built by the worker: name the mistake instead of failing there.
+            if hasattr(factory, "parameters") and not isinstance(factory, type):
+                example = "give a factory that builds it, e.g. `lambda: Block(...)`"
+                raise ConfigError(f"layers[{index}] is a module: {example}")
+            _require_callable(f"layers[{index}]", factory)
         for name in ("loss", "loss_terms", "optimizer"):
             _require_callable(name, getattr(self, name))
         for name in ("learning_rate", "boundaries"):
@@ -234,7 +238,10 @@ def check_job_reference(reference: str, kind: str = "job") -> None:
             f"{kind} {reference!r}: `__main__` is this program alone, and each worker is a process of its own; put the "
             f"function into a file, and name that, such as my_{kind}.py"
         )
-    _look_in_working_directory()
+    # An installed command, unlike `python -m`, does not look in the working directory. Appended, so that no local file
+    # shadows an installed package.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     if not _module_exists(location):
         raise ConfigError(
             f"{kind} {reference!r}: there is no module {location}; a file is named with its ending, {location}.py"
@@ -285,13 +292,6 @@ def call_function(reference: str, config: RunConfig, *, kind: str = "job") -> An
 
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
-
-
-def _require_factory(index: int, factory: object) -> None:
-    # A module is callable too, but must be built by the worker: name the mistake instead of failing there.
-    if hasattr(factory, "parameters") and not isinstance(factory, type):
-        raise ConfigError(f"layers[{index}] is a module: give a factory that builds it, e.g. `lambda: Block(...)`")
-    _require_callable(f"layers[{index}]", factory)
 
 
 def _require_callable(name: str, value: object) -> None:
@@ -359,13 +359,6 @@ def _module_exists(location: str) -> bool:
         if f"{location}.".startswith(f"{error.name}."):
             return False
         raise
-
-
-def _look_in_working_directory() -> None:
-    # An installed command, unlike `python -m`, does not. Appended, so that no local file shadows an installed package.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def _import_file(path: Path) -> ModuleType:

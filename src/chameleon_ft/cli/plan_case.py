@@ -104,11 +104,9 @@ def plan_cases(given: PlanArguments) -> list[PlanCase]:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
     if given.workers is not None and (given.dp is not None or given.pp is not None):
         raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
-    return [_case(given, batch) for batch in plan_batches(given)]
-
-
-def _case(given: PlanArguments, batch: PlanBatch) -> PlanCase:
-    return _case_of_profile(given, batch) if given.config is None else _case_of_config(given, given.config, batch)
+    if given.config is None:
+        return [_case_of_profile(given, batch) for batch in plan_batches(given)]
+    return [_case_of_config(given, given.config, batch) for batch in plan_batches(given)]
 
 
 def _sections(given: PlanArguments, batch: PlanBatch) -> dict[str, dict[str, Any]]:

@@ -167,7 +167,9 @@ class RunConfig(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()
         yield from self._device_problems()
-        yield from self._sharding_problems()
+        if isinstance(self.parallel.optimizer_redundancy, int) and not self.receives_block:
+            problem = "the holders of a layer share its optimizer state only over gloo so far"
+            yield "parallel.optimizer_redundancy", problem
         yield from self._snapshot_problems()
         yield from self._emulation_problems()
         yield from self._failure_problems()
@@ -197,13 +199,6 @@ class RunConfig(Section):
         if self.share_devices and not (kind.is_accelerator and backend.shares_devices):
             needed = "an accelerator" if backend.shares_devices else "the backend gloo"
             yield "share_devices", f"needs {needed}; leave it out"
-
-    def _sharding_problems(self) -> Iterator[tuple[str, str]]:
-        if isinstance(self.parallel.optimizer_redundancy, int) and not self.receives_block:
-            yield (
-                "parallel.optimizer_redundancy",
-                "the holders of a layer share its optimizer state only over gloo so far",
-            )
 
     def _snapshot_problems(self) -> Iterator[tuple[str, str]]:
         if self.snapshots.every not in (0, "auto") and not self.receives_block:

@@ -155,7 +155,8 @@ class CommandRunner:
             case commands.Drop(connection=connection):
                 self._peers.drop(connection)
             case commands.Welcome():
-                self._send_welcome(command)
+                own = {"incarnation": command.incarnation}
+                self._peers.send(command.connection, self._welcome.model_copy(update=own))
             case commands.Record(record=record):
                 self._recorder.record(record)
             case commands.Task.RECORD_SCALE_UP:
@@ -224,12 +225,6 @@ class CommandRunner:
                 standbys=standbys,
             ),
         )
-
-    def _send_welcome(self, command: commands.Welcome) -> None:
-        welcome = self._welcome
-        if command.incarnation != welcome.incarnation:
-            welcome = welcome.model_copy(update={"incarnation": command.incarnation})
-        self._peers.send(command.connection, welcome)
 
     def _measure(self, state: State, command: commands.MeasureOperations) -> events.Event | None:
         measured = self.planner.calibration.operations(command.worker, command.times)

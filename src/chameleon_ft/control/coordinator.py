@@ -261,7 +261,10 @@ class Coordinator:
             self._tasks.start(self._send_part(peer, message))
             return
         if isinstance(message, messages.CheckpointState):  # likewise
-            peer.send(self._checkpoint_state(message))
+            failed = [each for each in sorted(self.state.checkpoints.failed.items()) if each[0] >= message.committed]
+            late = self._recorder.files.late()
+            why = "" if late is None else f"{late.reason}, at {late.path}"
+            peer.send(message.model_copy(update={"failed": failed[0] if failed else None, "late": why}))
             return
         self._peers.add(peer)
         if not self._may_act(partial(self._message_deferred, peer, message)):
@@ -284,12 +287,6 @@ class Coordinator:
                 self._journal.write(self.state, self._now(), received={number: received})
             if self._recorder.files.wait() and self.leads():
                 self._commands.acknowledge(self.state, number)
-
-    def _checkpoint_state(self, asked: messages.CheckpointState) -> messages.CheckpointState:
-        failed = [each for each in sorted(self.state.checkpoints.failed.items()) if each[0] >= asked.committed]
-        late = self._recorder.files.late()
-        why = "" if late is None else f"{late.reason}, at {late.path}"
-        return asked.model_copy(update={"failed": failed[0] if failed else None, "late": why})
 
     async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
         peer.send(await in_thread(partial(read_part, self._recorder.run, request)))  # a disk may not answer

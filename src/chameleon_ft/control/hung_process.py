@@ -66,7 +66,9 @@ def _collect(process: HostProcess) -> str:
         text = _with_own_stacks(process, _activity_file(pid), until=deadline if spy is None else deadline - _SPY_S)
         if len(text) <= ENTRIES * ENTRY_BYTES and spy is not None:
             text = text.ljust(ENTRIES * ENTRY_BYTES)
-            text += _stacks_by_py_spy(spy, pid, timeout_s=deadline - time.monotonic())
+            arguments = (spy, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames")
+            left_s = deadline - time.monotonic()
+            text += subprocess.run(arguments, capture_output=True, text=True, timeout=left_s, check=False).stdout
     return text
 
 
@@ -98,13 +100,6 @@ def _with_own_stacks(process: HostProcess, activity_file: Path, *, until: float)
             break
         time.sleep(_POLL_S)
     return activities + stacks
-
-
-def _stacks_by_py_spy(command: str, pid: int, *, timeout_s: float) -> str:
-    """Return the stacks of another process as py-spy reads them; empty if it may not."""
-    arguments = (command, "dump", "--pid", str(pid), "--nonblocking", "--full-filenames")
-    spy = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s, check=False)
-    return spy.stdout
 
 
 def _describe_process(pid: int) -> str:

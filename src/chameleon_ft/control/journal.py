@@ -71,8 +71,9 @@ class LastEntry:
         at = None
         try:
             for line in read_lines(path):
-                if at is None:
-                    _require_format(line)
+                if at is None and (found := line.get("format")) != _FORMAT:
+                    named = found or "an older one"
+                    raise ConfigError(f"its format is {named}, not {_FORMAT}: another version of chameleon wrote it")
                 read_parts(line.get("parts", {}), parts)
                 state = patched(state, line["state"], parts)
                 received |= {int(connection): count for connection, count in line.get("received", {}).items()}
@@ -83,14 +84,6 @@ class LastEntry:
         except (ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = _describe(error)
             raise ControlError(f"{path}: the journal of the run cannot be read ({why}); begin with --resume") from None
-
-
-def _require_format(line: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless this is the first line of a journal that this version can read."""
-    found = line.get("format")
-    if found != _FORMAT:
-        other = "an older one" if found is None else found
-        raise ConfigError(f"its format is {other}, not {_FORMAT}: another version of chameleon wrote it")
 
 
 def _describe(error: Exception) -> str:

@@ -62,7 +62,8 @@ def boundary_specs(
             raise ConfigError("`boundaries` returns a list of BoundarySpec, one for the output of each layer")
         if len(stated) != job.num_layers:
             raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
-        return tuple(_cast(spec, job) for spec in stated)
+        cast = {torch.float32: torch.bfloat16} if job.precision.is_lower else {}
+        return tuple(BoundarySpec(spec.shape, cast.get(spec.dtype, spec.dtype)) for spec in stated)
     boundary = inputs.to(device)
     specs: list[BoundarySpec] = []
     outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}  # the blocks of a model mostly share one factory
@@ -74,11 +75,6 @@ def boundary_specs(
         boundary = outputs[key]
         specs.append(BoundarySpec.of(boundary))
     return tuple(specs)
-
-
-def _cast(spec: BoundarySpec, job: Job) -> BoundarySpec:
-    is_cast = job.precision.is_lower and spec.dtype == torch.float32
-    return BoundarySpec(spec.shape, torch.bfloat16) if is_cast else spec
 
 
 def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:

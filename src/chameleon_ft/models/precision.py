@@ -9,6 +9,7 @@ the parameters are rounded copies.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
     if not precision.is_lower:
         return {}
     if is_first:
-        module.register_forward_pre_hook(_inputs_in_bfloat16, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16), with_kwargs=True)
     masters: dict[int, nn.Parameter] = {}
     _cast(module, "", precision, masters)
     if kept_by_name(module, precision):
@@ -91,7 +92,7 @@ def kept_by_name(module: nn.Module, precision: Precision) -> dict[str, Tensor]:
 def _cast(module: nn.Module, name: str, precision: Precision, masters: dict[int, nn.Parameter]) -> None:
     """Cast a module and those in it; add the masters of its parameters, by the ids of the parameters."""
     if precision.keeps(type(module).__name__, *([name] if name else [])):
-        module.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
+        module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
         module.register_forward_hook(_output_in_bfloat16)
         for kept in module.parameters():
             if kept.requires_grad and _is_cast(kept):
@@ -125,16 +126,12 @@ def _rounded(gradient: Tensor) -> Tensor:
     return gradient.to(torch.bfloat16).to(gradient.dtype)
 
 
-def _inputs_in_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _in(torch.bfloat16, args), _in(torch.bfloat16, kwargs)
-
-
-def _inputs_in_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _in(torch.float32, args), _in(torch.float32, kwargs)
-
-
 def _output_in_bfloat16(_: nn.Module, __: Any, output: Any) -> Any:
     return _in(torch.bfloat16, output)
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _in(dtype, args), _in(dtype, kwargs)
 
 
 def _in(dtype: torch.dtype, value: Any) -> Any:

@@ -240,18 +240,15 @@ def link_checkpoint(checkpoints: Path | Storage, step: int, target: Path | Stora
     """
     source, sink = storage_of(checkpoints), storage_of(target)
     if isinstance(source, Directory) and isinstance(sink, Directory):
-        _link_folder(source.path / _folder(step), sink.path / _folder(step))
+        whole, draft = source.path / _folder(step), sink.path / _folder(step)
+        shutil.copytree(whole, draft, ignore=shutil.ignore_patterns(_COMPLETE), copy_function=_link_or_copy)
+        _link_or_copy(whole / _COMPLETE, draft / _COMPLETE)
         return
     mark = _mark_of(source, step)
     for part in _parts_of(mark, step):
         with source.reading(part) as files, sink.writing(part) as draft:
             shutil.copytree(files, draft)
     _mark(sink, step, {key: value for key, value in mark.items() if key != "archives"})
-
-
-def _link_folder(source: Path, draft: Path) -> None:
-    shutil.copytree(source, draft, ignore=shutil.ignore_patterns(_COMPLETE), copy_function=_link_or_copy)
-    _link_or_copy(source / _COMPLETE, draft / _COMPLETE)
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -179,7 +179,8 @@ class _Drawing:
             for worker in workers:
                 count = len(self._lanes) if worker in live else 1
                 tops = tuple(top + index * (self._strip_height + _LANE_GAP) for index in range(count))
-                layers = _describe_layers(plan, worker) if worker in live else ""
+                held = plan.placement.layers_of(worker)
+                layers = f"layer{'' if len(held) == 1 else 's'} {in_ranges(held)}" if worker in live else ""
                 self._rows.append(_Row(name, worker, layers, tops, tops[-1] + self._strip_height))
                 top = self._rows[-1].bottom + _WORKER_GAP
             top += _PIPELINE_GAP - _WORKER_GAP if workers else 0
@@ -379,8 +380,3 @@ class _Drawing:
         yield Patch(facecolor=_IDLE, edgecolor=_LINE, linewidth=0.4, label="idle")
         if len(self._live_rows) < len(self._rows):
             yield Patch(label="lost worker", **_LOST)
-
-
-def _describe_layers(plan: Plan, worker: int) -> str:
-    layers = plan.placement.layers_of(worker)
-    return f"layer{'' if len(layers) == 1 else 's'} {in_ranges(layers)}"

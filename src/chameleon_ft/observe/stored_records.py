@@ -36,7 +36,8 @@ class RecordCopies:
 
     def save(self) -> None:
         """Copy all files that have changed since the last time."""
-        for file in self._files():
+        files = [self._run.path / name for name in self._names_at_top()]
+        for file in filter(Path.exists, (*files, *sorted(self._run.plans.glob("*.json")))):
             name, stat = str(file.relative_to(self._run.path)), file.stat()
             state = stat.st_size, stat.st_mtime_ns
             if self._copied.get(name) == state:
@@ -53,10 +54,6 @@ class RecordCopies:
                 target = self._run.path / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._store.download(name, target)
-
-    def _files(self) -> list[Path]:
-        files = [self._run.path / name for name in self._names_at_top()]
-        return [file for file in (*files, *sorted(self._run.plans.glob("*.json"))) if file.exists()]
 
     def _names_at_top(self) -> list[str]:
         """Return the names of the files that a resumed run, or a reader of its records, needs; the configuration last.

@@ -117,9 +117,9 @@ class TerminalView(View):
             self._has_heads = True
             rate = f"{record.unit}/s"
             self._print(f"{'step':>7}  {'loss':>9}  {rate:>10}  {'step s':>8}  {'workers':>7}", style="bold")
+        loss = "skipped" if record.is_skipped else f"{record.loss:.4f}"
         self._print(
-            f"{record.step:>7d}  {_loss_of(record):>9}  {record.tokens_per_s:>10,.0f}  "
-            f"{record.step_s:>8.3f}  {record.workers:>7d}"
+            f"{record.step:>7d}  {loss:>9}  {record.tokens_per_s:>10,.0f}  {record.step_s:>8.3f}  {record.workers:>7d}"
         )
 
     def failure(self, record: FailureRecord) -> None:
@@ -217,7 +217,3 @@ def _layout(info: RunInfo) -> Table:
     if (more := len(info.pipelines) - _MOST_PIPELINES_SHOWN) > 0:
         table.add_row(f"and {more} more")
     return table
-
-
-def _loss_of(record: StepRecord) -> str:
-    return "skipped" if record.is_skipped else f"{record.loss:.4f}"

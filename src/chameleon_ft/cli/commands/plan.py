@@ -15,7 +15,7 @@ from chameleon_ft.cli.plan_arguments import PlanArguments
 from chameleon_ft.cli.plan_case import PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SNAPSHOT_SHARE, MemoryUse, SnapshotChoice, host_bytes, program_memory
+from chameleon_ft.estimate import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
@@ -144,7 +144,8 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "", f"{duration(prediction.total_work_bound_s)} if no live worker were ever idle"
     worker = max(estimate.memory, key=lambda each: (estimate.memory[each].peak_bytes, -each))
     peak = estimate.memory[worker].peak
-    yield "memory", f"{data_size(peak.total_bytes)} at most, on worker {worker}: {_describe_memory(peak)}"
+    parts = ", ".join(f"{data_size(size)} {_MEMORY[name]}" for name in _MEMORY if (size := getattr(peak, name)))
+    yield "memory", f"{data_size(peak.total_bytes)} at most, on worker {worker}: {parts}"
     if again := list(plan.recompute):
         which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"
         yield "", f"{which}, to save memory"
@@ -152,11 +153,6 @@ def _facts(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if snapshots is not None and snapshots.memory:
         yield from _snapshot_facts(snapshots, prediction.case)
     yield "bubble", f"{estimate.bubble:.1%} of the workers' time is idle"
-
-
-def _describe_memory(use: MemoryUse) -> str:
-    """Say what takes how much memory, without what takes none."""
-    return ", ".join(f"{data_size(size)} {_MEMORY[name]}" for name in _MEMORY if (size := getattr(use, name)))
 
 
 def _snapshot_facts(snapshots: SnapshotChoice, case: PlanCase) -> Iterator[tuple[str, str]]:

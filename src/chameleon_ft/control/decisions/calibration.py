@@ -143,7 +143,8 @@ class Calibration:
     def begin(self, plan: Plan, program: Program, reference: CostModel) -> None:
         """Begin to observe steps of this program; `reference` are the costs without any corrections."""
         for worker in list(self._seen):
-            if self._layers(worker) != plan.placement.ranges_of(worker):
+            assert self._plan is not None
+            if self._plan.placement.ranges_of(worker) != plan.placement.ranges_of(worker):
                 self._before[worker] = _median_of(self._seen.pop(worker))
         self._plan, self._program, self._reference = plan, program, reference
         self._links.begin(program, reference)
@@ -288,10 +289,6 @@ class Calibration:
     def _median(self, worker: int) -> _Ratios | None:
         seen = self._seen.get(worker)
         return _median_of(seen) if seen else self._before.get(worker)
-
-    def _layers(self, worker: int) -> object:
-        assert self._plan is not None
-        return self._plan.placement.ranges_of(worker)
 
 
 def _groups_of(plan: Plan, *, knows_layers: bool) -> dict[int, int | None]:

@@ -273,7 +273,10 @@ class Planner:
         self, plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
         """Return the record of a generation and the orders of its workers; see `generation_orders`."""
-        return generation_orders(plan, self._costs(hosts), generation=generation, costs_from=self._costs_from)
+        costs_from: CostsFrom = "assumed" if self._profile is None else "profile"
+        if self.calibration.rates is not None:
+            costs_from = "measured" if self._profile is None else "corrected"
+        return generation_orders(plan, self._costs(hosts), generation=generation, costs_from=costs_from)
 
     def migrate(self, plan: ActivePlan, hosts: Mapping[int, str], *, generation: int) -> Migrate:
         """Return the order to move the layers and slices of a migration, the same for all workers of a generation."""
@@ -340,12 +343,6 @@ class Planner:
             # The layers of emulated devices stand for those of the profile, and so do their bytes. They share nothing.
             return replace(costs, workload=replace(costs.workload, tied=()))
         return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
-
-    @property
-    def _costs_from(self) -> CostsFrom:
-        if self._profile is None:
-            return "assumed" if self.calibration.rates is None else "measured"
-        return "profile" if self.calibration.rates is None else "corrected"
 
     @property
     def _corrections(self) -> Corrections:

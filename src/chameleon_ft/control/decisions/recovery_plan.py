@@ -304,6 +304,8 @@ def _go_back(
     if cluster.ownerless_layers and not lost_layers:
         why = f"the optimizer's state of layers {in_ranges(cluster.ownerless_layers)} is lost: "
     why = why if cluster.disagreement is None else f"{cluster.disagreement}: {why}"
+    kind = "snapshot" if load == "snapshot" else "checkpoint"
+    source = "the beginning" if load == "initial" else f"the {kind} of step {step}"
     back = RecoveryPlan(
         plan=plan,
         in_flight_limits=in_flight_limits,
@@ -311,18 +313,10 @@ def _go_back(
         load=load,
         roll_forward=None,
         policy=policy or ("checkpoint" if isinstance(load, int) else "snapshot"),
-        action=f"{why}back to {_describe_source(load, step)}, {describe_pipelines(plan)}; {repeated} repeated",
+        action=f"{why}back to {source}, {describe_pipelines(plan)}; {repeated} repeated",
         lost_layers=lost_layers,
     )
     return _from_snapshot(back, cluster, context) if load == "snapshot" else back
-
-
-def _describe_source(load: str | int, step: int) -> str:
-    return (
-        "the beginning"
-        if load == "initial"
-        else f"the {'snapshot' if load == 'snapshot' else 'checkpoint'} of step {step}"
-    )
 
 
 def _from_snapshot(back: RecoveryPlan, cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:

@@ -120,7 +120,9 @@ class Watchdog:
         patience_s = self._patience_s
         if now - self.progress_at_s < patience_s:
             return self, ()
-        if self.probed_at_s is not None and now - self.probed_at_s < self._pause_s:
+        longest_s = _STOPPED_S if self.stopped else _PROBE_EVERY_MAX_S
+        pause_s = min(longest_s, max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s))
+        if self.probed_at_s is not None and now - self.probed_at_s < pause_s:
             return self, ()
         return replace(self, probe=self.probe + 1, probed_at_s=now, positions={}), (SendProbe(self.probe + 1),)
 
@@ -213,12 +215,6 @@ class Watchdog:
         if not self.steps_s:
             return _PATIENCE_FIRST * self.timeouts.message_timeout_s(0.0)
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
-
-    @property
-    def _pause_s(self) -> float:
-        """Seconds between two probes."""
-        longest_s = _STOPPED_S if self.stopped else _PROBE_EVERY_MAX_S
-        return min(longest_s, max(_PATIENCE_MIN_S, _PROBE_EVERY * self._patience_s))
 
     @property
     def _operation_limit_s(self) -> float:

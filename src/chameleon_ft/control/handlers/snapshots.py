@@ -40,7 +40,8 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule))
     if schedule.is_due and schedule.writing is None and state.phase is Phase.TRAINING:
         draft.state = replace(draft.state, snapshots=replace(snapshots, schedule=schedule.requested()))
-        _request(draft)
+        for each in state.active.plan.workers:
+            draft.send(each, messages.BeginSnapshot(request=draft.state.snapshots.schedule.request))
 
 
 def taken(draft: Draft, worker: int, message: messages.SnapshotTaken) -> None:
@@ -83,13 +84,6 @@ def repeat_orders(draft: Draft, worker: int) -> None:
         draft.send(worker, messages.SnapshotResolved(step=snapshots.complete.step, is_complete=True))
     if snapshots.schedule.is_requested:
         draft.send(worker, messages.BeginSnapshot(request=snapshots.schedule.request))
-
-
-def _request(draft: Draft) -> None:
-    state = draft.state
-    assert state.active is not None
-    for worker in state.active.plan.workers:
-        draft.send(worker, messages.BeginSnapshot(request=state.snapshots.schedule.request))
 
 
 def _interval_s(draft: Draft, cost_s: float, *, step_s: float) -> float:

@@ -172,7 +172,9 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
     """Take a worker back on another connection, and repeat the orders that it may lack."""
     worker = draft.state.members.worker_of(before)
     if worker is None or worker.id != hello.worker:
-        _refuse(draft, connection, f"worker {hello.worker} is not in the run any more")
+        # All that it has kept, and sends before it knows, is ignored.
+        draft.state = replace(draft.state, members=draft.state.members.fence_connection(connection))
+        draft.do(Send(connection, Refused(reason=f"worker {hello.worker} is not in the run any more")))
         return
     _reconnected(draft, before, connection)
     if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
@@ -266,12 +268,6 @@ def missing(draft: Draft) -> list[int]:
         return []
     draft.state = replace(draft.state, reconnection=replace(reconnection, awaited=frozenset()))
     return sorted(reconnection.awaited)
-
-
-def _refuse(draft: Draft, connection: int, reason: str) -> None:
-    """Refuse a peer that is lost, and ignore what it has kept and sends before it knows."""
-    draft.state = replace(draft.state, members=draft.state.members.fence_connection(connection))
-    draft.do(Send(connection, Refused(reason=reason)))
 
 
 def _reconnected(draft: Draft, before: int, connection: int) -> None:

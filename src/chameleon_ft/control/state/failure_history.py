@@ -149,17 +149,13 @@ class FailureHistory:
         stalls = self.stalls
         decided = (each.decide_s for each in self.decisions if each.looked_up == looked_up)
         detected = (stall.detect_s for stall in stalls if stall.detect_s is not None)
+        default_regroup_s = min(_DEFAULT_REGROUP_MAX_S, _DEFAULT.regroup_s + _DEFAULT_REGROUP_S * self.workers)
         return StallModel(
             detect_s=_median(detected, default=_DEFAULT.detect_s),
             stop_s=_median((stall.stop_s for stall in stalls), default=_DEFAULT.stop_s),
             decide_s=_median(decided, default=_DEFAULT.decide_s),
-            regroup_s=_median((stall.regroup_s for stall in stalls), default=self._default_regroup_s),
+            regroup_s=_median((stall.regroup_s for stall in stalls), default=default_regroup_s),
         )
-
-    @property
-    def _default_regroup_s(self) -> float:
-        """The time to regroup that is assumed until one has been measured."""
-        return min(_DEFAULT_REGROUP_MAX_S, _DEFAULT.regroup_s + _DEFAULT_REGROUP_S * self.workers)
 
 
 def _median(values: Iterable[float], *, default: float) -> float:

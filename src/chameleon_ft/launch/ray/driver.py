@@ -90,7 +90,8 @@ class _Driver:
                 outcome = self._outcome()
             finally:
                 time.sleep(_LOGS_S)
-                self._end_actors()
+                ray.kill(self._coordinator)
+                give_back(name_of(self._run))
         return outcome
 
     def _outcome(self) -> Outcome:
@@ -114,7 +115,3 @@ class _Driver:
         status: RunStatus = "interrupted" if self._signals[-1] == signal.SIGINT else "terminated"
         print(f"the run is ended without a checkpoint: {status}", flush=True)
         return status
-
-    def _end_actors(self) -> None:
-        ray.kill(self._coordinator)
-        give_back(name_of(self._run))

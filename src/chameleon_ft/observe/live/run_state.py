@@ -71,7 +71,9 @@ class RunState:
         """Take in a line of a file of the run."""
         name, fields = line
         if name == "metrics":
-            self._step(StepRecord.from_json(fields))
+            self.steps.add(StepRecord.from_json(fields))
+            self._unresolved.clear()
+            self._read = ""
         else:
             self._event(fields["event"], fields["time"], fields)
         self.latest = max(fields["time"], self.latest or 0.0)
@@ -133,11 +135,6 @@ class RunState:
                 self._plan = GenerationPlan.read(self._run.plan_file(self._generation))
                 self.workers.hosts.update(self._plan.costs.cluster.hosts)
         return self._plan if self._plan is not None and self._plan.generation == self._generation else None
-
-    def _step(self, record: StepRecord) -> None:
-        self.steps.add(record)
-        self._unresolved.clear()
-        self._read = ""
 
     def _event(self, name: str, time: float, fields: Mapping[str, Any]) -> None:
         self.events.append(fields)

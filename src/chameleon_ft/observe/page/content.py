@@ -18,7 +18,6 @@ from chameleon_ft.observe.plans import readable_generation_plans
 from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.story import notices_of, record_of
 from chameleon_ft.observe.timelines import readable_recorded_steps
-from chameleon_ft.plan import LayerRange
 from chameleon_ft.quantities import in_ranges
 
 __all__ = ["MOST_POINTS", "grid", "incidents", "news", "overview", "schedule", "what_if"]
@@ -155,14 +154,11 @@ def what_if(state: RunState, report: RunReport) -> list[dict[str, Any]]:
         by_host.setdefault(hosts.get(worker, f"worker {worker}"), []).append(worker)
     held: dict[int, set[int]] = {layer: set() for layer in range(placement.num_layers)}
     for worker, ranges in placement.ranges.items():
-        for layer in _layers(ranges):
-            held[layer].add(worker)
+        for layers in ranges:
+            for layer in layers:
+                held[layer].add(worker)
     found = []
     for host, workers in sorted(by_host.items(), key=lambda each: min(each[1])):
         gone = [layer for layer, holders in held.items() if holders and holders <= set(workers)]
         found.append({"host": host, "workers": in_ranges(workers), "count": len(workers), "layers": in_ranges(gone)})
     return found
-
-
-def _layers(ranges: Iterable[LayerRange]) -> Iterable[int]:
-    return (layer for each in ranges for layer in each)

@@ -74,7 +74,8 @@ class SocketTracker:
         """End the tracked connections. Called from any thread, also before `settle`."""
         with self._lock:
             for connection in self._connections():
-                _shut_down(connection)
+                with contextlib.suppress(OSError):  # not connected yet, or not any more
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def silences(self) -> list[tuple[bytes, float]]:
         """Return the other end of each settled connection, and for how many seconds that has not answered."""
@@ -182,8 +183,3 @@ def _open_sockets() -> Iterator[tuple[int, int]]:
             target = str(entry.readlink())
             if target.startswith("socket:["):
                 yield int(entry.name), int(target[len("socket:[") : -1])
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not connected yet, or not any more
-        connection.shutdown(socket.SHUT_RDWR)

@@ -23,11 +23,8 @@ PlacedPipelines: TypeAlias = tuple[tuple[TimedPipeline, tuple[int, ...]], ...]
 
 def links_are_equal(cluster: Cluster) -> bool:
     """Return whether it does not matter which workers share a host, and no link is slow."""
-    return not cluster.slow_links and _are_equal(cluster)
-
-
-def _are_equal(cluster: Cluster) -> bool:
-    return cluster.intra_host == cluster.inter_host or len(cluster.host_sizes) in (1, len(cluster.workers))
+    are_equal = cluster.intra_host == cluster.inter_host or len(cluster.host_sizes) in (1, len(cluster.workers))
+    return are_equal and not cluster.slow_links
 
 
 class GradientSync:
