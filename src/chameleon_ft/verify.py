@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -386,7 +387,7 @@ class _PlainLoop:
                 _share(self._layers[layer], self._layers[layer].get_parameter(name), shared)
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         if job.precision.is_lower:
-            self._layers[0].register_forward_pre_hook(_in_bfloat16, with_kwargs=True)
+            self._layers[0].register_forward_pre_hook(partial(_cast_inputs, torch.bfloat16), with_kwargs=True)
             for module in self._layers:
                 self._cast(module)
         self._parameters = list(nn.ModuleList(self._layers).parameters())
@@ -470,7 +471,7 @@ class _PlainLoop:
         for name, module in layer.named_modules():
             if keeps(type(module).__name__, *([name] if name else [])) and module not in kept:
                 kept.update(module.modules())
-                module.register_forward_pre_hook(_in_float32, with_kwargs=True)
+                module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True)
                 module.register_forward_hook(lambda _, __, output: _cast_to(torch.bfloat16, output))
         own = {name: each for name, each in [*layer.named_parameters(), *layer.named_buffers()] if keeps(name)}
         if own:
@@ -505,12 +506,8 @@ def _share(layer: nn.Module, copy: nn.Parameter, shared: nn.Parameter) -> None:
         module._parameters.update({name: shared for name, own in module._parameters.items() if own is copy})
 
 
-def _in_bfloat16(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast_to(torch.bfloat16, (args, kwargs))
-
-
-def _in_float32(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast_to(torch.float32, (args, kwargs))
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast_to(dtype, (args, kwargs))
 
 
 def _cast_to(dtype: torch.dtype, value: Any) -> Any:

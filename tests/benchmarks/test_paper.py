@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import paper
 from benchmarks._paper_picture import draw
+from tests.simulate.live import live_at
 
 POLICIES = ("chameleon", "oobleck", "recycle", "paper")
 FOUND = [
@@ -52,9 +53,9 @@ def test_losses_are_single_workers_at_even_intervals() -> None:
     for_good, back = (paper._trace(600.0, 3, returns=returns) for returns in (False, True))
     assert [event.time_s for event in for_good.events] == [600.0 * number for number in range(1, 7)]
     assert len({event.workers for event in for_good.events}) == 6
-    assert len(for_good.live_at(for_good.duration_s)) == 26
+    assert len(live_at(for_good, for_good.duration_s)) == 26
     assert [e.workers for e in back.events if e.kind == "lost"] == [e.workers for e in for_good.events]
-    assert min(len(back.live_at(event.time_s)) for event in back.events) == 29
+    assert min(len(live_at(back, event.time_s)) for event in back.events) == 29
 
 
 def test_the_picture_can_be_read(tmp_path: Path) -> None:

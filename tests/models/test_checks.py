@@ -314,3 +314,19 @@ def test_a_read_that_takes_long_before_the_run_is_reported(monkeypatch: pytest.M
     monkeypatch.setattr(checks, "print", tell, raising=False)
     SampleReads(job(dataset=Augmented(lambda index: float(told.wait()))), 5)
     assert f"sample {SampleOrder(40, 5).ids(0, 1)[0]}," in texts[0]
+
+
+class Cached(Augmented):
+    """Keeps samples in one tensor: what torch counts as a change of one is then a change of all."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 0.0)
+        self.memory = torch.zeros(len(self), 4)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.memory[index], target = super().__getitem__(index)
+        return self.memory[index], target
+
+
+def test_a_data_set_that_keeps_its_samples_in_one_tensor_is_accepted() -> None:
+    SampleReads(job(dataset=Cached()), 5).check()

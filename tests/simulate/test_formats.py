@@ -16,6 +16,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
 from chameleon_ft.simulate.traces.formats.infinitehbd import RESOLUTION_S
 from chameleon_ft.simulate.traces.trace import Trace
+from tests.simulate.live import live_at
 from tests.simulate.traces import Case, cases
 
 DAY_S = 86_400.0
@@ -249,7 +250,7 @@ class TestMembership:
             for time_ms, action, node in lines:
                 if time_ms <= until_ms:
                     up = up | {node} if action == "add" else up - {node}
-            assert len(trace.live_at(until_ms / 1000)) == len(up)
+            assert len(live_at(trace, until_ms / 1000)) == len(up)
 
     def test_the_lines_may_be_in_any_order(self) -> None:
         lines = ["0,add,a", "1000,add,b", "2000,remove,a"]
@@ -351,7 +352,7 @@ class TestFiles:
     def test_a_trace_for_a_cluster(self, faults: Path, arguments: dict[str, Any], lost: list[int]) -> None:
         trace = load_trace_for(faults, workers_per_host=2, **arguments)
         assert trace.workers == 2 * arguments["hosts"]
-        assert sorted(set(range(trace.workers)) - trace.live_at(DAY_S)) == lost
+        assert sorted(set(range(trace.workers)) - live_at(trace, DAY_S)) == lost
 
     def test_too_few_hosts_for_a_cluster(self, tmp_path: Path, faults: Path) -> None:
         with pytest.raises(ConfigError, match="5 hosts are asked of a trace with 4"):

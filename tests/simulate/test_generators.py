@@ -30,6 +30,7 @@ from chameleon_ft.simulate.traces.generators import (
 )
 from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
 from chameleon_ft.simulate.traces.trace import Trace
+from tests.simulate.live import live_at
 
 DAY_S = 86_400.0
 SEEDS = range(24)
@@ -202,7 +203,7 @@ def test_slow_workers_change_nothing_about_the_losses() -> None:
 def test_at_every_rate_only_hosts_that_are_up_fail() -> None:
     model = FaultModel(faults_per_1000_host_days=2000.0)
     trace = generate_trace(model, hosts=5, duration_s=50 * DAY_S, seed=0)
-    assert min(len(trace.live_at(time_s)) for time_s, _ in trace.groups()) == 0
+    assert min(len(live_at(trace, time_s)) for time_s, _ in trace.groups()) == 0
     assert trace_statistics(trace).most_hosts_down == 5
 
 

@@ -22,6 +22,7 @@ from chameleon_ft.simulate.recorded import (
     trace_of_changes,
 )
 from tests.simulate.clusters import costs
+from tests.simulate.live import live_at
 from tests.simulate.runs import PLAN, config, decision, failure, prepared, recorded, started
 
 # One micro-batch takes 6 x 30 ms; two workers also reduce 6 x 200 MB, each half of them twice, over 50 GB/s.
@@ -45,7 +46,7 @@ def test_live_workers_follow_the_changes(changes: list[Change]) -> None:
         for change in changes:
             if change.time_s == second:
                 (up.discard if change.is_lost else up.add)(change.worker)
-        assert trace.live_at(float(second)) == up
+        assert live_at(trace, float(second)) == up
 
 
 def test_losses_close_to_each_other_are_one_event() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.events import Event, Fault
 from chameleon_ft.simulate.traces.trace import Trace
+from tests.simulate.live import live_at
 from tests.simulate.traces import DURATION_S, GRID, GRID_S, Case, cases, speeds, trace_of
 
 
@@ -21,7 +22,7 @@ def test_a_worker_is_as_slow_as_the_worst_fault_that_holds_it(case: Case) -> Non
     for time_s in GRID:
         by_definition = [case.speed(worker, time_s) for worker in range(case.trace.workers)]
         assert speeds(case.trace, time_s) == by_definition
-        assert case.trace.live_at(time_s) == {worker for worker, speed in enumerate(by_definition) if speed > 0}
+        assert live_at(case.trace, time_s) == {worker for worker, speed in enumerate(by_definition) if speed > 0}
 
 
 @given(case=cases())
@@ -68,7 +69,7 @@ def test_scaling_keeps_the_cluster_the_duration_and_the_seed(case: Case, rate_fa
     assert scaled == case.trace.scaled(rate_factor, seed=seed)
     assert (scaled.workers, scaled.duration_s) == (case.trace.workers, case.trace.duration_s)
     lost_first = {w for event in case.trace.events if event.time_s == 0 and event.kind == "lost" for w in event.workers}
-    assert not scaled.live_at(0) & lost_first
+    assert not live_at(scaled, 0) & lost_first
 
 
 def far_apart(count: int) -> Trace:
@@ -94,7 +95,7 @@ def test_a_fault_that_would_hit_a_host_that_is_down_hits_another() -> None:
     assert len(scaled.faults()) == 80
     assert {round(fault.end_s - fault.start_s) for fault in scaled.faults() if fault.end_s <= 410} == {15}
     crowded = trace.scaled(40, seed=1)
-    assert min(len(crowded.live_at(time_s)) for time_s, _ in crowded.groups()) == 0
+    assert min(len(live_at(crowded, time_s)) for time_s, _ in crowded.groups()) == 0
     assert len(crowded.faults()) < 800
 
 

@@ -89,6 +89,7 @@ class Leadership:
 
     Attributes:
         claim: the claim of the present term.
+        is_suspended: whether it waits for a sign of life of another host.
         lapse: why the tenure has run out; empty if this process did not run.
     """
 
@@ -101,7 +102,7 @@ class Leadership:
         self._tenure = Tenure(claim.term, lease_s, clock())
         self._is_over = False
         self._heard_s = clock()  # when a peer on another host gave its last sign of life
-        self._is_suspended = False
+        self.is_suspended = False
         self._suspended_until_s = math.inf
         self._has_waited = False  # in vain, for a sign of life
         self.lapse = ""
@@ -119,19 +120,14 @@ class Leadership:
         """The number of the present term."""
         return self.claim.term
 
-    @property
-    def is_suspended(self) -> bool:
-        """Whether it waits for a sign of life of another host."""
-        return self._is_suspended
-
     def holds(self) -> bool:
         """Return whether this coordinator leads now."""
-        return not self._is_over and not self._is_suspended and self._tenure.holds(self._clock())
+        return not self._is_over and not self.is_suspended and self._tenure.holds(self._clock())
 
     def heard(self) -> None:
         """Note a sign of life of a peer on another host, with which this host is not cut off."""
         self._heard_s = self._clock()
-        self._is_suspended = self._has_waited = False
+        self.is_suspended = self._has_waited = False
 
     def suspend_if_cut_off(self, since_s: float, *, patience_s: float) -> bool:
         """Stop leading, or leave the run to another coordinator, if no peer on another host was heard for `since_s`.
@@ -140,10 +136,10 @@ class Leadership:
         `patience_s`, this coordinator tries to claim the next term. Returns whether it is suspended.
         """
         if self._clock() - self._heard_s >= since_s and not self._has_waited:
-            self._is_suspended, self._tenure = True, replace(self._tenure, since_s=-math.inf)
+            self.is_suspended, self._tenure = True, replace(self._tenure, since_s=-math.inf)
             self._suspended_until_s = self._heard_s + patience_s
             self.lapse = "no worker or agent of another host was heard"
-        return self._is_suspended
+        return self.is_suspended
 
     def end(self) -> None:
         """Stop leading, because another coordinator leads."""
@@ -203,9 +199,9 @@ class Leadership:
         while True:
             began_s, is_lost = self._clock(), False
             with contextlib.suppress(LeaseError):
-                if self._is_suspended and began_s >= self._suspended_until_s:
-                    self._is_suspended, self._has_waited = False, True
-                if self._is_suspended:
+                if self.is_suspended and began_s >= self._suspended_until_s:
+                    self.is_suspended, self._has_waited = False, True
+                if self.is_suspended:
                     newest = await self._lease.newest()
                     is_lost = newest is not None and newest.term > self.term
                 elif await self._lease.claim(claim):

@@ -270,7 +270,10 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
         case messages.CheckpointUnreadable() if message.generation == generation:
             incidents.checkpoint_unreadable(draft, worker.id, message)
         case messages.Crashed(error=error):
-            _crashed(draft, worker, error)
+            draft.change_worker(worker, crash=error)
+            since_step = (worker.first_step or 0) if worker.takes_part else None
+            log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
+            incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
         case messages.BadStep():
             health.bad_step(draft, worker.id, message)
         case messages.StateDiffers():
@@ -329,10 +332,3 @@ def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.Pr
         signal = signals.ProbeAnswered(worker.id, answer, draft.at.monotonic_s, in_first_step=not now.has_stepped)
         if now.incarnation == worker.incarnation:
             incidents.detect(draft, signal)
-
-
-def _crashed(draft: Draft, worker: Worker, error: str) -> None:
-    draft.change_worker(worker, crash=error)
-    since_step = (worker.first_step or 0) if worker.takes_part else None
-    log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
-    incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))

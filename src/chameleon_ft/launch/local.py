@@ -272,16 +272,13 @@ class _Launcher:
         if number <= _MOST_SIGNALS and has_begun:
             return
         if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():
-            self._drain_agent(self._signals[-1])
+            if not self._is_draining:
+                self._is_draining = True
+                with contextlib.suppress(OSError):  # it ends by itself
+                    self._agent.pipe.send(self._signals[-1])
         elif self._stands_by or number > 1 or waited_s > lease_s:
             self._given_up = "terminated" if is_termination else "interrupted"
             self._coordinator.process.kill()
-
-    def _drain_agent(self, number: signal.Signals) -> None:
-        if not self._is_draining:
-            self._is_draining = True
-            with contextlib.suppress(OSError):  # it ends by itself
-                self._agent.pipe.send(number)
 
 
 def _standbys(run: RunDirectory) -> str:

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from threading import Timer
 from typing import Any, Final
@@ -23,7 +23,7 @@ from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.keys import generator_lock
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.job_record import sketch
-from chameleon_ft.models.kept import digest
+from chameleon_ft.models.kept import content_of, digest
 from chameleon_ft.models.outputs import untracked_leaf
 from chameleon_ft.models.precision import loss_of, terms_of
 
@@ -53,14 +53,14 @@ class SampleReads:
 
     def __init__(self, job: Job, seed: int, *, most: int = _RECORDED_SAMPLES) -> None:
         self._job, self._seed = job, seed
-        self._digests: dict[int, bytes] = {}
+        self._contents: dict[int, list[bytes]] = {}
         size, begun_s = len(job.dataset), time.monotonic()
         self.facts: dict[str, Fact] = {"number of samples": size}
         for number, index in enumerate(SampleOrder(size, seed).ids(0, min(most, size))):
             if number >= _READ_SAMPLES and time.monotonic() - begun_s > _READING_S:
                 break
             tensors = self._tensors(index)
-            self._digests[index] = digest(tensors)
+            self._contents[index] = _contents(tensors)
             names = (f"input of sample {index}", f"target of sample {index}")
             self.facts |= dict(zip(names, map(sketch, tensors), strict=False))
 
@@ -75,8 +75,8 @@ class SampleReads:
 
     def check(self) -> None:
         """Read each sample again. Raises ConfigError if one differs."""
-        for index, before in self._digests.items():
-            if digest(self._tensors(index)) != before:
+        for index, before in self._contents.items():
+            if _contents(self._tensors(index)) != before:
                 raise ConfigError(
                     f"`dataset` reads sample {index} differently each time, but workers read it separately, for the "
                     "inputs and for the targets, and again after a failure; draw with Python's `random`, "
@@ -95,6 +95,11 @@ class SampleReads:
             notice.cancel()
         # Others than pairs of tensors are refused elsewhere.
         return [each for each in sample if isinstance(each, Tensor)] if isinstance(sample, tuple) else []
+
+
+def _contents(tensors: Iterable[Tensor]) -> list[bytes]:
+    # Not the versions that torch counts: those of samples in one tensor, such as a cache, change with each write to it.
+    return [f"{each.dtype} {each.shape} ".encode() + content_of(each) for each in tensors]
 
 
 def check_separate_parameters(job: Job) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["changed", "digest", "digests_beside_state", "marks_of_state"]
+__all__ = ["changed", "content_of", "digest", "digests_beside_state", "marks_of_state"]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 _WITHOUT_VALUE: Final = (type, ModuleType, BuiltinFunctionType)
@@ -70,7 +70,7 @@ class _Digester(pickle.Pickler):
 
     def persistent_id(self, obj: object) -> object:
         if isinstance(obj, Tensor) and id(obj) not in self._own:
-            return str(obj.dtype), tuple(obj.shape), _version(obj), _content(obj)
+            return str(obj.dtype), tuple(obj.shape), _version(obj), content_of(obj)
         return obj.get_state().numpy().tobytes() if isinstance(obj, torch.Generator) else self._own.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -108,7 +108,8 @@ def _sum(tensor: Tensor) -> str:
     return str(tensor.detach().sum(dtype=torch.complex64 if tensor.is_complex() else torch.float32).item())
 
 
-def _content(tensor: Tensor) -> bytes:
+def content_of(tensor: Tensor) -> bytes:
+    """Return a digest of the values of a tensor, wherever it is."""
     if tensor.is_meta or tensor.is_quantized:
         return b"" if tensor.is_meta else repr(tensor).encode()
     dense = tensor.detach().to_dense().resolve_conj()

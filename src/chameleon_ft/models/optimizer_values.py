@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.errors import ConfigError
 
@@ -46,7 +47,8 @@ class OptimizerValues:
                 "an optimizer of others share theirs: self.param_groups = [*first.param_groups, *second.param_groups]"
             )
         self._initial = copy.deepcopy(self._values())
-        if odd := [f"{path}/{key}" for (path, key), value in self._initial.items() if _is_without_values(value)]:
+        tensors = {place: filter(torch.is_tensor, tree_leaves(value)) for place, value in self._initial.items()}
+        if odd := [f"{path}/{key}" for (path, key), own in tensors.items() if any(each.is_meta for each in own)]:
             raise ConfigError(
                 f"`optimizer` returned {type(optimizer).__name__}, which keeps tensors of parameters in {odd[0]}; keep "
                 "them in its state[parameter], from the first step on"
@@ -210,13 +212,6 @@ def _is_data(value: Any) -> bool:
     if type(value) is dict:
         return _PARAMS not in value and all(isinstance(key, str | int) and _is_data(own) for key, own in value.items())
     return isinstance(value, _SCALARS) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
-
-
-def _is_without_values(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.is_meta
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(map(_is_without_values, parts))
 
 
 def _is_equal(value: Any, other: Any) -> bool:

@@ -229,13 +229,9 @@ def parse_line(kind: Literal["metrics", "events"], line: bytes) -> dict[str, Any
         else:
             _record(record).validate_json(line, strict=True)
     except ValidationError as error:
-        raise _invalid(error) from None
+        why = describe_invalid(error).removeprefix(": ")
+        raise ConfigError(f"{why}; the file is damaged, or was written by another version of chameleon") from None
     return values
-
-
-def _invalid(error: ValidationError) -> ConfigError:
-    why = describe_invalid(error).removeprefix(": ")
-    return ConfigError(f"{why}; the file is damaged, or was written by another version of chameleon")
 
 
 @cache

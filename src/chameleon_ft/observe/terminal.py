@@ -18,11 +18,8 @@ from rich.text import Text
 from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.recorder import View
 from chameleon_ft.observe.records import (
-    FailureCostRecord,
     FailureRecord,
-    JoinRecord,
     OtherRecord,
-    OutcomeRecord,
     RunInfo,
     RunRecord,
     StepRecord,
@@ -122,22 +119,6 @@ class TerminalView(View):
             f"{record.step:>7d}  {loss:>9}  {record.tokens_per_s:>10,.0f}  {record.step_s:>8.3f}  {record.workers:>7d}"
         )
 
-    def failure(self, record: FailureRecord) -> None:
-        """Print the banner of a failure: the worker, the detection path, the action, and the stall by phase."""
-        self._tell(record)
-
-    def failure_cost(self, record: FailureCostRecord) -> None:
-        """Print the cost of an incident in steps."""
-        self._tell(record)
-
-    def outcome(self, record: OutcomeRecord) -> None:
-        """Print predicted and measured results of a decision, and a warning if they differ much."""
-        self._tell(record)
-
-    def join(self, record: JoinRecord) -> None:
-        """Print the banner of a join: the workers, the action, and the stall by phase."""
-        self._tell(record)
-
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Print the `message` of an event that has one."""
         self._tell(OtherRecord(name, fields))
@@ -180,6 +161,8 @@ class TerminalView(View):
             head = Text(notice.title, style=f"bold {colour}")
             self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
             self._has_heads = False
+
+    failure = failure_cost = outcome = join = _tell
 
     def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
         def act() -> None:

@@ -39,12 +39,8 @@ def _left_in_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:
             try:
                 limit = int((folder / "memory.max").read_text(encoding="ascii"))
                 used = int((folder / "memory.current").read_text(encoding="ascii"))
-                cached = _inactive_file_bytes((folder / "memory.stat").read_text(encoding="ascii"))
+                stat = (folder / "memory.stat").read_text(encoding="ascii")
+                (cached,) = (int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
             except (OSError, ValueError):  # without a limit, or none that this process may read
                 continue
             yield max(0, limit - used + cached)
-
-
-def _inactive_file_bytes(stat: str) -> int:
-    (line,) = (line for line in stat.splitlines() if line.startswith("inactive_file "))
-    return int(line.split()[1])

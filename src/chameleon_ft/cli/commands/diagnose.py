@@ -12,7 +12,7 @@ from typing import Final
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
 from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.conditions import Condition, conditions
+from chameleon_ft.observe.conditions import conditions
 from chameleon_ft.observe.diagnosis import Culprit, Diagnosis, diagnose
 from chameleon_ft.observe.readable import describe_damage, readable_events
 from chameleon_ft.observe.records import DETECTED_BY
@@ -86,7 +86,9 @@ def main(arguments: Sequence[str]) -> int:
         out.text("")
         title = _TITLES.get(condition.kind, condition.kind.replace("_", " ").capitalize())
         out.text(f"{title}: {condition.subject}", "bold")
-        out.facts(_facts_about(condition))
+        lasted = "" if condition.lasted_s is None else f", for {duration(condition.lasted_s)}"
+        since = f"{_date(condition.since)}{lasted}"
+        out.facts([("since", since), ("why", condition.why), ("action", condition.action)])
     for event in events[-1:]:
         if event["event"] == "finished" and event["status"] != "finished":
             out.text("")
@@ -106,13 +108,6 @@ def _facts_of(culprit: Culprit) -> Iterator[tuple[str, str]]:
         yield "evidence", culprit.evidence
     if culprit.speed is not None:
         yield "before", f"its operations ran at {culprit.speed:.2f} of the speed of others"
-
-
-def _facts_about(condition: Condition) -> Iterator[tuple[str, str]]:
-    lasted = "" if condition.lasted_s is None else f", for {duration(condition.lasted_s)}"
-    yield "since", f"{_date(condition.since)}{lasted}"
-    yield "why", condition.why
-    yield "action", condition.action
 
 
 def _date(unix_s: float) -> str:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Annotated
 
@@ -23,7 +24,6 @@ from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
 from chameleon_ft.quantities import data_size, duration
-from chameleon_ft.workload import LayerCost
 
 __all__ = ["main"]
 
@@ -140,7 +140,8 @@ def _show(profile: Profile) -> None:
 def _layer_rows(profile: Profile) -> list[tuple[str, ...]]:
     """Return a row for each run of layers that differ in nothing but their names and measured times."""
     rows = []
-    for first, group in groupby(profile.layers, key=_untimed):
+    untimed = partial(replace, name="", forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, fused_backward_s=None)
+    for first, group in groupby(profile.layers, key=untimed):
         layers = list(group)
         times = [(each.forward_s, each.backward_s, each.input_grad_s, each.weight_grad_s) for each in layers]
         sizes = (
@@ -158,10 +159,6 @@ def _layer_rows(profile: Profile) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def _untimed(layer: LayerCost) -> LayerCost:
-    return replace(layer, name="", forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, fused_backward_s=None)
 
 
 def _facts(profile: Profile) -> list[tuple[str, str]]:

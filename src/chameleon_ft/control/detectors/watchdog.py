@@ -131,7 +131,10 @@ class Watchdog:
         worker, answer = signal.worker, signal.answer
         if answer.probe != self.probe or self.probed_at_s is None:
             return self, ()
-        limit_s = self.timeouts.first_step_s if signal.in_first_step else self._operation_limit_s
+        longest_s = self.longest_operation_s or self.first_operation_s
+        limit_s = max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * longest_s)
+        if signal.in_first_step:
+            limit_s = self.timeouts.first_step_s
         if answer.is_reading:
             limit_s = self.timeouts.sample_read_s
         told: tuple[Finding, ...] = ()
@@ -215,11 +218,6 @@ class Watchdog:
         if not self.steps_s:
             return _PATIENCE_FIRST * self.timeouts.message_timeout_s(0.0)
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
-
-    @property
-    def _operation_limit_s(self) -> float:
-        longest_s = self.longest_operation_s or self.first_operation_s
-        return max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * longest_s)
 
 
 def _is_transitive(report: MessageFailed, reports: Mapping[int, MessageFailed]) -> bool:

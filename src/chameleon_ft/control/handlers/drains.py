@@ -59,9 +59,9 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
     draft.do(Send(connection, message.model_copy(update={"workers": concerned})))
     if concerned:
         until = f"until no plan needs {listed('worker', concerned)} any more"
-        draft.record(
-            "draining", workers=concerned, message=f"{until}, because of {_reason(draft.state, connection, message)}"
-        )
+        to = "the agent" if connection in draft.state.members.agents else "its process"
+        cause = "chameleon drain" if own is None else f"{message.signal} to {to}"
+        draft.record("draining", workers=concerned, message=f"{until}, because of {cause}")
     for worker in workers:
         if not worker.lost and not worker.takes_part:
             _dismiss_worker(draft, worker)
@@ -79,13 +79,6 @@ def _own_workers(state: State, connection: int) -> list[Worker] | None:
         return [worker for worker in state.members if worker.agent == connection]
     worker = state.members.worker_of(connection)
     return None if worker is None else [worker]
-
-
-def _reason(state: State, connection: int, message: Drain) -> str:
-    """Return what has asked for it."""
-    if _own_workers(state, connection) is None:
-        return "chameleon drain"
-    return f"{message.signal} to {'the agent' if connection in state.members.agents else 'its process'}"
 
 
 def _named_workers(state: State, message: Drain) -> list[Worker]:

@@ -74,7 +74,10 @@ class TraceSink:
                 _, root, resumed = self._trace
                 name = "interrupted step" if isinstance(record, FailureCostRecord) else "outcome"
                 self._span(name, resumed, at, record.to_json(), within=root)
-        return self._export()
+        spans = self._ended.take()
+        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+            raise OSError("spans were not accepted; is this the address of a collector for OTLP over HTTP?")
+        return bool(spans)
 
     def close(self) -> None:
         """See `Sink`."""
@@ -123,12 +126,6 @@ class TraceSink:
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(_ns(end))
-
-    def _export(self) -> bool:
-        spans = self._ended.take()
-        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise OSError("spans were not accepted; is this the address of a collector for OTLP over HTTP?")
-        return bool(spans)
 
 
 class _EndedSpans(SpanProcessor):

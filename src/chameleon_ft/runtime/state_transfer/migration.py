@@ -165,7 +165,10 @@ class LayerMigration:
             self._window.is_closed = not sources
             hold_s = self._window.hold_s if sources else 0.0
         for source in sources:
-            self._await_sums_of(source)
+            # It may have begun to announce the sums for this vote before an earlier one.
+            announced = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+            while int(announced) < self._votes:
+                self._receive(announced, source).wait()
         with self._condition:
             until_s = self._window.hold(hold_s)
             self._condition.notify_all()
@@ -303,12 +306,6 @@ class LayerMigration:
     def _request(self, source: int, layer: int, units: Range, votes: int) -> None:
         request = torch.tensor([layer, *units, votes], dtype=torch.int64, device=self._device)
         self._communicators.send(request, peer=source, tag=Tag.PULL_REQUEST).wait()
-
-    def _await_sums_of(self, source: int) -> None:
-        """Wait until a source has the sums for this vote; it may have begun to announce them before an earlier one."""
-        announced = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        while int(announced) < self._votes:
-            self._receive(announced, source).wait()
 
     def _receive(self, tensor: Tensor, source: int) -> InFlight:
         return self._communicators.receive(tensor, peer=source, tag=Tag.PULLED_SUM)

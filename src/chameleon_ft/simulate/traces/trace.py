@@ -78,16 +78,6 @@ class Trace:
         for time_s, events in itertools.groupby(self.events, key=lambda event: event.time_s):
             yield time_s, tuple(events)
 
-    def live_at(self, time_s: float) -> frozenset[int]:
-        """Return the workers that are live at a time, after the events of that time."""
-        live = set(range(self.workers))
-        for event in itertools.takewhile(lambda event: event.time_s <= time_s, self.events):
-            if event.kind == "lost":
-                live.difference_update(event.workers)
-            else:
-                live.update(event.workers)
-        return frozenset(live)
-
     def faults(self) -> tuple[Fault, ...]:
         """Return the faults of the workers, by start; the end of one that outlasts the trace is infinite."""
         return faults_of(self.events)
