@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop
 from chameleon_ft.recovery import DecisionContext, LossClass, decide, decide_for_class, remap_decision
-from chameleon_ft.recovery.symmetry import host_loss_classes, is_symmetry, loss_classes
+from chameleon_ft.recovery.symmetry import _Structure, host_loss_classes, loss_classes
 from chameleon_ft.schedule import CostModel
 from tests.examples import examples
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
@@ -125,13 +125,13 @@ def test_unequal_shares_tell_pipelines_apart() -> None:
 
 def test_what_is_no_exchange_is_found_out() -> None:
     now = context(dp=2, pp=2)
-    assert is_symmetry({0: 2, 1: 3, 2: 0, 3: 1}, now)
-    assert not is_symmetry({0: 2, 1: 1, 2: 0, 3: 3}, now), "pipelines are torn apart"
-    assert not is_symmetry({0: 1, 1: 0, 2: 3, 3: 2}, now), "layers differ"
-    assert not is_symmetry({0: 2, 1: 3, 2: 0, 3: 3}, now), "two go to the same place"
-    assert not is_symmetry({0: 2, 2: 0}, now), "some are left out"
+    assert _Structure(now).is_preserved_by({0: 2, 1: 3, 2: 0, 3: 1})
+    assert not _Structure(now).is_preserved_by({0: 2, 1: 1, 2: 0, 3: 3}), "pipelines are torn apart"
+    assert not _Structure(now).is_preserved_by({0: 1, 1: 0, 2: 3, 3: 2}), "layers differ"
+    assert not _Structure(now).is_preserved_by({0: 2, 1: 3, 2: 0, 3: 3}), "two go to the same place"
+    assert not _Structure(now).is_preserved_by({0: 2, 2: 0}), "some are left out"
     apart = context(dp=4, pp=1, hosts=2)
-    assert not is_symmetry({0: 2, 2: 0, 1: 1, 3: 3}, apart), "the workers that share a host change"
+    assert not _Structure(apart).is_preserved_by({0: 2, 2: 0, 1: 1, 3: 3}), "the workers that share a host change"
 
 
 @settings(max_examples=examples(10), deadline=None)

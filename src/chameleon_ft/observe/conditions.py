@@ -257,14 +257,6 @@ def _checkpoint_unreadable(event: Event, later: Sequence[Event], _: Event | None
     return f"the checkpoint of step {event['step']}", event["error"], _unless_ended("an older one was read", later)
 
 
-def _snapshots_off(event: Event, _: Sequence[Event], __: Event | None) -> Described:
-    return (
-        "snapshots",
-        event["reason"],
-        "none are taken; after the loss of all holders of a layer, a checkpoint is read",
-    )
-
-
 def _optimizer_undivided(event: Event, _: Sequence[Event], __: Event | None) -> Described:
     why = f"{event['optimizer']} is not known to update each element of a parameter by itself"
     return "the optimizer", why, "every holder of a layer keeps all of its state"
@@ -324,7 +316,11 @@ _DESCRIBE: Final[Mapping[str, Callable[[Event, Sequence[Event], Event | None], D
     "snapshot_unreadable": _checkpoint("", "all workers began with another state", kind="snapshot"),
     "checkpoints_left_out": _checkpoint("it was still being written when others were due", "they were left out"),
     "job_changed": _job_changed,
-    "snapshots_off": _snapshots_off,
+    "snapshots_off": lambda event, _, __: (
+        "snapshots",
+        event["reason"],
+        "none are taken; after the loss of all holders of a layer, a checkpoint is read",
+    ),
     "optimizer_undivided": _optimizer_undivided,
     "hint": lambda event, _, __: ("the job", event["message"], "none"),
     "refused": _refused,

@@ -17,14 +17,7 @@ from rich.text import Text
 
 from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.recorder import View
-from chameleon_ft.observe.records import (
-    FailureRecord,
-    OtherRecord,
-    RunInfo,
-    RunRecord,
-    StepRecord,
-    Summary,
-)
+from chameleon_ft.observe.records import FailureRecord, OtherRecord, RunInfo, RunRecord, StepRecord, Summary
 from chameleon_ft.observe.story import PHASES, notices_of
 from chameleon_ft.quantities import duration
 

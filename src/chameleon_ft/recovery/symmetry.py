@@ -29,7 +29,6 @@ __all__ = [
     "classes_to_prepare",
     "decide_for_class",
     "host_loss_classes",
-    "is_symmetry",
     "loss_classes",
     "remap_decision",
 ]
@@ -159,11 +158,6 @@ def _remap_transfer(transfer: Transfer, symmetry: Mapping[int, int]) -> Transfer
     )
 
 
-def is_symmetry(symmetry: Mapping[int, int], context: DecisionContext) -> bool:
-    """Return whether a mapping is a permutation of the live workers that preserves everything that decides."""
-    return _Structure(context).is_preserved_by(symmetry)
-
-
 class _Structure:
     """Everything that decides, as a graph of workers.
 
@@ -197,7 +191,7 @@ class _Structure:
                 self._positions[hop.worker].append((number, position))
 
     def is_preserved_by(self, symmetry: Mapping[int, int]) -> bool:
-        """See `is_symmetry`."""
+        """Return whether a mapping is a permutation of the live workers that preserves everything that decides."""
         if set(symmetry) != set(self.attributes) or set(symmetry.values()) != set(self.attributes):
             return False
         if any(self.attributes[worker] != self.attributes[other] for worker, other in symmetry.items()):
