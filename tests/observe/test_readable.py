@@ -87,7 +87,9 @@ EVENTS = [
         event(name, 26.0, **_OF_STEP)
         for name in ("checkpoint_late", "checkpoint_failed", "checkpoint_unreadable", "checkpoint_incomplete")
     ),
-    *(event(name, 26.0, **_OF_STEP) for name in ("checkpoint_incomplete", "snapshot_unreadable")),
+    event("snapshot_unreadable", 26.0, **_OF_STEP),
+    event("checkpoints_left_out", 26.0, step=8, steps=[4, 6], message="those of steps 4 and 6 were left out"),
+    event("job_changed", 26.0, step=8, changes=["seed was 1 and is 2"], message="another job"),
     event("snapshots_off", 27.0, reason="no memory"),
     event("optimizer_undivided", 27.0, optimizer="Muon"),
     event("hint", 27.0, message="`loss` seems to return the mean"),
