@@ -147,10 +147,10 @@ class MemberRuns(RuleBasedStateMachine):
             self.history.start()
             self.come_back(worker)
 
-    @rule(worker=WORKERS, error=st.sampled_from(["an error", "another"]))
-    def crash(self, worker: int, error: str) -> None:
+    @rule(worker=WORKERS, error=st.sampled_from(["an error", "another"]), is_alive=st.booleans())
+    def crash(self, worker: int, error: str, is_alive: bool) -> None:
         if self.connected(worker):
-            self.history.tell(worker, Crashed(error=error))
+            self.history.tell(worker, Crashed(error=error, is_alive=is_alive))
 
     @rule(slots=st.integers(1, 2))
     def host_joins(self, slots: int) -> None:

@@ -78,14 +78,16 @@ def test_a_worker_that_reads_leaves_its_operation_later() -> None:
 def test_a_read_that_keeps_the_process_from_answering_is_told_by_its_agent() -> None:
     history = training()
 
-    def ask(seconds: float) -> None:
+    def ask(seconds: float, *, is_reading: bool = True) -> None:
         history.wait(seconds)
-        probe = history.sent(Probe, to=AGENT)[-1].probe
-        history.say(AGENT, ProcessState(probe=probe, worker=1, stopped=False, doing=SAMPLE))
+        probe, doing = history.sent(Probe, to=AGENT)[-1].probe, SAMPLE if is_reading else ""
+        history.say(AGENT, ProcessState(probe=probe, worker=1, stopped=False, doing=doing))
 
     ask(0.5)
     ask(60.0)
     assert [event["doing"] for event in history.events("waiting")] == [SAMPLE]
-    assert history.live() == (0, 1, 2, 3)
+    ask(1.0, is_reading=False)
+    assert history.live() == (0, 1, 2, 3), "its silence begins with the end of the read"
+    ask(1.0)
     ask(TIMEOUTS.sample_read_s)
     assert history.live() == (0, 2, 3)

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.runtime.rank import _described, _Log, _redirect_output
+from chameleon_ft.runtime.execution.job_errors import describe_error
+from chameleon_ft.runtime.rank import _Log, _redirect_output
 
 LONG = "out of memory. " + "Process 71 has 1.3 GiB memory in use. " * 20
 
 
 def test_a_long_error_is_shortened_but_not_one_that_says_what_to_change() -> None:
-    assert _described(RuntimeError(LONG)) == f"RuntimeError: {LONG[:240]} ..."
-    assert _described(RuntimeError("out of memory\nwith a stack")) == "RuntimeError: out of memory"
-    assert _described(ConfigError(LONG)) == f"ConfigError: {LONG.strip()}"
+    assert describe_error(RuntimeError(LONG)) == f"RuntimeError: {LONG[:240]} ..."
+    assert describe_error(RuntimeError("out of memory\nwith a stack")) == "RuntimeError: out of memory"
+    assert describe_error(ConfigError(LONG)) == f"ConfigError: {LONG.strip()}"
 
 
 def test_a_log_that_cannot_be_written_is_no_error_of_the_code_that_prints() -> None:

@@ -119,7 +119,11 @@ class Orders:
         planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
         skipped = tuple(sorted(state.health.skipped))
         complete = state.snapshots.complete
-        known = {"skipped": skipped, "snapshot": None if complete is None else complete.step}
+        known = {
+            "skipped": skipped,
+            "snapshot": None if complete is None else complete.step,
+            "finish": state.ending is not None and state.ending.trains_no_step,
+        }
         orders = {worker: order.model_copy(update=known) for worker, order in orders.items()}
         connections = {worker: state.members[worker].connection for worker in orders}
         return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}

@@ -22,6 +22,7 @@ from chameleon_ft.observe import (
     complete_checkpoints,
     discard_checkpoint,
     incomplete_checkpoints,
+    is_complete,
     mark_complete,
     mark_damaged,
     prune_checkpoints,
@@ -151,15 +152,16 @@ class RunCheckpoints:
 
         def mark() -> None:
             self._try_copy_records()
-            mark_complete(
-                self._storage,
-                step,
-                model=self._model,
-                num_layers=self._num_layers,
-                slices=slices,
-                seals=seals,
-                job=self._job,
-            )
+            if not is_complete(self._storage, step):  # it never changes; what is written again of it has no seals
+                mark_complete(
+                    self._storage,
+                    step,
+                    model=self._model,
+                    num_layers=self._num_layers,
+                    slices=slices,
+                    seals=seals,
+                    job=self._job,
+                )
             self._complete = sorted({*self._complete, step})
             if self._is_local:  # it may take long, and records wait for this queue
                 threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()

@@ -269,11 +269,8 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             endings.finished(draft, worker.id)
         case messages.CheckpointUnreadable() if message.generation == generation:
             incidents.checkpoint_unreadable(draft, worker.id, message)
-        case messages.Crashed(error=error):
-            draft.change_worker(worker, crash=error)
-            since_step = (worker.first_step or 0) if worker.takes_part else None
-            log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
-            incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
+        case messages.Crashed():
+            _crashed(draft, worker, message)
         case messages.BadStep():
             health.bad_step(draft, worker.id, message)
         case messages.StateDiffers():
@@ -332,3 +329,20 @@ def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.Pr
         signal = signals.ProbeAnswered(worker.id, answer, draft.at.monotonic_s, in_first_step=not now.has_stepped)
         if now.incarnation == worker.incarnation:
             incidents.detect(draft, signal)
+
+
+def _crashed(draft: Draft, worker: Worker, message: messages.Crashed) -> None:
+    state = draft.state
+    if message.is_alive and state.ending is not None and state.ending.trains_no_step:
+        return  # the run ends for such an error, and needs what this worker holds
+    draft.change_worker(worker, crash=message.error)
+    error = signals.ErrorReported(
+        worker.id,
+        message.error,
+        state.committed,
+        since_step=(worker.first_step or 0) if worker.takes_part else None,
+        log=f"{state.settings.logs}/worker-{worker.id}.log",
+        is_alive=message.is_alive,
+        is_replaceable=state.can_do_without(worker.id),
+    )
+    incidents.detect(draft, error)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.control.wire.messages import Position, SlowIO
@@ -45,11 +46,11 @@ class Activity:
 
     def begin(self, doing: str) -> None:
         """Note that the thread computes, by itself."""
-        self._note(doing, waiting=False)
+        self._note({"doing": doing, "waiting": False})
 
     def idle(self, doing: str) -> None:
         """Note that the thread waits for an order."""
-        self._note(doing)
+        self._note({"doing": doing, "waiting": True})
 
     @contextmanager
     def waiting(
@@ -64,40 +65,27 @@ class Activity:
             peer: that rank; None if a collective does not tell.
             is_reading: whether it reads a sample.
         """
-        before, was_waiting, was_for_message, previous_peer, *_ = self._state
-        self._note(doing, for_message=for_message, peer=peer, is_reading=is_reading)
+        before, _ = self._state
+        self._note(
+            {"doing": doing, "waiting": True, "for_message": for_message, "peer": peer, "is_reading": is_reading}
+        )
         try:
             yield
         finally:
-            self._note(before, waiting=was_waiting, for_message=was_for_message, peer=previous_peer)
+            self._note(before)
 
     def position(self, probe: int) -> Position:
         """Return the answer to a probe."""
-        doing, waiting, for_message, peer, is_reading, since = self._state
-        return Position(
-            probe=probe,
-            doing=doing,
-            waiting=waiting,
-            since_s=time.monotonic() - since,
-            for_message=for_message,
-            peer=peer,
-            is_reading=is_reading,
-        )
+        fields, since = self._state
+        return Position(probe=probe, since_s=time.monotonic() - since, **fields)
 
-    def _note(
-        self,
-        doing: str,
-        *,
-        waiting: bool = True,
-        for_message: bool = False,
-        peer: int | None = None,
-        is_reading: bool = False,
-    ) -> None:
-        self._state = (doing, waiting, for_message, peer, is_reading, time.monotonic())
+    def _note(self, fields: dict[str, Any]) -> None:
+        """Note some fields of a `Position`."""
+        self._state = (fields, time.monotonic())
         if self._file is not None:
             begin = next(self._slots)
             self._file[begin : begin + ENTRY_BYTES] = activity_entry(
-                unix_s(), doing, waiting=waiting, is_reading=is_reading
+                unix_s(), fields["doing"], waiting=fields["waiting"], is_reading=fields.get("is_reading", False)
             )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,12 +30,12 @@ from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.observe import FaultLog, RunDirectory
-from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 from chameleon_ft.runtime.communicators import Communicators, communicators_for
 from chameleon_ft.runtime.communicators.slowed import SlowedLinks
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import EmulatedDevice, claim_device
+from chameleon_ft.runtime.execution.job_errors import describe_error
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.runtime.host_memory import available_bytes
 from chameleon_ft.runtime.inspection import load_examined
@@ -51,8 +51,6 @@ from chameleon_ft.runtime.process import (
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
-
-_LONGEST_ERROR: Final = 240
 
 
 def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoReturn:
@@ -105,24 +103,13 @@ def rank_main(access: CoordinatorAccess, *, worker: int, host: str, local_index:
         client.send(Ready())
         code = trainer.serve()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the job may call sys.exit
-        client.send(Crashed(error=_described(error)))
+        client.send(Crashed(error=describe_error(error)))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
     with contextlib.suppress(TimeoutError, RuntimeError):  # the coordinator may be gone
         client.flush()
     return code
-
-
-def _described(error: BaseException) -> str:
-    """Return an error in one line, shortened, and where it was raised; the log has all of it, with its traceback."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    if len(first) > _LONGEST_ERROR and not isinstance(error, ChameleonError):
-        # That of a full device lists all processes that use it.
-        first = f"{first[:_LONGEST_ERROR]} ..."
-    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-    place = None if isinstance(error, ChameleonError) else place_of(error)
-    return text if place is None else f"{text}, at {place}"
 
 
 def _drain_on_termination(client: ControlClient) -> None:

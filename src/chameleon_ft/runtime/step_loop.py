@@ -20,6 +20,7 @@ from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Repetition
 from chameleon_ft.runtime.execution.commit import AppliedStep, CommitContext, Committer, ComputedStep, Wishes
 from chameleon_ft.runtime.execution.executor import Executor
+from chameleon_ft.runtime.execution.job_errors import as_job_errors
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
 from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats
@@ -76,9 +77,12 @@ class StepLoop:
 
         Raises:
             CommunicationError: a message failed, probably because the generation is over.
+            JobError: the job's own code failed in a step.
             StateDiffersError: holders of a layer have different states.
         """
         order = self.generation.order
+        if order.finish:
+            return Outcome.FINISHED
         vote: Vote | None = None
         if order.roll_forward is not None and order.roll_forward.checkpoint:
             self._begin_checkpoint()
@@ -144,9 +148,10 @@ class StepLoop:
         state = self.committer.begin()
         self._begin_check(always=repetition is not None)
         with self.recorder.noting_interruption(state, generation=order.generation):
-            stats = self.executor.run(
-                state, self.generation.operations, after=self._after(reductions), repetition=repetition
-            )
+            with as_job_errors():
+                stats = self.executor.run(
+                    state, self.generation.operations, after=self._after(reductions), repetition=repetition
+                )
             computed = ComputedStep(
                 stats=stats, reductions=reductions, contributions=state.contributions(), repetition=repetition
             )
@@ -221,7 +226,7 @@ class StepLoop:
             self.recorder.noting_interruption(state, generation=self.generation.number),
             Reductions(buffers, operations, self.executor.communicators, zeros=zeros) as reductions,
         ):
-            with buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
+            with as_job_errors(), buffers.protecting(key for key in buffers.totals if not added_to.isdisjoint(key)):
                 stats = self.executor.resume(
                     state,
                     operations,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.wire.messages import (
     Begin,
     CheckpointUnreadable,
+    Crashed,
     Exit,
     Finished,
     PeerFailed,
@@ -33,6 +35,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.execution.bad_steps import BadStepError
 from chameleon_ft.runtime.execution.commit import Committer
 from chameleon_ft.runtime.execution.executor import Executor, Pace
+from chameleon_ft.runtime.execution.job_errors import JobError, noting
 from chameleon_ft.runtime.execution.micro_batches import micro_batches_of
 from chameleon_ft.runtime.execution.state_check import StateCheck, StateDiffersError
 from chameleon_ft.runtime.execution.step_stats import StepRecorder
@@ -76,7 +79,7 @@ class Trainer:
             seed=self.config.seed,
             device=self.device,
             first_sample=self.config.first_sample,
-            reading=partial(self._activity.waiting, is_reading=True),
+            reading=self._reading,
         )
         self._state = RankState(
             worker=self.worker,
@@ -95,6 +98,7 @@ class Trainer:
         self._migration: LayerMigration | None = None
         self._snapshots: SnapshotTaker | None = None
         self._has_quiesced = False
+        self._generation = 0  # the newest that it takes part in
         # Of generations that other ranks may not have left yet.
         self._former: list[tuple[Communicators, SnapshotTaker | None]] = []
         self._preparations = Preparations(
@@ -112,6 +116,13 @@ class Trainer:
             saved=self.client.send,
             before_write=lambda step: self.faults.at("checkpoint", step),
         )
+
+    @contextmanager
+    def _reading(self, doing: str) -> Iterator[None]:
+        if self.client.is_over(self._generation):  # other workers wait for this one, which may read long
+            raise CommunicationError(None, "the generation is over")
+        with noting(doing), self._activity.waiting(doing, is_reading=True):
+            yield
 
     def serve(self) -> int:
         """Carry out orders until told to exit; return the process's exit code.
@@ -165,6 +176,7 @@ class Trainer:
     def _take_part(self, generation: Generation) -> Generation | None:
         """Take part in one generation until it is over; return the one that follows by a switch, if any."""
         order, communicators = generation.order, generation.communicators
+        self._generation = order.generation
         self._activity.idle("loading its state")  # which may take long without being a hang
         if self._has_quiesced:
             self.faults.at("recovery", order.first_step)
@@ -214,6 +226,11 @@ class Trainer:
                 )
             )
             self._state.committer.drop()
+        except JobError as error:  # another worker may be able to compute the step
+            traceback.print_exception(error.__cause__)
+            assert self._state.committer is not None
+            self._state.committer.drop()
+            self.client.send(Crashed(error=str(error), is_alive=True))
         except BadStepError:  # the coordinator knows, and has all return to a checkpoint
             assert self._state.committer is not None
             self._state.committer.drop()

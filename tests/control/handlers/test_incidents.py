@@ -152,3 +152,38 @@ def test_an_injected_failure_is_timed_from_when_it_was() -> None:
     assert loss.noticed_at - (loss.failed_at or 0.0) == pytest.approx(0.25)
     history.say(2000, Inject(worker=1, kind="kill"))
     assert history.sent(Refused, to=2000) == [Refused(reason="worker 1 is not live; live are [0, 2, 3]")]
+
+
+def test_an_error_of_the_job_is_tried_elsewhere_and_then_ends_the_run_with_a_checkpoint() -> None:
+    history = training()
+    history.tell(1, Crashed(error="ValueError: a bug", is_alive=True))
+    history.quiesce()
+    history.start()
+    assert history.live() == (0, 2, 3)
+    history.tell(2, Crashed(error="ValueError: a bug", is_alive=True))
+    history.tell(3, Crashed(error="ValueError: a bug", is_alive=True))
+    assert history.live() == (0, 2, 3), "they are needed"
+    history.quiesce()
+    assert history.state.ending is not None
+    assert history.state.ending.trains_no_step
+    committed = history.state.committed
+    history.start()
+    history.finish()
+    assert history.live() == (0, 2, 3)
+    assert history.state.ended is not None
+    status, reason = history.state.ended
+    assert status == "failed"
+    assert "ValueError: a bug" in reason
+    assert f"checkpoint of step {committed}" in reason
+
+
+def test_an_error_of_the_job_on_the_only_holder_of_a_layer_loses_no_worker() -> None:
+    history = training()
+    for worker in (1, 2, 3):
+        history.reap(worker)
+    history.quiesce()
+    history.start()
+    history.tell(0, Crashed(error="ValueError: a bug", is_alive=True))
+    assert history.live() == (0,)
+    assert history.state.ending is not None
+    assert history.state.ending.trains_no_step

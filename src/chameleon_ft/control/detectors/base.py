@@ -82,13 +82,15 @@ class Silent(Signal):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReported(Signal):
-    """A rank is about to exit because of an error in its own code."""
+    """A rank has met an error in its own code."""
 
     worker: int
     error: str
     step: int  # the step that was running
     since_step: int | None  # committed steps when the worker began to take part; None if it has not begun
     log: str  # the worker's log file
+    is_alive: bool = False  # whether it still holds the state before the step
+    is_replaceable: bool = True  # whether other workers hold all that it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ class Fatal(Finding):
 
     reason: str
     explained: int | None = None
+    is_saved: bool = False  # whether the state before the step is intact, and is to be in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)

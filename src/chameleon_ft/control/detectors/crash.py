@@ -30,6 +30,9 @@ class CrashDetector:
         if not isinstance(signal, ErrorReported):
             return self, ()
         lost = Lost(signal.worker, "self", signal.error)
+        reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
+        if signal.is_alive and not signal.is_replaceable:  # no other worker can try the step
+            return self, (Fatal(reason, is_saved=True),)
         # A worker that has joined in this step proves nothing: it may lack what the others have.
         if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
             return self, (lost,)
@@ -38,6 +41,5 @@ class CrashDetector:
         other, error = self.errors.get(signal.step, (signal.worker, kind))
         after = replace(self, errors={**self.errors, signal.step: (signal.worker, kind)})
         if signal.step == 0 or (error == kind and other != signal.worker):
-            reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
-            return after, (Fatal(reason, explained=other),)
+            return after, (Fatal(reason, explained=other, is_saved=signal.is_alive),)
         return after, (lost,)

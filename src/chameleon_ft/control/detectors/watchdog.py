@@ -22,6 +22,7 @@ from typing import Final, Self
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import (
+    Fatal,
     Finding,
     LinksCut,
     Lost,
@@ -67,10 +68,12 @@ class Watchdog:
     probed_at_s: float | None = None  # when the last probe was sent; None since progress was made
     probe: int = 0  # its number
     positions: Mapping[int, Position] = FrozenMap({})  # the workers' answers to the last probe
-    # Worker -> when the first of the probes was sent that its agent has answered and it has not.
-    silent: Mapping[int, float] = FrozenMap({})
+    # Worker -> what its agent says that it reads, and when the first of the probes was sent that was answered so by its
+    # agent and not by the worker.
+    silent: Mapping[int, tuple[str, float]] = FrozenMap({})
     stopped: Mapping[int, float] = FrozenMap({})  # worker -> when its process was first found stopped, and since then
     told: Mapping[int, tuple[str, float]] = FrozenMap({})  # worker -> the read that was told last, and its seconds then
+    endless: str = ""  # the last read that a worker was given up for
 
     def __post_init__(self) -> None:
         for name in ("positions", "silent", "stopped", "told"):
@@ -98,10 +101,8 @@ class Watchdog:
                     return self._progressed(at_s), (MessagesOverdue(reports),)
                 forgiving = self
                 if held_up_s:
-                    silent, stopped = (
-                        {worker: since + held_up_s for worker, since in known.items()}
-                        for known in (self.silent, self.stopped)
-                    )
+                    silent = {worker: (doing, since + held_up_s) for worker, (doing, since) in self.silent.items()}
+                    stopped = {worker: since + held_up_s for worker, since in self.stopped.items()}
                     progress_at_s = self.progress_at_s + held_up_s
                     forgiving = replace(self, progress_at_s=progress_at_s, silent=silent, stopped=stopped)
                 return forgiving._probed(at_s)
@@ -157,15 +158,20 @@ class Watchdog:
             if signal.at_s - since >= _STOPPED_S:
                 cause = "hung: its process is stopped"
         elif worker not in self.positions:
-            since = self.silent.get(worker, self.probed_at_s)
+            doing, since = self.silent.get(worker, ("", self.probed_at_s))
+            since = since if doing == answer.doing else self.probed_at_s
             silent_s = signal.at_s - since
-            after = replace(self, silent={**self.silent, worker: since}, stopped=continued)
+            after = replace(self, silent={**self.silent, worker: (answer.doing, since)}, stopped=continued)
             if answer.is_reading:
                 after, told = after._tell_reading(worker, answer.doing, silent_s)
             if silent_s > limit_s:
-                doing = f" while {answer.doing}" if answer.is_reading else ""
-                cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s{doing}"
-        return after, told if cause is None else (Lost(worker, "watchdog", cause),)
+                cause = f"hung: its process lives, but has not answered for {silent_s:.1f} s {answer.doing}".rstrip()
+        if cause is None:
+            return after, told
+        lost: tuple[Finding, ...] = (Lost(worker, "watchdog", cause),)
+        if answer.is_reading and answer.doing == self.endless:
+            lost = (*lost, Fatal(f"worker {worker}, and one before, {cause}", is_saved=True))
+        return replace(after, endless=answer.doing if answer.is_reading else self.endless), lost
 
     def _tell_reading(self, worker: int, doing: str, since_s: float) -> tuple[Self, tuple[Finding, ...]]:
         """Tell that a worker has been reading a sample for long, unless that has been told lately."""

@@ -65,7 +65,10 @@ def _end(draft: Draft) -> None:
         # Its last state is lost: a script that continues after exit code 0 would take an older one for it.
         reason = "all steps are trained" + ("" if is_saved else f", but {UNSAVED}")
         incidents.end(draft, "finished" if is_saved else "failed", reason)
-    elif reason := state.health.ending:
+    elif (reason := state.health.ending) and state.ending is not None and state.ending.trains_no_step:
+        saved = f"the state before it is in the checkpoint of step {state.committed}" if is_saved else UNSAVED
+        incidents.end(draft, "failed", f"{reason}; {saved}")
+    elif reason:
         incidents.end(draft, "failed", reason)
     else:
         ending = state.ending or Ending("interrupted")

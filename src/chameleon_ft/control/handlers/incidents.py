@@ -16,7 +16,7 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoints import describe_unreadable
 from chameleon_ft.control.state.incident import GIVEN_UP, Incident, Loss
 from chameleon_ft.control.state.members import Worker
-from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.state.state import Ending, Phase, State
 from chameleon_ft.control.state.switches import Switches
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
@@ -51,9 +51,12 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
         match finding:
             case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
                 lose(draft, worker, noticed_by, cause)
-            case signals.Fatal(reason=reason, explained=worker):
+            case signals.Fatal(reason=reason, explained=worker, is_saved=is_saved):
                 draft.state = replace(draft.state, incident=draft.state.incident.without(worker))
-                end(draft, "failed", reason)
+                if is_saved and draft.state.committed > 0 and not draft.state.nothing_trained:
+                    end_with_checkpoint(draft, reason)
+                else:
+                    end(draft, "failed", reason)
             case signals.Reading():
                 _reading(draft, finding)
             case signals.Slow():
@@ -364,6 +367,14 @@ def _find_placement(draft: Draft, placed: int) -> bool:
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def end_with_checkpoint(draft: Draft, reason: str) -> None:
+    """End the run with a checkpoint of the state before the present step, which the job's own code cannot train."""
+    health = replace(draft.state.health, ending=reason)
+    draft.state = replace(draft.state, ending=Ending("failed", trains_no_step=True), health=health)
+    if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
+        stop(draft)
 
 
 def end(draft: Draft, status: RunStatus, reason: str) -> None:

@@ -53,6 +53,7 @@ class Ending:
     """The end of a run after its current step.
 
     Attributes:
+        trains_no_step: whether it ends with the state before that step, because the job's own code fails in it.
         signal: that has asked for it, if the run is terminated.
         since_s: when it was asked for, in monotonic seconds.
     """
@@ -60,6 +61,7 @@ class Ending:
     status: RunStatus
     signal: str = ""
     since_s: float = 0.0
+    trains_no_step: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,15 @@ class State:
         now = self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers
         after = self.switches.underway
         return frozenset(now).union(() if after is None else after.plan.participants)
+
+    def can_do_without(self, worker: int) -> bool:
+        """Return whether the other live workers hold all layers, and own all slices, that a worker does."""
+        if self.placed is None:
+            return True
+        placement, sharding = self.placed.plan.placement, self.placed.sharding
+        left = placement.without({worker, *placement.workers}.difference(set(self.members.live()) - {worker}))
+        held = {other: left.layers_of(other) for other in left.workers}
+        return not left.unheld_layers and (sharding is None or not sharding.left_to(held).lost_layers)
 
     def hosts(self) -> dict[int, str]:
         """Return the host of every worker that has ever joined; an emulated host if devices are emulated."""

@@ -119,6 +119,7 @@ class StartGeneration(Message):
     load: Literal["initial", "keep", "snapshot"] | int = "keep"
     """Fresh weights, the state it holds, the snapshot of step `first_step`, or this step's checkpoint."""
     transition: Transition | None = None  # if the placement changes before the generation trains
+    finish: bool = False  # whether no step is trained, and the state is written as the last checkpoint
     skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
     rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
     shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all

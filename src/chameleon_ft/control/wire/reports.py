@@ -301,7 +301,8 @@ class Finished(Message):
 
 
 class Crashed(Message):
-    """A rank ends itself because of an error in the job's code."""
+    """A rank has met an error in the job's code."""
 
     type: Literal["crashed"] = "crashed"
     error: str
+    is_alive: bool = False  # whether it still holds the state before the step, and waits for orders; or else it ends

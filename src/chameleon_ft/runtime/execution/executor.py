@@ -21,6 +21,7 @@ from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.communicators.tags import tag_of
 from chameleon_ft.runtime.device import wait_for_stream
 from chameleon_ft.runtime.execution.bad_steps import Repetition
+from chameleon_ft.runtime.execution.job_errors import noting
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.micro_batches import MicroBatches
 from chameleon_ft.runtime.execution.saved_activations import SavedActivations
@@ -201,7 +202,8 @@ class _StepExecution:
             self._executor.await_parameters(operation.layers)
         self._executor.activity.begin(f"{_describe(operation)} in step {self._state.step}")
         start = perf_counter()
-        with generator_lock:  # a loss may draw random numbers, and so may what a backward computes again
+        # A loss may draw random numbers, and so may what a backward computes again.
+        with noting(f"in {_describe(operation)}"), generator_lock:
             tensor = self._compute(operation, message)
         wait_for_stream(self._executor.device)  # or the time would be that of queueing the operation
         if self._executor.pace is not None:
@@ -316,7 +318,8 @@ class _StepExecution:
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
         _, targets = self._executor.micro_batches(self._state.step, micro_batch)
-        loss, terms = loss_and_terms(self._executor.job, output, targets)
+        with noting("in the loss"):
+            loss, terms = loss_and_terms(self._executor.job, output, targets)
         if micro_batch not in self._counted:
             value = loss.detach().clone()  # some losses are a view of all their terms
             self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))

@@ -16,6 +16,7 @@ from chameleon_ft.models.optimizer import ModelOptimizer
 from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.held_layer import HeldLayer, LayerState
+from chameleon_ft.runtime.execution.job_errors import noting
 from chameleon_ft.runtime.execution.optimizer import LayerOptimizer
 from chameleon_ft.runtime.execution.parameter_vector import Range
 
@@ -106,9 +107,14 @@ class HeldLayers:
             ConfigError: an output differs from the expected one in shape or type.
         """
         for layer in layers:
-            with generator_lock, selective_recomputation() if layer in selective else nullcontext():
+            module = self._layers[layer].module
+            with (
+                generator_lock,
+                selective_recomputation() if layer in selective else nullcontext(),
+                noting(f"in layer {layer} ({type(module).__name__})"),
+            ):
                 seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
-                boundary = self._layers[layer].module(boundary)
+                boundary = module(boundary)
             if layer < len(self._checked):
                 self._checked[layer].require(boundary, layer=layer)
         return boundary

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime.execution.job_errors import naming_layer
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.split_backward import WeightHalf, input_gradient, whole_backward
 from chameleon_ft.schedule import Operation
@@ -22,12 +24,13 @@ __all__ = ["SavedActivations"]
 class _Part:
     """Some layers of a hop: their input, detached from the layers before, and their output with its graph.
 
-    The output is None if the backward runs the layers again.
+    The output is None if the backward runs the layers again. `ends` are the last nodes of the layers in that graph.
     """
 
     layers: LayerRange
     boundary: Tensor
     output: Tensor | None
+    ends: list[Any]
 
 
 class SavedActivations:
@@ -70,7 +73,8 @@ class SavedActivations:
         """
         while self._parts:
             part = self._parts.pop()
-            whole_backward(self._output(part), gradient)
+            with naming_layer(part.layers, part.ends):
+                whole_backward(self._output(part), gradient)
             gradient = part.boundary.grad
             if gradient is None:  # the layers below do not contribute to the loss
                 self._parts.clear()
@@ -84,15 +88,19 @@ class SavedActivations:
         while self._parts:
             part = self._parts.pop()
             parameters = self._held.parameters(part.layers)
-            gradient, half = input_gradient(self._output(part), gradient, part.boundary, parameters)
+            with naming_layer(part.layers, part.ends):
+                gradient, half = input_gradient(self._output(part), gradient, part.boundary, parameters)
             halves.append(half)
             if gradient is None:
                 self._parts.clear()
         return gradient, partial(_run_all, halves)
 
     def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
-        output = self._run(layers, boundary)
-        self._parts.append(_Part(layers, boundary, None if again else output))
+        output, ends = boundary, []
+        for layer in layers:
+            output = self._run(LayerRange(layer, layer + 1), output)
+            ends.append(output.grad_fn)
+        self._parts.append(_Part(layers, boundary, None, []) if again else _Part(layers, boundary, output, ends))
         if layers.stop == self._num_layers:
             return output
         return output.detach().requires_grad_(output.requires_grad)
