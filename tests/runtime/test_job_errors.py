@@ -176,3 +176,13 @@ def test_a_loss_that_is_no_number_ends_the_run_if_so_configured(tmp_path: Path) 
     assert ended.code == 1
     assert "also when it was computed again, first in the forward of micro-batch" in ended.summary["reason"]
     assert complete_checkpoints(ended.run.checkpoints)
+
+
+def test_a_sample_that_two_workers_read_differently_ends_the_run(tmp_path: Path) -> None:
+    # Late in the order, so that no check before the start reads it.
+    sample = SampleOrder(64, 0).ids_at(20, 1)[0]
+    trap = f"if index == {sample}: return torch.full((4,), float(os.getpid())), torch.zeros(4)"
+    ended = train_here(broken_job(tmp_path, sample_trap=trap), tmp_path / "run")
+    assert_ended_with_checkpoint(ended)
+    assert ended.steps == [0, 1]
+    assert "step 2" in ended.summary["reason"]

@@ -23,6 +23,7 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.execution.bad_steps import BadStepError, Contributions, RecentSteps, Repetition
 from chameleon_ft.runtime.execution.gather import ParameterExchange
 from chameleon_ft.runtime.execution.gradients import GradientBuffers
+from chameleon_ft.runtime.execution.job_errors import JobError
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.runtime.execution.reductions import Reductions
 from chameleon_ft.runtime.execution.state_check import StateCheck
@@ -159,6 +160,7 @@ class Committer:
         Raises:
             CommunicationError: a reduction or the vote failed.
             StateDiffersError: the state before the update differs between holders; no rank applies the step.
+            JobError: the first layer and the loss have got different samples; no rank applies the step.
             ControlError: some contribution is missing, or is there twice; no rank applies the step.
             BadStepError: the loss or the gradient is bad; no rank applies the step.
         """
@@ -280,7 +282,7 @@ class Committer:
         bounds, checksums = self.recent.ballot(), () if check is None else check.ballot()
         ballot = [
             self.buffers.square_sum(self.worker),
-            *(stats.loss, stats.terms, stats.samples),
+            *(stats.loss, stats.terms, stats.samples, stats.draws),
             stats.data_wait_s**_MAX_NORM,
             *(wishes.finish, wishes.switch, wishes.checkpoint, wishes.snapshot),
             step.contributions,
@@ -289,9 +291,15 @@ class Committer:
             *checksums,
         ]
         total = self._sum(ballot, context)
-        grad_square_sum, loss_sum, terms, samples, data_wait, finishing, switching, *counts = total
+        grad_square_sum, loss_sum, terms, samples, draws, data_wait, finishing, switching, *counts = total
         checkpointing, snapshotting, contributions, voters, *others = counts
         _require_all(voters, context.members)
+        if draws:
+            raise JobError(
+                f"`dataset` reads a sample of step {self.committed} differently for the inputs and for the targets; "
+                "let it draw from the global generators of Python, NumPy and torch, which are seeded for each read, "
+                "instead of a generator of its own or the clock"
+            )
         is_checked = check is not None and check.compare(others[len(bounds) :])
         expected = 0 if step.is_skipped else self.contributions
         if round(contributions) != expected:

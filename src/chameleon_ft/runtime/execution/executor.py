@@ -120,7 +120,9 @@ class Executor:
         fault_at = {len(operations) // 2: "rest"}
         execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
         execution.send_again(resends)
-        return execution.run(after)
+        stats = execution.run(after)
+        stats.draws = 0  # the reads for the parts that were done before the interruption are not known any more
+        return stats
 
 
 class _StepExecution:
@@ -235,7 +237,7 @@ class _StepExecution:
             return
         data = []
         if operation.first or operation.last:
-            inputs, targets = executor.micro_batches(self._state.step, micro_batch)
+            inputs, targets, _ = executor.micro_batches(self._state.step, micro_batch)
             data = [*([inputs] if operation.first else []), *([targets] if operation.last else [])]
         output = self._state.losses[micro_batch].value if operation.last else result
         assert output is not None
@@ -302,7 +304,8 @@ class _StepExecution:
     def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
         executor, step = self._executor, self._state.step
         if operation.first:
-            boundary, _ = executor.micro_batches(step, operation.micro_batch)
+            boundary, _, digest = executor.micro_batches(step, operation.micro_batch)
+            self._stats.draws += digest
         else:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
@@ -317,7 +320,8 @@ class _StepExecution:
         return output.detach()
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        _, targets = self._executor.micro_batches(self._state.step, micro_batch)
+        _, targets, digest = self._executor.micro_batches(self._state.step, micro_batch)
+        self._stats.draws -= digest
         with noting("in the loss"):
             loss, terms = loss_and_terms(self._executor.job, output, targets)
         if micro_batch not in self._counted:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from chameleon_ft.config import Batch
@@ -15,10 +16,23 @@ from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 
-__all__ = ["KEPT_MICRO_BATCHES", "MicroBatches", "micro_batches_of"]
+__all__ = ["KEPT_MICRO_BATCHES", "MicroBatch", "MicroBatches", "micro_batches_of"]
 
-MicroBatches = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Returns (inputs, targets) for (step, number of the micro-batch in the global batch of the step)."""
+
+class MicroBatch(NamedTuple):
+    """The samples of a micro-batch, stacked: (micro-batch, ...).
+
+    Attributes:
+        digest: of the values of both tensors, as they were read: below 2**40, so that a float64 holds sums of many.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    digest: int = 0
+
+
+MicroBatches = Callable[[int, int], MicroBatch]
+"""Returns the samples for (step, number of the micro-batch in the global batch of the step)."""
 
 KEPT_MICRO_BATCHES: Final = 64
 """The latest micro-batches stay loaded, because a hop reads its inputs, and later its targets, one by one."""
@@ -42,7 +56,7 @@ def micro_batches_of(
     order, size = SampleOrder(len(job.dataset), seed), batch.micro_batch_size
 
     @lru_cache(KEPT_MICRO_BATCHES)
-    def load(step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    def load(step: int, micro_batch: int) -> MicroBatch:
         first = step * batch.samples if first_sample is None else first_sample(step)
         described = f"of micro-batch {micro_batch} in step {step}"
         inputs, targets = load_micro_batch(
@@ -52,6 +66,9 @@ def micro_batches_of(
             size,
             reading=lambda index: reading(f"reading sample {index} {described}"),
         )
-        return inputs.to(device), targets.to(device)
+        values = xxhash.xxh3_64()
+        for tensor in (inputs, targets):
+            values.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return MicroBatch(inputs.to(device), targets.to(device), values.intdigest() >> 24)
 
     return load

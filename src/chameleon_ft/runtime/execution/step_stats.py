@@ -45,6 +45,8 @@ class StepStats:
     samples: int = 0
     data_wait_s: float = 0.0
     """Seconds in which this worker read samples, between its operations."""
+    draws: int = 0
+    """Digests of the micro-batches read for the first layer, less those read for the loss; all workers' add up to 0."""
     spans: list[Span] = field(default_factory=list)
     """Of each operation, in order."""
     sent: dict[tuple[int, bool], list[float]] = field(default_factory=dict)
