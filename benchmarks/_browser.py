@@ -10,8 +10,6 @@ from typing import Final
 
 from playwright.sync_api import Browser, ViewportSize, sync_playwright
 
-__all__ = ["PHONE", "NoBrowserError", "chromium"]
-
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 
 PHONE: Final = ViewportSize(width=390, height=844)

@@ -14,8 +14,6 @@ from benchmarks._stamped_job import Stamp, read_stamps
 from chameleon_ft.config import Failure, PolicyName, RunConfig
 from chameleon_ft.observe import FailureRecord, FaultLog, RunDirectory
 
-__all__ = ["Recovery", "recovery_of", "train"]
-
 
 def train(
     config: RunConfig,

@@ -24,24 +24,6 @@ from benchmarks._neighbours import Neighbours
 from chameleon_ft.config import RunConfig, TrainConfig, config_to_toml, load_config
 from chameleon_ft.runtime.process import end_with
 
-__all__ = [
-    "ROOT",
-    "STAMPED_JOB",
-    "Bar",
-    "Report",
-    "Spread",
-    "add_most_others",
-    "arguments",
-    "base_config",
-    "child",
-    "markdown_table",
-    "new_folder",
-    "report_arguments",
-    "run_child",
-    "worker_environment",
-    "write_config",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 STAMPED_JOB = f"{Path(__file__).with_name('_stamped_job.py')}:job"
 

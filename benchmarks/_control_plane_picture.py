@@ -13,8 +13,6 @@ from chameleon_ft.simulate.pictures.style import LINE, PALE, TEXT
 if TYPE_CHECKING:
     from benchmarks.control_plane import Measured
 
-__all__ = ["draw"]
-
 _PANELS: Final[tuple[tuple[str, Callable[[Measured], float]], ...]] = (
     ("all joined, s", lambda each: each.joined_s),
     ("loss to orders, s", lambda each: each.losses.median),

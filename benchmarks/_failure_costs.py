@@ -23,8 +23,6 @@ from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.observe import FailureRecord, RunDirectory, StepRecord, read_generation_plans
 from chameleon_ft.plan import LayerRange, Plan
 
-__all__ = ["Draw", "LossCost", "costs_of", "draws", "observe", "read_costs", "settled_step_s", "write_costs"]
-
 _Found = TypeVar("_Found")
 
 _POLL_S: Final = 0.005

@@ -20,8 +20,6 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama_job import llama_job
 
-__all__ = ["STEPS", "job"]
-
 STEPS: Final = {4: "memory", 8: "kernel", 12: "hang"}
 _FOR_EVER_S: Final = 3600
 _CYCLES: Final = 1 << 45  # some hours

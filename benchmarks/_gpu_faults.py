@@ -16,8 +16,6 @@ from benchmarks._neighbours import progress
 from chameleon_ft.config import Checkpoint, Failure, Health, Parallel, Recovery, Timelines, Timeouts
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["FAULTY_JOB", "corruption", "errors", "joins", "resumption", "slowness", "takeover"]
-
 _EVERY: Final = 4
 _FLIPS: Final = (6, 13)
 """Steps in which a bit flips: the holders agree once more in between."""

@@ -28,8 +28,6 @@ from chameleon_ft.runtime.profiling.profile import measure_profile
 from chameleon_ft.runtime.state_transfer.layer_messages import checksum_of_sums, layer_checksums
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["FULL", "SMALL", "Result", "Size", "Subject", "checksums", "config_of", "memory", "optimizer", "profiles"]
-
 _MODELS: Final = ("llama2-7b", "llama2-13b", "llama3-8b")
 _MEMORY_ERROR, _MEMORY_UNDERESTIMATE = 0.02, 0.01
 _UPDATE_DEVIATION: Final = 1e-5

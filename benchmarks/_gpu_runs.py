@@ -29,8 +29,6 @@ from chameleon_ft.observe import read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import measured_steps
 from chameleon_ft.profiles import costs_of_run, read_profile
 
-__all__ = ["alone", "in_bf16", "migration", "salvage", "snapshots", "steps"]
-
 _BF16_DEVIATION: Final = 2e-3
 _STEP_ERROR: Final = 0.1
 _LOST_IN_STEP: Final = 5

@@ -29,8 +29,6 @@ from chameleon_ft.config import (
 )
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["DEVIATION", "WORKERS", "command", "deviation_bar", "live", "measured_profile", "run_config", "verify"]
-
 WORKERS: Final = 4
 DEVIATION: Final = 1e-5
 """Largest relative deviation of a loss from the plain loop, in float32."""

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["Neighbours", "progress"]
-
 _Result = TypeVar("_Result")
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)

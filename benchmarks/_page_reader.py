@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
-__all__ = ["PageReader", "fetch", "readers"]
-
 _TIMEOUT_S: Final = 60.0
 _ASSETS: Final = (
     "/",

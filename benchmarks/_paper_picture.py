@@ -10,8 +10,6 @@ from typing import Final
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["draw"]
-
 _INKS: Final = {
     "chameleon": "#c2410c",
     "oobleck": "#8b5cb8",

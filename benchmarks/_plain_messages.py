@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-__all__ = ["Messages", "read_times"]
-
 _HOST: Final = "127.0.0.1"
 _WARM_UP: Final = 1
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import TrainConfig, load_config
 
-__all__ = ["attach_gradients", "flat_gradient", "rank_config"]
-
 
 def rank_config(path: Path, *, out: Path) -> TrainConfig:
     """Read the configuration of a rank, with `out` as its directory."""

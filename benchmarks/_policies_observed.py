@@ -14,8 +14,6 @@ from typing import Any
 
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["Change", "Commit", "Observed", "Outage", "Outcome", "Stretch", "mean_size"]
-
 _NO_GAP = 0.05  # of a step: the gap between two steps when nothing happens
 
 

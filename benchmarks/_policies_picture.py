@@ -13,8 +13,6 @@ from matplotlib.patches import Patch
 
 from benchmarks._policies_observed import Observed
 
-__all__ = ["draw"]
-
 _FILL: Final = "#a6cee8"
 _EDGE: Final = "#2b6a94"
 _LOST: Final = "#a8430f"

@@ -14,8 +14,6 @@ from benchmarks._common import Bar, markdown_table
 from benchmarks._policies_observed import Observed, mean_size
 from benchmarks._policies_scenarios import Scenario
 
-__all__ = ["COLUMNS", "OURS", "PUBLISHED", "Found", "bars", "draw", "markdown", "results", "rows"]
-
 OURS: Final = "chameleon"
 PUBLISHED: Final = {"oobleck": 1.229, "recycle": 1.355}
 """Largest average speed-up of the paper's system over each baseline."""

@@ -19,8 +19,6 @@ from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["Clock", "observe"]
-
 _WARM_UP: Final = 3  # commits before the window begins
 _POLL_S: Final = 0.01
 _FROM_CHECKPOINT: Final = ("restart", "checkpoint")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["PP", "SCENARIOS", "Loss", "Scenario", "pipelines", "schedule"]
-
 PP: Final = 4
 _HOST: Final = 8
 _BACK_AFTER: Final = 0.1  # of the window

@@ -11,8 +11,6 @@ from benchmarks._common import Bar
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["DEVICE", "MODELS", "PartReport", "preset_costs", "spread_losses"]
-
 DEVICE: Final = "h100-80g"
 MODELS: Final = ("llama2-7b", "llama2-13b", "llama3-8b", "qwen2.5-7b")
 """Presets of which a worker with one device can hold a few blocks."""

@@ -24,8 +24,6 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Program, best_program, list_schedule
 from chameleon_ft.search import FoundPlan, find_plan, reroute
 
-__all__ = ["Kept", "kept_throughput"]
-
 _MODEL: Final = "llama2-7b"
 _DP: Final = 8
 _PP: Final = 4

@@ -32,8 +32,6 @@ from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import is_recomputed
 
-__all__ = ["compared_layouts"]
-
 _WORKERS: Final = (8, 16, 24, 32, 40, 48, 64, 96, 128, 256, 512)
 _SHARES: Final = (1, 2, 3, 4, 6, 8)
 # Links between hosts, bytes per second: 100 Gbit/s, 400 Gbit/s, and the preset's own.

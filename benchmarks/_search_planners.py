@@ -21,8 +21,6 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, oobleck_plan, paper_plan
 from tests.search.instances import instance
 
-__all__ = ["Rival", "Versus", "compare", "compared_planners"]
-
 _ROUNDING: Final = 1e-9
 _PROGRESS_EVERY: Final = 50
 _GENERATED: Final = "generated"

@@ -23,8 +23,6 @@ from chameleon_ft.observe import (
 )
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
-__all__ = ["Findings", "look_at"]
-
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss
 _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
 _SPOILED_FOR_GOOD: Final = ("differs between", "in a row were bad")

@@ -8,8 +8,6 @@ from typing import Any, Final
 from benchmarks._sequence_strikes import Struck
 from chameleon_ft.observe.conditions import conditions
 
-__all__ = ["diagnosed"]
-
 _Events = Sequence[Mapping[str, Any]]
 
 _CONDITIONS: Final[Mapping[str, tuple[str, ...]]] = {

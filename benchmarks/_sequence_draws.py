@@ -9,8 +9,6 @@ from typing import Final, Literal, get_args
 
 from chameleon_ft.config import SLOWNESS, Failure, FailureKind, FailurePhase, PolicyName
 
-__all__ = ["DrawnRun", "Strike", "StrikeKind", "Target", "draw"]
-
 _MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
 _MOST_LOSSES: Final = 4
 _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")

@@ -24,8 +24,6 @@ from tests.harness import Command
 from tests.mounts import fill
 from tests.network import ADDRESSES, Network
 
-__all__ = ["TIMEOUTS_ON_HOSTS", "Struck", "train_on_hosts", "train_under_strikes"]
-
 _POLL_S: Final = 0.005
 _STOPPED_S: Final = 2.0  # of a process that is stopped; longer than a recovery takes
 _ENDED_S: Final = 30.0  # for processes that end with the run

@@ -14,8 +14,6 @@ from chameleon_ft.control.detectors.slowness import SlownessDetector
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.schedule import OperationKind
 
-__all__ = ["STEPS", "Case", "Detection", "Spell", "draw_case", "noise_of", "observe"]
-
 STEPS: Final = 200
 NOTICED_WITHIN: Final = 10  # steps
 

@@ -19,8 +19,6 @@ from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, best_program
 from chameleon_ft.search import find_plan
 
-__all__ = ["Chosen", "PlansOfSlowWorkers"]
-
 _NO_STALL = StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0)
 _SWITCHED_AFTER = 3  # steps from a report to the first step under another plan: a search, a migration and a vote
 

@@ -20,8 +20,6 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama_job import llama_job
 
-__all__ = ["Stamp", "job", "read_stamps"]
-
 _FOLDER = "stamps"
 
 

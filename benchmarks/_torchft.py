@@ -18,8 +18,6 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.observe import FaultLog
 
-__all__ = ["Attempt", "Exclusion", "Settings", "attempts_of", "exclusion_of", "together", "train"]
-
 _OF_A_REPLICA = ("heartbeat_ms", "timeout_ms")
 
 

@@ -14,8 +14,6 @@ from chameleon_ft.config import TrainConfig
 from chameleon_ft.data.corpus import prepare_data
 from chameleon_ft.observe import FaultLog
 
-__all__ = ["Kill", "Restart", "losses_of", "restart_of", "train"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:

@@ -23,8 +23,6 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.transfer import transfer_to
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Moved", "layer_tensors", "least_bytes", "moved_in", "run_until"]
-
 _POLL_S: Final = 0.1
 _END_WITHIN_S: Final = 20.0
 _COUNTER_BYTES: Final = 4

@@ -12,8 +12,6 @@ from matplotlib.ticker import PercentFormatter
 from benchmarks._trust_replay import Replayed
 from chameleon_ft.simulate.pictures.style import LINE, PALE, TEXT, ink_of
 
-__all__ = ["draw"]
-
 _BAND: Final = 0.03
 
 

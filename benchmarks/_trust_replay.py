@@ -17,8 +17,6 @@ from chameleon_ft.observe import RunDirectory
 from chameleon_ft.simulate import Parameters, PolicyResult, simulate
 from chameleon_ft.simulate.recorded import Change, RecordedRun, measured_parameters, recorded_run, trace_of_changes
 
-__all__ = ["Made", "Replayed", "constants", "made_in", "mean_error", "replayed"]
-
 _EVERY_STEP: Final = 1e-6  # seconds between checkpoints: repeated work counts as trained, see `Clock`
 
 

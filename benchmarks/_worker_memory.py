@@ -33,8 +33,6 @@ from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
-__all__ = ["Alone", "peak_of_allocator", "peak_of_storages"]
-
 _STEPS = 2  # the state of the optimizer exists from the first on
 _SEED = 0
 _CPU = torch.device("cpu")

@@ -60,8 +60,6 @@ from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["Measured", "measure"]
-
 _STAGES: Final = 8
 _PER_HOST: Final = 8
 _PROCESSES: Final = 2

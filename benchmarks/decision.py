@@ -38,8 +38,6 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits, warm_up
 from chameleon_ft.schedule import CostModel, check_program
 
-__all__ = ["Timed", "context", "losses_of", "rate"]
-
 _PARTS: Final = ("single", "two", "prepared", "host", "run")
 _PREPARED: Final = ("prepared", "host")
 _WORDS: Final = {

@@ -38,8 +38,6 @@ from chameleon_ft.schedule import (
 from chameleon_ft.workload import LayerCost, Workload
 from tests.schedule.in_flight import exceeds
 
-__all__ = ["Case", "Outcome", "cases", "compared", "optimum_s"]
-
 _LARGEST_GAP: Final = 0.03
 _LEAST_SOLVED: Final = 0.9
 

@@ -19,8 +19,6 @@ from benchmarks._browser import PHONE, chromium
 from benchmarks._common import ROOT, child
 from benchmarks._live_run import Tail, end
 
-__all__ = ["main"]
-
 _FOLDER: Final = ROOT / "docs" / "pictures"
 _CONFIG: Final = ROOT / "examples" / "quickstart.toml"
 _WIDE: Final = ViewportSize(width=1200, height=1000)

@@ -24,8 +24,6 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, best_program, check_program, replay
 
-__all__ = ["Subject", "subjects"]
-
 _MS: Final = 1000
 _QUICK_EFFORT: Final = 1_000  # one or two list schedules of a pipeline
 

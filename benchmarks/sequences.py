@@ -46,8 +46,6 @@ from chameleon_ft.verify import TOLERANCES
 from tests.harness import small_config, train_here
 from tests.mounts import small_disk
 
-__all__ = ["config_of", "run_drawn"]
-
 _DISK_MB = 64  # of a run whose disk is filled
 _RIGHT_DIAGNOSES = 0.95
 

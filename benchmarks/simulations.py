@@ -31,8 +31,6 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.workload import Workload
 
-__all__ = ["DrawnSimulation", "draw", "trace_of"]
-
 _WORKERS: Final = (16, 3_200)
 _RATES: Final = (0.1, 30.0)
 _MODELS: Final = sorted(set(MODELS) - {"llama3-405b"})

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from chameleon_ft.config import Failure, RunConfig, config_to_toml
 
-__all__ = ["unhurried", "write_config"]
-
 
 def write_config(config: RunConfig, directory: Path) -> Path:
     """Write a configuration as a file, for commands, and return its path."""

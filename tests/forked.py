@@ -18,8 +18,6 @@ from pathlib import Path
 from chameleon_ft.launch.processes import SIGNALS
 from chameleon_ft.runtime.fork_server import ForkServer
 
-__all__ = ["ForkedCommand"]
-
 
 @cache
 def _server() -> ForkServer:

@@ -28,8 +28,6 @@ from chameleon_ft.launch.processes import SIGNALS, load_solvers
 from chameleon_ft.runtime import fork_server
 from chameleon_ft.runtime.process import end_with
 
-__all__ = ["run_command"]
-
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _MOST_FILES = os.sysconf("SC_OPEN_MAX")
 

@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["ADDRESSES", "Network"]
-
 ADDRESSES = {"coordinator": "10.77.0.1", "first": "10.77.0.2", "second": "10.77.0.3"}
 
 

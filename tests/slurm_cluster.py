@@ -19,8 +19,6 @@ import pytest
 
 from chameleon_ft.runtime.process import end_with
 
-__all__ = ["SlurmCluster", "skip_without_slurm"]
-
 _PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare")
 _SBIN: Final = "/usr/sbin:/sbin"  # where a user's PATH may not lead
 _CONTROLLER: Final = "ctl"

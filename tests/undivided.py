@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from chameleon_ft.config import Parallel
 
-__all__ = ["undivided"]
-
 
 def undivided(parallel: Parallel) -> Parallel:
     """Return the layout without shared optimizer state, unless it says how that is shared."""

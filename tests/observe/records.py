@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, RunInfo, StepRecord
 
-__all__ = ["failure_record", "join_record", "outcome_record", "run_info", "step_record"]
-
 
 def step_record(step: int, *, loss: float = 2.0, step_s: float = 0.5, samples: int = 16) -> StepRecord:
     return StepRecord(

@@ -11,8 +11,6 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, TimedOperation, Timeline, best_program
 from tests.strategies import Shape, equal_costs, pipelines
 
-__all__ = ["Scheduled", "predicted", "scheduled", "slowed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:

@@ -10,8 +10,6 @@ from typing import Any
 
 from chameleon_ft.runtime.rank import spawned_rank_main
 
-__all__ = ["WORKER", "dies", "hangs"]
-
 WORKER = 2
 """The worker whose first process fails."""
 

@@ -9,8 +9,6 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-__all__ = ["count_frozen", "echo", "sleep"]
-
 
 def echo(pipe: int, *, text: str) -> None:
     """Send a text, the parent and the blocked signals through a pipe, and end with code 7."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
 
-__all__ = ["Line", "Switchboard", "Waiting"]
-
 
 class Switchboard:
     """Connects workers that are threads of this process, until it is cut: by a test, or after so many sums."""

@@ -14,8 +14,6 @@ from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, best_program
 from tests.simulate.clusters import costs
 
-__all__ = ["PLAN", "config", "decision", "failure", "prepared", "recorded", "started"]
-
 PLAN = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
 _RECORD = FailureRecord(
     worker=1,

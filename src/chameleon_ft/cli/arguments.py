@@ -27,19 +27,6 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "OptionalFloat",
-    "OptionalInt",
-    "OptionalPath",
-    "OptionalStr",
-    "RunPath",
-    "Switch",
-    "given_flags",
-    "metavar",
-    "parse_arguments",
-    "parse_with_flags",
-]
-
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
 

@@ -40,16 +40,6 @@ from chameleon_ft.profiles import (
     read_profile,
 )
 
-__all__ = [
-    "AUTO",
-    "NO_PRESET",
-    "Preset",
-    "PresetArguments",
-    "measured_or_cached",
-    "measured_profile",
-    "profile_of",
-]
-
 AUTO: Final = "auto"
 """Value of --micro-batch-size that chooses the best size."""
 _STATE: Final = "bf16-master"

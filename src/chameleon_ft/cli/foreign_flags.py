@@ -7,8 +7,6 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["refuse_foreign_flags"]
-
 _STEPS: Final = "training is counted in --steps, and one epoch is the samples over --batch.micro-batches times "
 _HERE: Final = {
     "epochs num-epochs num-train-epochs max-epochs": f"{_STEPS}--batch.micro-batch-size",

@@ -11,8 +11,6 @@ from chameleon_ft.cli.arguments import metavar
 from chameleon_ft.config import MOST_WORKERS
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["USUAL_HOSTS", "HostArguments", "Hosts", "hosts_of"]
-
 _MOST_MEMORY: Final = 1e9
 
 

@@ -17,8 +17,6 @@ from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.observe.run_lock import RunLock
 
-__all__ = ["JoinArguments"]
-
 _RETRY_S: Final = 0.1  # twice as long before each attempt that follows
 _RETRY_MAX_S: Final = 2.0
 _OVER_S: Final = 5.0  # for which a run that is finished is not resumed, with more steps

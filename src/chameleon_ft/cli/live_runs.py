@@ -11,8 +11,6 @@ from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, LiveRunError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["lost_run", "refuse_live_run"]
-
 _ANSWER_S: Final = 2.0  # for a connection, where nothing answers
 
 

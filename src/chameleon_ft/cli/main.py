@@ -18,8 +18,6 @@ import chameleon_ft
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
 from chameleon_ft.runtime.process import Terminated, terminations
 
-__all__ = ["COMMANDS", "main", "take_log_level"]
-
 _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "train on this machine": {
         "train": "Train the built-in Llama.",

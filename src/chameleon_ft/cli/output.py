@@ -21,8 +21,6 @@ from chameleon_ft.plan import Plan
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Output", "compile_kernels", "progress_bar", "require_places", "tell_written", "waiting", "write_schedule"]
-
 
 class Output:
     """Standard output: framed tables on a terminal, plain text elsewhere. Text is never parsed as markup."""

@@ -10,8 +10,6 @@ from typing import Annotated, Final
 from chameleon_ft.cli.arguments import OptionalStr, metavar
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["DEFAULT_ADDRESS", "Page", "page_beside", "with_page_address"]
-
 DEFAULT_ADDRESS: Final = "127.0.0.1:8790"
 
 Page = Annotated[

@@ -12,8 +12,6 @@ from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, Switch, metava
 from chameleon_ft.cli.costs import NO_PRESET, Preset
 from chameleon_ft.cli.host_arguments import USUAL_HOSTS, Hosts
 
-__all__ = ["PlanArguments"]
-
 
 @dataclass(frozen=True)
 class PlanArguments:

@@ -12,8 +12,6 @@ from chameleon_ft.config import Batch, Parallel, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import read_profile
 
-__all__ = ["PlanBatch", "plan_batches"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlanBatch:

@@ -21,8 +21,6 @@ from chameleon_ft.profiles import Profile, derived_profile, profile_of_run
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
 
-__all__ = ["PlanCase", "plan_cases"]
-
 _MICRO_BATCHES_OF_A_PIPELINE: Final = 16  # unless given
 
 

@@ -29,8 +29,6 @@ from chameleon_ft.search import (
     pareto_front,
 )
 
-__all__ = ["Candidate", "Prediction", "Search", "predict_layouts", "predict_searched"]
-
 _BASELINES: Final = {"paper": paper_plan, "oobleck": oobleck_plan}
 """Published planners to compare with; their backward is fused."""
 

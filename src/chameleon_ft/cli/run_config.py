@@ -13,8 +13,6 @@ from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, 
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["absolute_job", "configured", "overridden", "read_config_values"]
-
 
 def configured(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
     """Return the validated configuration: `values`, read from `source`, overridden by `flags`.

@@ -38,8 +38,6 @@ from chameleon_ft.simulate.recorded import (
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.sweep import MOST_VARIED, SWEPT, Scene
 
-__all__ = ["SimulateArguments", "SimulateCase", "chosen_policies", "chosen_sweep", "simulate_case"]
-
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
 _MICRO_BATCHES_PER_WORKER: Final = 4  # by default

@@ -14,8 +14,6 @@ from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, Storage, sound_checkpoint
 from chameleon_ft.profiles import costs_of_run, profile_of_run
 
-__all__ = ["FIXED", "FIXED_BY_FORK", "check_address", "check_inputs", "newest_checkpoint", "require_same_model"]
-
 FIXED: Final = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
 """Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
 FIXED_BY_FORK: Final = tuple(key for key in FIXED if key not in ("optimizer", "batch"))

@@ -45,17 +45,6 @@ from chameleon_ft.observe.run_lock import RunLock
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "AUTO",
-    "ConfigFile",
-    "Forks",
-    "PreparedRun",
-    "Resume",
-    "parse_start",
-    "prepare_data_of",
-    "prepare_run",
-]
-
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
 ConfigFile = Annotated[

@@ -13,8 +13,6 @@ from chameleon_ft.config import RunConfig, Store, config_type, parse_config, rea
 from chameleon_ft.errors import CheckpointError, ConfigError, StoreError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 
-__all__ = ["fetch_run", "has_checkpoints", "is_url", "require_same_store", "require_store"]
-
 _SCHEME: Final = "://"
 
 

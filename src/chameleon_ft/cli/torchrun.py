@@ -10,8 +10,6 @@ from chameleon_ft.cli.arguments import OptionalInt, OptionalStr, metavar
 from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["TorchrunArguments", "refuse_foreign_arguments"]
-
 _JOB: Final = "the coordinator names the job, not the agents: `chameleon coordinator CONFIG --job FILE.py:FUNCTION`"
 _LOGS: Final = "logs are in the folder logs of the run directory; leave it out"
 _REMEDIES: Final = {

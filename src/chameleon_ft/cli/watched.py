@@ -17,8 +17,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.live.watcher import RunWatcher
 
-__all__ = ["WatchedRun"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedRun:

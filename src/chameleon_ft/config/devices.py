@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-__all__ = ["BACKENDS", "DEVICES", "Backend", "BackendName", "DeviceKind", "DeviceName"]
-
 DeviceName: TypeAlias = Literal["cpu", "cuda", "npu", "xpu", "emulated"]
 BackendName: TypeAlias = Literal["gloo", "nccl", "hccl", "xccl"]
 

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from chameleon_ft.config.section import Section
 
-__all__ = ["LASTING_KINDS", "SLOWNESS", "Failure", "FailureKind", "FailurePhase"]
-
 FailurePhase = Literal[
     "forward",
     "backward",

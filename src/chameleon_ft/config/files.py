@@ -13,8 +13,6 @@ from chameleon_ft.config.run import RunConfig, TrainConfig
 from chameleon_ft.config.validation import config_type, parse_config
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["config_to_toml", "load_config", "read_recorded_toml", "read_toml"]
-
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises ConfigError that names the file and the place of a mistake in it."""

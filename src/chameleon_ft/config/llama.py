@@ -9,8 +9,6 @@ from pydantic import Field
 
 from chameleon_ft.config.section import Section
 
-__all__ = ["Data", "LlamaConfig", "Optimizer"]
-
 
 class LlamaConfig(Section):
     """Shape of the Llama-style model."""

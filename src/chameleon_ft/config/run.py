@@ -25,8 +25,6 @@ from chameleon_ft.config.sections import (
     Timeouts,
 )
 
-__all__ = ["LLAMA_JOB", "MOST_WORKERS", "STAND_IN_JOB", "RunConfig", "TrainConfig"]
-
 LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
 """Reference of the default job of `chameleon train`."""
 

@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from chameleon_ft.config.section import Section
 
-__all__ = ["Checkpoint", "Forked", "Snapshots", "Store"]
-
 
 def _steps_or_auto(every: object) -> object:
     # The errors of a union would name both of its parts.

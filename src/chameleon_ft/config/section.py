@@ -9,8 +9,6 @@ from typing import Any, Final, Self
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["RELATION_ERROR", "Section"]
-
 _LONGEST_S: Final = 1e9  # 32 years
 
 RELATION_ERROR: Final = "relation"

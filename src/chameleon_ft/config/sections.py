@@ -13,19 +13,6 @@ from pydantic_core import PydanticCustomError
 from chameleon_ft.config.section import Section
 from chameleon_ft.workload import MOST_MICRO_BATCHES
 
-__all__ = [
-    "Batch",
-    "Control",
-    "Emulation",
-    "Health",
-    "Parallel",
-    "PolicyName",
-    "Preflight",
-    "Recovery",
-    "Timelines",
-    "Timeouts",
-]
-
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]

@@ -12,8 +12,6 @@ from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.section import RELATION_ERROR
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["config_type", "parse_config", "parse_fields"]
-
 _Config = TypeVar("_Config", bound=BaseModel)
 
 

@@ -41,8 +41,6 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.control.wire.parts import HostReport, RankProcess
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Agent"]
-
 _EXIT_GRACE_S = 5.0  # for ranks that are told to exit
 _TOLD = "its workers were told to exit"
 _NO_WORKER = "the coordinator is gone, and no worker of this host was in the run"

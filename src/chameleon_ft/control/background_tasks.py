@@ -8,8 +8,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["BackgroundTasks", "in_thread"]
-
 _Result = TypeVar("_Result")
 
 

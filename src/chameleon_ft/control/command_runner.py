@@ -30,8 +30,6 @@ from chameleon_ft.observe import Recorder, RunDirectory, checkpoint_storage, rec
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
 
-__all__ = ["CommandRunner", "RunSetup"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:

@@ -17,30 +17,6 @@ from chameleon_ft.observe import RunRecord, RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.transfer import Transfer
 
-__all__ = [
-    "Acknowledge",
-    "Command",
-    "CompleteCheckpoint",
-    "DiscardCheckpoint",
-    "DistrustCheckpoints",
-    "Drop",
-    "Finish",
-    "Launch",
-    "LogFault",
-    "MarkDamaged",
-    "MeasureMigration",
-    "MeasureOperations",
-    "MeasureStep",
-    "MeasureTransfer",
-    "Migrate",
-    "Record",
-    "Resign",
-    "SaveEvidence",
-    "Send",
-    "Task",
-    "Welcome",
-]
-
 
 class Command:
     """Base of all commands."""

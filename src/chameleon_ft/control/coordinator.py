@@ -29,8 +29,6 @@ from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, DeposedError
 from chameleon_ft.observe import RunStatus, line_of
 
-__all__ = ["Coordinator"]
-
 _ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
 _REQUESTS: Final = 4  # of an object store, one after the other, may be slow before the end of the run
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two

@@ -18,8 +18,6 @@ from chameleon_ft.control.state.state import State
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import Recorder
 
-__all__ = ["DecisionTasks"]
-
 _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
 
 

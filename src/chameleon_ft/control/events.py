@@ -11,27 +11,6 @@ from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = [
-    "Considered",
-    "Decided",
-    "DecisionFailed",
-    "Disconnected",
-    "EndRequested",
-    "Event",
-    "FaultsInjected",
-    "Interrupted",
-    "Launched",
-    "MarkFailed",
-    "Moment",
-    "OperationsMeasured",
-    "PrepareFailed",
-    "Received",
-    "Silent",
-    "TermClaimed",
-    "Ticked",
-    "TookOver",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

@@ -8,8 +8,6 @@ from chameleon_ft.control.wire.messages import Inject, Refused
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["inject"]
-
 
 def inject(
     run: RunDirectory,

@@ -10,8 +10,6 @@ import signal
 from pathlib import Path
 from typing import Self
 
-__all__ = ["HostProcess", "has_ended", "is_stopped", "read_stat", "start_time"]
-
 
 class HostProcess:
     """A process that is watched and signalled by its pidfd, which never means another process.

@@ -17,8 +17,6 @@ from typing import Final
 from chameleon_ft.control.host_process import HostProcess, is_stopped, read_stat
 from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, Evidence
 
-__all__ = ["examine", "read_in_progress"]
-
 _EXAMINE_S: Final = 1.0  # bound on the whole examination, since the process is to be killed after it
 _SPY_S: Final = 0.5  # the part of it that is left to py-spy, if it is installed
 _POLL_S: Final = 0.002

@@ -18,8 +18,6 @@ from chameleon_ft.profiles import Fingerprint
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
-__all__ = ["JobInfo", "OperationRate"]
-
 # Until links are measured; only the order of operations depends on it.
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)
 

@@ -20,8 +20,6 @@ from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import FileQueue, RecordLine, RunDirectory, RunStatus, read_lines
 from chameleon_ft.observe.files import describe_invalid
 
-__all__ = ["Journal", "LastEntry", "is_due"]
-
 _FORMAT: Final = "chameleon-journal-1"
 """In the first line; to be counted up when a change of `State` or of `patches` gives lines another meaning."""
 _LONGEST_BYTES: Final = 16 << 20

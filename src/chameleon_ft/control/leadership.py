@@ -27,8 +27,6 @@ from typing import Final, Self
 from chameleon_ft.control.lease import Claim, Lease
 from chameleon_ft.errors import DeposedError, LeaseError
 
-__all__ = ["POLLS", "Leadership", "Tenure", "Watch", "wait_for_silence"]
-
 POLLS: Final = 20
 """How often a coordinator that stands by looks at the lease within its duration."""
 

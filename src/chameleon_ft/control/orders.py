@@ -17,8 +17,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import GenerationPlan, Recorder, RunDirectory
 
-__all__ = ["Orders"]
-
 
 class Orders:
     """Works out the orders of each generation, and sends them.

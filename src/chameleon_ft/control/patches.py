@@ -25,8 +25,6 @@ from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.plan.snapshots import SnapshotLayout
 
-__all__ = ["PatchWriter", "patched", "read_parts"]
-
 _PARTS: Final = frozenset({ActivePlan, Plan, RestOfStep, Sharding, SnapshotLayout})
 _KEPT: Final = 64  # parts that can be referred to; a state has fewer
 _NOTHING: Final = object()  # where there was no value

@@ -8,8 +8,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.control.wire.codec import encode, encode_alike
 from chameleon_ft.control.wire.server import Peer
 
-__all__ = ["Peers"]
-
 
 class Peers:
     """Peers by the number of their connection; whatever is sent to one that has left is dropped.

@@ -9,8 +9,6 @@ from chameleon_ft.config import Preflight
 from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.quantities import duration
 
-__all__ = ["reason_against"]
-
 
 def reason_against(
     report: HostReport, peers: Sequence[HostReport], *, settings: Preflight, versions: Mapping[str, str], now: float

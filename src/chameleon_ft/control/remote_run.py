@@ -21,8 +21,6 @@ from chameleon_ft.observe import RecordLine, RunDirectory
 from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.watcher import RunWatcher
 
-__all__ = ["RemoteWatcher", "remote_watcher"]
-
 _ANSWER_TIMEOUT_S: Final = 30.0
 
 

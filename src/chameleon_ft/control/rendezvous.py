@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from chameleon_ft.control.wire.messages import LookUp, Publish, Published
 from chameleon_ft.control.wire.parts import folder_of
 
-__all__ = ["RendezvousStore"]
-
 _Answer = tuple[int, Published]
 """(connection, message)"""
 

@@ -21,18 +21,6 @@ from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.lines import readable_lines
 
-__all__ = [
-    "checkpoint",
-    "count_events",
-    "drain",
-    "request",
-    "require_coordinator",
-    "stop",
-    "wait_until_out",
-    "wait_until_over",
-    "wait_until_saved",
-]
-
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
 _ENDING_S: Final = 5.0

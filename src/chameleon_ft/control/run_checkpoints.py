@@ -29,8 +29,6 @@ from chameleon_ft.observe import (
     require_sound,
 )
 
-__all__ = ["Examined", "RunCheckpoints"]
-
 _TAKE_OVER_S: Final = 2.0
 
 

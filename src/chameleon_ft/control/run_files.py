@@ -10,8 +10,6 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.observe import FaultLog, FileQueue, RunDirectory
 
-__all__ = ["RunFiles"]
-
 
 class RunFiles:
     """Reads and writes files through a queue, so that no method waits for a disk that does not answer."""

@@ -8,8 +8,6 @@ from typing import Final
 from chameleon_ft.control.wire.messages import ReadRunFile, Refused, RunFilePart
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["read_part"]
-
 _PART_BYTES: Final = 1 << 20  # of a message, but for the rest of its last line
 
 

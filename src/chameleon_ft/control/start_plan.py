@@ -8,8 +8,6 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Plan
 
-__all__ = ["read_start_plan"]
-
 
 def read_start_plan(config: RunConfig) -> Plan | None:
     """Read the plan that `config` names; None if it names none.

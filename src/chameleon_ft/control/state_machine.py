@@ -35,8 +35,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
 from chameleon_ft.quantities import duration
 
-__all__ = ["TICK_S", "step"]
-
 TICK_S: Final = 0.05
 """Seconds between two `Ticked` events, unless the coordinator is held up."""
 

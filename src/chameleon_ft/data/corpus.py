@@ -24,8 +24,6 @@ from chameleon_ft.errors import DataError
 if TYPE_CHECKING:
     from chameleon_ft.config import TrainConfig
 
-__all__ = ["DataSummary", "check_data", "load_tokens", "prepare_data"]
-
 _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 
 

@@ -12,8 +12,6 @@ from chameleon_ft.keys import Purpose, random_key, seeded
 if TYPE_CHECKING:
     from chameleon_ft.job import Dataset, TensorPair
 
-__all__ = ["SampleOrder", "read_sample"]
-
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from chameleon_ft.data.tokens import Tokens
     from chameleon_ft.job import Dataset, TensorPair
 
-__all__ = ["TokenWindows", "load_micro_batch"]
-
 
 def load_micro_batch(
     dataset: Dataset,

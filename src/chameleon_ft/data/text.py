@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 from chameleon_ft.errors import DataError
 
-__all__ = ["BYTE_VOCABULARY", "SkippedFile", "TextFiles", "find_text", "write_text"]
-
 BYTE_VOCABULARY = 256
 """Number of token ids of a text."""
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from chameleon_ft.errors import DataError
 
-__all__ = ["Tokens", "check_ids", "fingerprint", "open_tokens"]
-
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.integer[Any]]]"
 """Token ids in one dimension."""
 

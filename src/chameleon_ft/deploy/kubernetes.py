@@ -19,8 +19,6 @@ from chameleon_ft.deploy.kubernetes_names import (
 from chameleon_ft.deploy.machines import Machines
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["Json", "KubernetesRun", "to_yaml"]
-
 Json: TypeAlias = "str | int | bool | Sequence[Json] | Mapping[str, Json]"
 
 _CONFIG_DIRECTORY: Final = "/etc/chameleon"

@@ -8,8 +8,6 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["require_image", "require_mount", "require_object_name", "require_resource_name"]
-
 _LABEL: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN: Final = rf"{_LABEL}(?:\.{_LABEL})*"
 _MOST_CHARACTERS: Final = 253

@@ -9,8 +9,6 @@ from typing import Self
 from chameleon_ft.config import MOST_WORKERS, RunConfig
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["Machines", "with_reachable_host"]
-
 _AUTO = "auto"
 
 

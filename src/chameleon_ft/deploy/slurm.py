@@ -13,8 +13,6 @@ from chameleon_ft.deploy.machines import Machines
 from chameleon_ft.deploy.slurm_options import added_options, quoted, time_limit_s
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["WRITTEN_BY", "BatchScript"]
-
 WRITTEN_BY: Final = "# Written by `chameleon slurm`"
 """Begins a line of each file that a submission writes, and that the next one replaces."""
 

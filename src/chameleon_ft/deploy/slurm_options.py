@@ -8,8 +8,6 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["added_options", "quoted", "time_limit_s"]
-
 _UNLIMITED: Final = frozenset({"unlimited", "infinite", "-1"})
 _TIME: Final = re.compile(
     r"(?P<d>\d+)-(?P<dh>\d+)(:(?P<dm>\d+)(:(?P<ds>\d+))?)?"

@@ -11,8 +11,6 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
 from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
-__all__ = ["GradientTimes", "SyncEstimate", "TimedReduction", "estimate_sync", "reduction_times", "sync_after"]
-
 GradientTimes: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
 """By worker, and by the (start, stop) of a range of layers, when its gradients are complete, in seconds."""
 

@@ -51,9 +51,6 @@ from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.schedule.records import Integers, Records
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
-
-
 _FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
 # Bytes of an operation while one of its layers runs, with the activations of its hop.
 _MOMENT: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "working_bytes")

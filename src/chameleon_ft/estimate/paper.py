@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from chameleon_ft.errors import PlanError
 
-__all__ = ["pipeline_step_s", "rerouted_step_s", "samples_per_second", "unequal_step_s"]
-
 
 def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
     """One pipeline of unequal stages: dynamic programming over the operations of 1F1B, start = max(end of

@@ -16,8 +16,6 @@ from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule import CostModel, OperationKind, ScheduledRest
 from chameleon_ft.schedule.program import KINDS
 
-__all__ = ["RestEstimate", "estimate_rest", "lost_share_s"]
-
 _MAKERS: Final = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
 
 

@@ -16,20 +16,6 @@ from chameleon_ft.plan.snapshots import Part, SnapshotLayout, lay_out_snapshot
 from chameleon_ft.quantities import data_size
 from chameleon_ft.workload import Workload
 
-__all__ = [
-    "LEAST_SNAPSHOT_COST",
-    "SNAPSHOT_SHARE",
-    "SnapshotChoice",
-    "SnapshotMemory",
-    "SnapshotRule",
-    "choose_snapshots",
-    "expected_snapshot_s",
-    "host_bytes",
-    "part_bytes",
-    "snapshot_memory",
-    "snapshots_fit",
-]
-
 SNAPSHOT_SHARE: Final = 0.5
 """Share of a host's available memory that snapshots take at most, unless their interval is configured."""
 LEAST_SNAPSHOT_COST: Final = 0.1

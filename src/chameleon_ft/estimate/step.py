@@ -17,17 +17,6 @@ from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 from chameleon_ft.schedule.network import component_builders
 from chameleon_ft.schedule.program import records_by_code
 
-__all__ = [
-    "PartsEstimate",
-    "StepEstimate",
-    "estimate_parts",
-    "estimate_step",
-    "peak_bytes_of",
-    "pipeline_bound_s",
-    "plan_bound_s",
-    "total_work_bound_s",
-]
-
 
 def pipeline_bound_s(times: PipelineTimes, micro_batches: int) -> float:
     """Return a lower bound on the time of one pipeline over all orders of operations; notation as in `PipelineTimes`.

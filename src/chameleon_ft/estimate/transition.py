@@ -10,8 +10,6 @@ from chameleon_ft.plan.placement import Placement
 from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["StallModel", "TransitionEstimate", "received_layers", "state_bytes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallModel:

@@ -22,8 +22,6 @@ from chameleon_ft.launch.coordinator import DEPOSED
 from chameleon_ft.observe import RunDirectory, RunStatus
 from chameleon_ft.runtime.process import SAME_SIGNAL_S
 
-__all__ = ["create_agent", "run_agent"]
-
 
 def run_agent(
     access: CoordinatorAccess,

@@ -23,8 +23,6 @@ from chameleon_ft.launch.forked_process import describe_end
 from chameleon_ft.launch.processes import load_solvers, signals_deferred
 from chameleon_ft.runtime.process import end_with
 
-__all__ = ["BackgroundProcess", "background"]
-
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 _ATTEMPTS: Final = 3
 _LOOK_EVERY_S: Final = 0.5

@@ -34,19 +34,6 @@ from chameleon_ft.launch.start import RunStart, tls_directory
 from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus, View, detach
 from chameleon_ft.observe.terminal import TerminalView
 
-__all__ = [
-    "DEPOSED",
-    "EXIT_CODES",
-    "Beside",
-    "InterruptCount",
-    "begin_run",
-    "coordinate",
-    "invite",
-    "run_coordinator",
-    "serve_run",
-    "started_job",
-]
-
 EXIT_CODES: Final[dict[RunStatus, int]] = {"finished": 0, "failed": 1, "interrupted": 130, "terminated": os.EX_TEMPFAIL}
 _COLLECTIONS: Final = (10_000, 20, 100)
 """Objects, and collections of younger generations, before each collection; as for `gc.set_threshold`."""

@@ -14,8 +14,6 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.launch.processes import SIGNALS, signals_deferred
 from chameleon_ft.runtime.process import end_with_parent, exit_immediately
 
-__all__ = ["FORK", "ForkedProcess", "describe_end", "received"]
-
 FORK: Final = get_context("fork")
 
 

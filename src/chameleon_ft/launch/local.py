@@ -36,8 +36,6 @@ from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStat
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
 
-__all__ = ["train"]
-
 _MOST_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
 _MOST_SIGNALS: Final = 2

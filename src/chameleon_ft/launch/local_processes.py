@@ -28,8 +28,6 @@ from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.runtime.fork_server import receive
 from chameleon_ft.runtime.process import Lifeline
 
-__all__ = ["ALIVE", "ALONE", "STANDS_BY", "run_agent", "run_coordinator", "run_next_agent"]
-
 ALIVE: Final = b"alive"
 """Sent by a coordinator once it leads, and as the answer to the same message while its event loop runs."""
 STANDS_BY: Final = b"stands by"

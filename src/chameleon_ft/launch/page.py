@@ -27,8 +27,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, replace_file
 from chameleon_ft.runtime.process import Terminated
 
-__all__ = ["PageServer", "serve_page"]
-
 _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 _NICENESS: Final = 10  # ranks that compute on all cores come first
 _LAST_NEWS_S: Final = 2  # for which browsers may still be sent how the run ended

@@ -26,20 +26,6 @@ from chameleon_ft.recovery import warm_up
 from chameleon_ft.runtime.fork_server import ForkServer, receive
 from chameleon_ft.runtime.process import terminations
 
-__all__ = [
-    "RANK",
-    "SIGNALS",
-    "examine",
-    "inspect",
-    "load_solvers",
-    "signals_deferred",
-    "signals_handled",
-    "signals_not_lost",
-    "signals_passed_to",
-    "start_fork_server",
-    "unattended",
-]
-
 RANK: Final = "chameleon_ft.runtime.rank:spawned_rank_main"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -36,8 +36,6 @@ from chameleon_ft.launch.start import RunStart
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 
-__all__ = ["continue_run", "is_succeeded", "stand_by", "take_over", "until_lost"]
-
 _RETRY_S: Final = 0.5
 _LEASES_TO_SUCCEED: Final = 2  # a coordinator that stands by claims the next term after one, by its own clock
 

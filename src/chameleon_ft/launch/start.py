@@ -16,8 +16,6 @@ from chameleon_ft.observe import RunDirectory, checkpoint_storage, read_mark, so
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 
-__all__ = ["RunStart", "tls_directory"]
-
 _NAMED: Final = 5
 """Changes that a refusal names."""
 

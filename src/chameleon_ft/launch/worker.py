@@ -8,8 +8,6 @@ from typing import NoReturn
 from chameleon_ft.control.wire.address import CoordinatorAccess, own_address
 from chameleon_ft.runtime.process import exit_immediately
 
-__all__ = ["work"]
-
 
 def work(access: CoordinatorAccess, *, environ: Mapping[str, str]) -> NoReturn:
     """Be one rank, started by a launcher that sets RANK and LOCAL_RANK; ends the process.

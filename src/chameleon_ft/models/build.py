@@ -20,20 +20,6 @@ if TYPE_CHECKING:
 
     from chameleon_ft.job import Job
 
-__all__ = [
-    "blank_layer",
-    "build_layer",
-    "build_on_meta",
-    "differs_if_blank",
-    "gradient_bytes",
-    "layers_built_in_full",
-    "measure_layers",
-    "param_bytes",
-    "seed_forward",
-    "tensor_bytes",
-    "tied_bytes",
-]
-
 
 # --- layers and seeds ------------------------------------------------------------------------------------------------
 

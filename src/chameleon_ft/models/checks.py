@@ -27,13 +27,6 @@ from chameleon_ft.models.kept import content_of, digest
 from chameleon_ft.models.outputs import untracked_leaf
 from chameleon_ft.models.precision import loss_of, terms_of
 
-__all__ = [
-    "SampleReads",
-    "check_learning_rate",
-    "check_loss",
-    "check_separate_parameters",
-]
-
 _ALIKE: Final = 1e-3  # relative
 _READ_SAMPLES: Final = 4  # at least, each twice before a run, which may be slow to read
 _RECORDED_SAMPLES: Final = 64  # at most, within this time

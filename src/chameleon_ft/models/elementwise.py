@@ -9,8 +9,6 @@ import torch
 from chameleon_ft.job import Job
 from chameleon_ft.models.optimizer import ModelOptimizer
 
-__all__ = ["undivided_optimizer"]
-
 _ELEMENTWISE: Final = frozenset(
     {
         torch.optim.ASGD,

@@ -10,8 +10,6 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["from_hugging_face", "to_hugging_face"]
-
 _EMBEDDING = {"tokens.weight": "model.embed_tokens.weight"}
 _BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",

@@ -19,8 +19,6 @@ from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.models.build import build_on_meta
 from chameleon_ft.models.optimizer import ModelOptimizer
 
-__all__ = ["record_of", "sketch"]
-
 _RATES: Final = (0, 1, 10, 100, 1_000, 10_000, 100_000)  # steps
 _LONGEST: Final = 1 << 20  # elements of a sketch of numbers
 _PROJECTIONS: Final = 8

@@ -12,8 +12,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["changed", "content_of", "digest", "digests_beside_state", "marks_of_state"]
-
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 _WITHOUT_VALUE: Final = (type, ModuleType, BuiltinFunctionType)
 

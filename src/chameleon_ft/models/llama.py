@@ -21,17 +21,6 @@ from chameleon_ft.models.recomputation import recomputable
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig
 
-__all__ = [
-    "Block",
-    "Embedding",
-    "Head",
-    "layer_flops",
-    "llama_layers",
-    "next_token_loss",
-    "num_parameters",
-    "tied_parameters",
-]
-
 _INIT_STD = 0.02
 
 

@@ -16,8 +16,6 @@ from chameleon_ft.optim import adamw, warmup_cosine
 if TYPE_CHECKING:
     from chameleon_ft.config import TrainConfig
 
-__all__ = ["llama_job"]
-
 
 def llama_job(config: TrainConfig) -> Job:
     """Return the job of ``config.model`` on the data prepared in ``config.output_dir`` (see `load_tokens`).

@@ -25,8 +25,6 @@ from chameleon_ft.models.optimizer_values import OptimizerValues
 from chameleon_ft.models.precision import parameter_like
 from chameleon_ft.optim import rate_shares
 
-__all__ = ["ModelOptimizer", "Place", "state_bytes"]
-
 Place = tuple[int, str]
 """A parameter: its layer, and its name in the layer."""
 

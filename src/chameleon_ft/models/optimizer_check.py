@@ -15,8 +15,6 @@ from chameleon_ft.models.optimizer import ModelOptimizer, Place
 from chameleon_ft.models.optimizer_values import different_values
 from chameleon_ft.models.precision import parameter_like
 
-__all__ = ["check_optimizer"]
-
 _MOST_TRIED: Final = 16  # parameters
 _UPDATES: Final = 3  # before a restart, and after it
 

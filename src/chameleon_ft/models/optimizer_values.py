@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["OptimizerValues", "different_values"]
-
 _SCALARS: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _OPAQUE: Final = (*_SCALARS, Tensor, nn.Module, type, ModuleType, torch.device, torch.Generator)
 _PARAMS: Final = "params"  # of a group

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from chameleon_ft.job import Job
 
-__all__ = ["boundary_specs", "untracked_leaf"]
-
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum in any order
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, Precision
 
-__all__ = ["cast_layer", "loss_and_terms", "loss_of", "parameter_like", "terms_of"]
-
 
 def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> dict[str, nn.Parameter]:
     """Cast a layer in place; return the masters of its trained parameters by name, of those that have one.

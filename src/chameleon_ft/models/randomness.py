@@ -6,8 +6,6 @@ import random
 import sys
 from typing import Any
 
-__all__ = ["OtherGenerators"]
-
 
 class OtherGenerators:
     """The states of Python's and of NumPy's global generator, to see later whether they have been used."""

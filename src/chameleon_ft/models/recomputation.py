@@ -25,8 +25,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["recomputable", "selective_recomputation"]
-
 
 def recomputable(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return ``function(*inputs)``, of which a worker that recomputes selectively keeps only the inputs.

@@ -21,8 +21,6 @@ from chameleon_ft.profiles import Profile, read_profile
 if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig
 
-__all__ = ["stand_in", "stand_in_scale"]
-
 # Upper limits of a layer of the stand-in.
 _BOUNDARY_BYTES: Final = 4096
 _GRADIENT_BYTES: Final = 65536

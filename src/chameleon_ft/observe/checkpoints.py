@@ -19,23 +19,6 @@ from chameleon_ft.job_record import JobRecord
 from chameleon_ft.observe.seals import CHECKSUMS, require_own, sealed, unsealed
 from chameleon_ft.observe.storage import ARCHIVE, Directory, Storage, storage_of
 
-__all__ = [
-    "complete_checkpoints",
-    "damage_of",
-    "discard_checkpoint",
-    "incomplete_checkpoints",
-    "is_complete",
-    "layer_part",
-    "link_checkpoint",
-    "mark_complete",
-    "mark_damaged",
-    "prune_checkpoints",
-    "read_mark",
-    "require_sound",
-    "slice_part",
-    "sound_checkpoint",
-]
-
 _COMPLETE: Final = "complete.json"
 _DAMAGED: Final = "damaged.json"
 _STEP: Final = "step-"

@@ -20,15 +20,6 @@ from chameleon_ft.observe.timelines import RecordedStep
 from chameleon_ft.plan import LayerRange, RecomputedLayers
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
 
-__all__ = [
-    "GenerationComparison",
-    "KindComparison",
-    "MeasuredStep",
-    "compare_generations",
-    "measured_steps",
-    "planned_operations",
-]
-
 _OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]  # worker, kind, layers
 
 

@@ -11,8 +11,6 @@ from typing import Any, Final, TypeAlias
 
 from chameleon_ft.quantities import counted, duration, in_ranges, listed
 
-__all__ = ["ROUTINE", "Condition", "conditions"]
-
 Event: TypeAlias = Mapping[str, Any]
 Described: TypeAlias = tuple[str, str, str]
 """Subject, why and action of a condition."""

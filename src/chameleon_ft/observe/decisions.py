@@ -13,17 +13,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import describe_invalid
 from chameleon_ft.observe.records import FailureCostRecord, FailureRecord, OutcomeRecord
 
-__all__ = [
-    "CountedOnSnapshots",
-    "DecisionEvent",
-    "DecisionStory",
-    "ObservedRate",
-    "ScoredCandidate",
-    "StallParts",
-    "UsedCorrections",
-    "decision_stories",
-]
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)

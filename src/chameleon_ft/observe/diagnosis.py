@@ -9,8 +9,6 @@ from typing import Any, Self
 from chameleon_ft.observe.decisions import DecisionStory, decision_stories
 from chameleon_ft.observe.records import FailureRecord, NoticedBy, OutcomeRecord
 
-__all__ = ["Culprit", "Diagnosis", "diagnose"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:

@@ -13,17 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Self
 
-__all__ = [
-    "ACTIVITY",
-    "ENTRIES",
-    "ENTRY_BYTES",
-    "STACKS_SIGNAL",
-    "ActivityEntry",
-    "Evidence",
-    "activity_entry",
-    "place_of",
-]
-
 ACTIVITY: Final = "chameleon activity"
 """Name of the file in memory with the activity of a worker."""
 ENTRIES: Final = 16

@@ -25,8 +25,6 @@ from chameleon_ft.observe.timelines import RecordedStep
 from chameleon_ft.quantities import duration
 from chameleon_ft.schedule import OperationKind
 
-__all__ = ["draw_failure"]
-
 _STALL: Final = "#f6d5d5"
 _REDUCTION: Final = "#35195a"
 _LINE: Final = "#666666"

@@ -16,8 +16,6 @@ from typing import Final, TypeVar
 
 from chameleon_ft.observe.files import remove_unfinished_line, replace_file
 
-__all__ = ["CaughtUp", "FileQueue", "Late"]
-
 _PATIENCE_S: Final = 0.25
 _ANNOUNCED_AFTER_S: Final = 3.0
 _RETRY_S: Final = 0.1  # wait before a failed operation is tried again; twice as long before each that follows

@@ -22,18 +22,6 @@ from chameleon_ft.observe.lines import read_lines, readable_lines
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.run_lock import RunLock
 
-__all__ = [
-    "ControlAddress",
-    "FaultLog",
-    "RunDirectory",
-    "describe_invalid",
-    "detach",
-    "failures_in",
-    "outcomes_in",
-    "remove_unfinished_line",
-    "replace_file",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlAddress:

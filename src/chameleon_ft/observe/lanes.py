@@ -10,8 +10,6 @@ from chameleon_ft.estimate import StepEstimate
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import TimedOperation, Timeline
 
-__all__ = ["Lane", "WorkerReduction"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerReduction:

@@ -10,8 +10,6 @@ from typing import Any
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["raw_lines", "read_lines", "readable_lines"]
-
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file of lines; none if it does not exist.

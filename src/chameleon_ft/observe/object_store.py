@@ -33,8 +33,6 @@ from chameleon_ft.errors import ConfigError, DamagedCheckpointError, StoreError
 from chameleon_ft.observe.storage import ARCHIVE, RunOf, unknown_run
 from chameleon_ft.quantities import duration
 
-__all__ = ["ObjectStore"]
-
 _ATTEMPTS: Final = 4
 _BACK_OFF_S: Final = 0.5  # before the second attempt; twice as long before each that follows
 _BACK_OFF_MAX_S: Final = 10.0

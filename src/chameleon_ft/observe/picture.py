@@ -11,8 +11,6 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["fit_title", "require_picture", "save_picture"]
-
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 _TITLE_LINES: Final = 2
 _NARROWEST_LETTER: Final = 0.3  # width over font size

@@ -17,8 +17,6 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.workload import Workload
 
-__all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans", "readable_generation_plans"]
-
 CostsFrom = Literal["profile", "corrected", "measured", "assumed"]
 """Source of the costs of a plan: the profile of the run, the profile corrected by measured operations of the run, these
 operations alone, or neither."""

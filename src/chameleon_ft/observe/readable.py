@@ -29,8 +29,6 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.quantities import counted
 
-__all__ = ["damage_named", "describe_damage", "parse_line", "readable_events", "readable_steps"]
-
 _MOST: Final = 1e15  # of numbers that are written out; times are in Unix seconds
 _Count: TypeAlias = Annotated[int, Field(ge=0, le=int(_MOST))]
 _Positive: TypeAlias = Annotated[int, Field(ge=1, le=int(_MOST))]

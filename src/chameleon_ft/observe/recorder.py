@@ -34,8 +34,6 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.quantities import counted, duration
 
-__all__ = ["RecordLine", "Recorder", "View", "line_of"]
-
 _logger = logging.getLogger(__name__)
 
 _CATCH_UP_S: Final = 10.0

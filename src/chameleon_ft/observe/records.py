@@ -12,23 +12,6 @@ from typing import Any, Final, Literal, Self, TypeAlias
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.quantities import duration
 
-__all__ = [
-    "DETECTED_BY",
-    "FailureCostRecord",
-    "FailureRecord",
-    "JoinRecord",
-    "NoticedBy",
-    "OtherRecord",
-    "OutcomeRecord",
-    "RunInfo",
-    "RunRecord",
-    "RunStatus",
-    "StepRecord",
-    "Summary",
-    "describe_untrusted",
-    "summarize",
-]
-
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self", "checksum"]
 """The detection paths; see `DETECTED_BY`."""
 

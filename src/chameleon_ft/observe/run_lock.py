@@ -13,8 +13,6 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError, LiveRunError
 
-__all__ = ["RunLock"]
-
 _NAME: Final = "lock"
 _UNKNOWN: Final = "another process"
 

@@ -8,8 +8,6 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.observe.files import RunDirectory
 from chameleon_ft.observe.storage import Directory, Storage
 
-__all__ = ["checkpoint_storage", "record_copies"]
-
 
 def checkpoint_storage(config: RunConfig, run: RunDirectory, *, gives_up: bool = True) -> Storage:
     """Return the place of the checkpoints of a run: its directory, or the object store of its configuration.

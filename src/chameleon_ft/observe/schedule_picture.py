@@ -21,8 +21,6 @@ from chameleon_ft.plan.detours import detoured_hops
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["KIND_STYLES", "draw_schedule"]
-
 
 class _Style(NamedTuple):
     """Colours of a kind of boxes, distinct for colour-blind readers, and in grey by their lightness."""

@@ -15,8 +15,6 @@ from chameleon_ft.errors import DamagedCheckpointError
 from chameleon_ft.observe.files import replace_file
 from chameleon_ft.observe.storage import Directory, Storage
 
-__all__ = ["CHECKSUMS", "checked_files", "require_own", "seal_layer", "sealed", "unsealed"]
-
 CHECKSUMS: Final = "checksums.json"
 """Name of the file with the checksums of a part."""
 _CHUNK_BYTES: Final = 1 << 22

@@ -16,8 +16,6 @@ from typing import Final, Protocol, TypeAlias
 
 from chameleon_ft.observe.files import replace_file
 
-__all__ = ["ARCHIVE", "Directory", "RunOf", "Storage", "storage_of", "unknown_run"]
-
 ARCHIVE: Final = ".tar"
 """Suffix of a part where it is one file."""
 

@@ -11,8 +11,6 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.observe.files import RunDirectory
 from chameleon_ft.observe.object_store import ObjectStore
 
-__all__ = ["RecordCopies", "has_records", "store_of"]
-
 _PLANS: Final = "plans"
 
 

@@ -18,8 +18,6 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
 
-__all__ = ["PHASES", "Notice", "notices_of", "record_of"]
-
 PHASES: Final[Mapping[str, str]] = {
     "detect_s": "detect",
     "stop_s": "stop",

@@ -21,8 +21,6 @@ from chameleon_ft.observe.records import FailureRecord, OtherRecord, RunInfo, Ru
 from chameleon_ft.observe.story import PHASES, notices_of
 from chameleon_ft.quantities import duration
 
-__all__ = ["TONES", "TerminalView", "facts_table", "output"]
-
 _PLAIN_WIDTH = 120  # characters, of output that is no terminal and has no width of its own
 _TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
 _MOST_PIPELINES_SHOWN = 16

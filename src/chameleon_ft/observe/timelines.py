@@ -16,15 +16,6 @@ from chameleon_ft.observe.file_queue import FileQueue
 from chameleon_ft.observe.files import describe_invalid
 from chameleon_ft.observe.lines import raw_lines
 
-__all__ = [
-    "RecordedReduction",
-    "RecordedStep",
-    "StepPart",
-    "TimelineLog",
-    "read_recorded_steps",
-    "readable_recorded_steps",
-]
-
 _LONGEST_BYTES: Final = 4 << 20  # in memory while the disk cannot be written
 
 _MOST: Final = 1e11  # Unix seconds, as far as the calendar goes

@@ -15,8 +15,6 @@ from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.plan.detours import detoured_hops
 from chameleon_ft.schedule import Operation, OperationKind, TimedOperation
 
-__all__ = ["write_trace"]
-
 _KIND_NAMES: Final = {
     OperationKind.FORWARD: "forward",
     OperationKind.BACKWARD: "backward",

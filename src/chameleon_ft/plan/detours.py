@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
 
-__all__ = ["detoured_hops", "disjoint_pipelines", "home_pipelines"]
-
 
 def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
     """Return the detours of a plan, each as (micro-batch, index of the hop in its route).

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Final, Self, TypeVar, overload
 
-__all__ = ["FrozenMap", "updated", "without"]
-
 _MOST_CHANGES: Final = 64
 
 K = TypeVar("K")

@@ -11,8 +11,6 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan, Route
 
-__all__ = ["PipelineLayout", "data_pipeline_plan", "pipelines_plan", "split_layers"]
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:

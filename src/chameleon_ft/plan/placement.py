@@ -9,8 +9,6 @@ from typing import TypeVar
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["LayerRange", "Placement", "RecomputedLayers"]
-
 GroupT = TypeVar("GroupT", bound=Hashable)
 
 

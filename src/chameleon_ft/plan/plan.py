@@ -12,8 +12,6 @@ from chameleon_ft.plan import _json
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 
-__all__ = ["Hop", "Plan", "Route"]
-
 # A placement has a list as long as its layers, which a typing error in a file must not make endless.
 _MOST_LAYERS: Final = 1_000_000
 

@@ -10,8 +10,6 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.plan.plan import Plan
 
-__all__ = ["GradientKey", "HopKey", "PartialHop", "PartialRoute", "RestOfStep", "StepProgress"]
-
 GradientKey: TypeAlias = tuple[int, ...]
 """Gradients that are reduced as one: ``(layer,)`` for a layer's own parameters, or all layers that share tied ones."""
 

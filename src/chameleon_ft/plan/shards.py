@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import Placement
 
-__all__ = ["UNITS", "LayerShards", "Sharding", "Slice", "SliceMove", "owned_share", "owners_on_ring", "shard_optimizer"]
-
 UNITS: Final = 1 << 16
 """Units to the vector of a layer's trained parameters."""
 

@@ -22,18 +22,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import Placement
 from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
 
-__all__ = [
-    "Backup",
-    "Part",
-    "Rebuilding",
-    "Restoration",
-    "Sending",
-    "SnapshotLayout",
-    "SnapshotShare",
-    "lay_out_snapshot",
-]
-
-
 _Indices: TypeAlias = npt.NDArray[np.intp]
 
 

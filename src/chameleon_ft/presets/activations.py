@@ -28,8 +28,6 @@ from typing import Final
 from chameleon_ft.presets.execution import Attention, Execution, Recompute
 from chameleon_ft.presets.shape import FeedForward, ModelShape
 
-__all__ = ["block_bytes", "embedding_bytes", "head_bytes"]
-
 _FLOAT32_BYTES: Final = 4
 _MASK_BYTES: Final = 1
 _TOKEN_ID_BYTES: Final = 8

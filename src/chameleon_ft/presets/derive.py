@@ -20,8 +20,6 @@ from chameleon_ft.presets.execution import STATE_POLICIES, Attention, Execution,
 from chameleon_ft.presets.shape import FeedForward, ModelShape
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
-__all__ = ["TokenWork", "derive_workload", "layer_work"]
-
 _FLOAT32_BYTES: Final = 4
 # All-reduces (or all-gather and reduce-scatter, which move as much) of a block's forward, and again of its backward.
 _TP_REDUCTIONS: Final = 2

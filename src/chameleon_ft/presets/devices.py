@@ -29,8 +29,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.execution import DType
 
-__all__ = ["DEVICES", "Device", "device"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

@@ -12,17 +12,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.shape import ModelShape
 
-__all__ = [
-    "PRECISIONS",
-    "STATE_POLICIES",
-    "Attention",
-    "DType",
-    "Execution",
-    "Recompute",
-    "StatePolicy",
-    "state_policy",
-]
-
 
 class Attention(StrEnum):
     """The kernel of attention.

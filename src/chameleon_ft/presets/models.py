@@ -22,8 +22,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.shape import Bias, ModelShape
 
-__all__ = ["MODELS", "from_hugging_face", "model_shape"]
-
 # Model types of Hugging Face made of the blocks that `ModelShape` describes, with their default biases.
 _TYPES: Final[Mapping[str, Bias]] = FrozenMap({"llama": Bias.NONE, "mistral": Bias.NONE, "qwen2": Bias.QKV})
 

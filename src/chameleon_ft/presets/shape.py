@@ -7,8 +7,6 @@ from enum import StrEnum
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["Bias", "FeedForward", "ModelShape", "Norm"]
-
 
 class FeedForward(StrEnum):
     """The feed-forward half of a block: down(silu(gate(x)) * up(x)) with three matrices, or down(gelu(up(x)))."""

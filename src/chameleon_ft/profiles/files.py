@@ -19,17 +19,6 @@ from chameleon_ft.errors import ConfigError, ProfileError
 from chameleon_ft.profiles.profile import Fingerprint, Profile
 from chameleon_ft.schedule import CostModel
 
-__all__ = [
-    "cached_profile",
-    "costs_of_run",
-    "hosts_of_run",
-    "profile_cache",
-    "profile_cache_file",
-    "profile_of_run",
-    "read_profile",
-    "write_profile",
-]
-
 _BF16 = ("bf16", "bfloat16")  # as presets name it, and torch
 
 _logger = logging.getLogger(__name__)

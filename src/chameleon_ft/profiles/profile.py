@@ -15,8 +15,6 @@ from chameleon_ft.presets import STATE_POLICIES, Device, Execution, ModelShape, 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
-__all__ = ["AllReduceTime", "Fingerprint", "LayerTimes", "Profile", "Spread", "derived_profile"]
-
 _LEAST_S: Final = 1e-9  # a layer that takes no time still needs a place
 
 

@@ -11,15 +11,6 @@ from chameleon_ft.estimate import SnapshotRule
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = [
-    "LONGEST_BETWEEN_SNAPSHOTS_S",
-    "Checkpoints",
-    "Snapshots",
-    "daly_interval_s",
-    "expected_unsaved_s",
-    "return_gap_s",
-]
-
 LONGEST_BETWEEN_SNAPSHOTS_S: Final = 30 * 86_400.0
 """Most seconds of steps between two snapshots, if the run chooses the interval."""
 

@@ -15,8 +15,6 @@ from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer
 from chameleon_ft.workload import Workload
 
-__all__ = ["Course", "CourseDraft"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:

@@ -18,8 +18,6 @@ from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.recovery.scoring import Candidate, best_of, is_noop, measure, remeasure, score
 
-__all__ = ["STAY", "Decision", "decide", "prospect_of", "rescore"]
-
 STAY: Final = "stay"
 """Name of the candidate to continue unchanged, which exists as long as no worker is lost."""
 

@@ -16,8 +16,6 @@ from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import DEFAULT_EFFORT
 
-__all__ = ["DecisionContext"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionContext:

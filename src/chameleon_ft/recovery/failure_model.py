@@ -25,8 +25,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["FailureModel", "Gap", "Wait"]
-
 # Incidents with shorter gaps may belong to one burst.
 _BURST_S: Final = 300.0
 

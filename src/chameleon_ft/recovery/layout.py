@@ -9,8 +9,6 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import PipelineLayout, Plan, data_pipeline_plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import InFlightLimit
 
-__all__ = ["largest_symmetric_layout", "replicated_layout", "uniform_limits"]
-
 
 def largest_symmetric_layout(
     *,

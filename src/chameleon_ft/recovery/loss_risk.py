@@ -15,8 +15,6 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import owners_on_ring
 
-__all__ = ["HolderSets", "LossRisk", "by_host", "host_numbers", "risk_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class HolderSets:

@@ -15,8 +15,6 @@ from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import pull_s, sums_s
 
-__all__ = ["Pace", "pace_of", "with_migrations"]
-
 _HOLD_FACTOR: Final = 2.0  # a vote waits no longer than until all have arrived: this is for layers that never do
 _STEPS_BETWEEN: Final = 1
 """Steps between two waves: by the commit of one, all workers have dropped what the next wave needs memory for."""

@@ -15,8 +15,6 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposals.on_workers import ProposalsOnWorkers
 from chameleon_ft.recovery.proposals.proposal import Proposal
 
-__all__ = ["POLICIES", "Kind", "Policy", "policy_named"]
-
 Kind: TypeAlias = Literal[
     "reroute",  # Peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost.
     "reroute_decoupled",  # As "reroute", with the fused backward of the plan split, so that more of it fits bubbles.

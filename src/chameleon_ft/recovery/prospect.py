@@ -9,8 +9,6 @@ from chameleon_ft.recovery.checkpoints import Checkpoints, Snapshots, expected_u
 from chameleon_ft.recovery.failure_model import FailureModel, Gap
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["Expected", "Prospect"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:

@@ -24,8 +24,6 @@ from chameleon_ft.plan.rest import GradientKey, PartialHop, PartialRoute, RestOf
 from chameleon_ft.schedule import CostModel, OperationKind
 from chameleon_ft.search import shared_hops
 
-__all__ = ["Salvage", "salvage"]
-
 _Hops = tuple[Hop, ...]
 _Scored = tuple[tuple[PartialHop, ...], dict[int, float]]
 """(remaining hops of a micro-batch, worker -> seconds that they take)"""

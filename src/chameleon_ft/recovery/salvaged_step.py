@@ -15,8 +15,6 @@ from chameleon_ft.plan.rest import RestOfStep, StepProgress
 from chameleon_ft.recovery.salvage import Salvage, salvage
 from chameleon_ft.schedule import CostModel, InFlightLimit, ScheduledRest, check_rest, rest_schedules
 
-__all__ = ["SalvagedStep", "complete_step", "limits_by_memory"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SalvagedStep:

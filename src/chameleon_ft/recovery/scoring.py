@@ -19,16 +19,6 @@ from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 
-__all__ = [
-    "Candidate",
-    "best_of",
-    "is_noop",
-    "measure",
-    "missing_in_transfer",
-    "remeasure",
-    "score",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

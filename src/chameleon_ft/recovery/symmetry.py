@@ -24,15 +24,6 @@ from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Message, Transfer, remap_placement, remap_plan
 
-__all__ = [
-    "LossClass",
-    "classes_to_prepare",
-    "decide_for_class",
-    "host_loss_classes",
-    "loss_classes",
-    "remap_decision",
-]
-
 _Colours: TypeAlias = dict[int, int]
 
 

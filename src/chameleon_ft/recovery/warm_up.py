@@ -18,8 +18,6 @@ from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["COMPILING", "warm_up"]
-
 COMPILING: Final = (
     "compiling the kernels of scheduling and search, which is done once after an installation: up to a minute"
 )

@@ -16,8 +16,6 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import reroute
 from chameleon_ft.transfer import Transfer, sums_s, transfer_to
 
-__all__ = ["Wave", "migration_of", "present_draft", "waves_to", "with_shadow_holders", "without_shadow_holders"]
-
 _Layers: TypeAlias = dict[int, set[int]]
 """Worker -> the layers that it holds, or is to hold."""
 

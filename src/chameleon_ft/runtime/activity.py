@@ -16,8 +16,6 @@ from chameleon_ft.clock import unix_s
 from chameleon_ft.control.wire.messages import Position, SlowIO
 from chameleon_ft.observe.evidence import ACTIVITY, ENTRIES, ENTRY_BYTES, STACKS_SIGNAL, activity_entry
 
-__all__ = ["Activity", "SlowIOReporter"]
-
 
 class Activity:
     """Activity of the training thread, which writes it; the control thread reads it.

@@ -40,8 +40,6 @@ from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.execution.optimizer import joined_masters
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 
-__all__ = ["CheckpointWriter", "read_layer"]
-
 _Slice = tuple[int, int, int]
 
 _POLL_S = 0.005

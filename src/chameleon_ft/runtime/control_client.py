@@ -50,8 +50,6 @@ from chameleon_ft.runtime.communicators import Communicators, Rendezvous
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.fault_injection import FaultInjector
 
-__all__ = ["ControlClient", "Order"]
-
 Order = StartGeneration | Begin | Stop | Exit | Welcome | Refused
 """An order for the training thread."""
 

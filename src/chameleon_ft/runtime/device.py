@@ -26,19 +26,6 @@ from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
 from chameleon_ft.runtime.process import wake_on_time
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 
-__all__ = [
-    "EmulatedDevice",
-    "EmulatedPace",
-    "claim_device",
-    "device_name",
-    "is_host_memory",
-    "missing_device",
-    "require_devices",
-    "side_stream",
-    "wait_for_stream",
-    "worker_memory_bytes",
-]
-
 
 def missing_device(config: RunConfig) -> str:
     """Return why no worker of `config` can run on this host, as the rest of a sentence; empty if one can.

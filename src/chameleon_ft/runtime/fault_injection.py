@@ -17,8 +17,6 @@ from torch import Tensor
 from chameleon_ft.config import LASTING_KINDS, Failure, FailureKind, FailurePhase
 from chameleon_ft.observe import FaultLog
 
-__all__ = ["FaultInjector", "failures_of_incarnation", "flip_random_bit"]
-
 
 class FaultInjector:
     """Fails this rank at given phases and steps, from its configuration or ordered while it runs.

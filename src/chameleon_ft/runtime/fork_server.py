@@ -32,8 +32,6 @@ from chameleon_ft.control.host_process import HostProcess, is_stopped
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.process import end_with, exit_immediately, name_process
 
-__all__ = ["ForkServer", "receive"]
-
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _ATTEMPTS: Final = 3
 _ANSWER_S: Final = 10.0  # of a server that has loaded; how long that takes depends on the file system

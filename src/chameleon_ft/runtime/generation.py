@@ -22,8 +22,6 @@ from chameleon_ft.runtime.state_transfer.transfer import channels_of_transition
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
-__all__ = ["Generation", "Preparations"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Generation:

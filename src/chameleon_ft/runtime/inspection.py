@@ -30,8 +30,6 @@ from chameleon_ft.runtime.device import claim_device, device_name, missing_devic
 from chameleon_ft.runtime.process import Terminated
 from chameleon_ft.workload import TiedParameters
 
-__all__ = ["inspect_job", "inspection_main", "load_examined", "users_errors"]
-
 
 def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
     """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not.

@@ -20,8 +20,6 @@ from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.runtime.device import device_name, require_devices
 
-__all__ = ["examination_main", "examine"]
-
 _LEAST_S: Final = 0.15  # of each measurement
 _LEAST_REPETITIONS: Final = 5
 _SIZES: Final = {"cpu": (512, 32 << 20)}  # rows of a square matrix, bytes of a copy

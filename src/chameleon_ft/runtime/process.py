@@ -10,21 +10,6 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-__all__ = [
-    "SAME_SIGNAL_S",
-    "Lifeline",
-    "Terminated",
-    "end_with",
-    "end_with_holder",
-    "end_with_parent",
-    "exit_immediately",
-    "ignore_interrupts",
-    "name_process",
-    "outlive_parent",
-    "terminations",
-    "wake_on_time",
-]
-
 SAME_SIGNAL_S = 1.0
 """Seconds in which `terminations` count once: a batch system sends SIGTERM to all processes, and some pass it on."""
 

@@ -50,8 +50,6 @@ from chameleon_ft.runtime.process import (
 )
 from chameleon_ft.runtime.trainer import Trainer
 
-__all__ = ["rank_main", "spawned_rank_main"]
-
 
 def spawned_rank_main(*lifelines: int, worker: int, **arguments: Any) -> NoReturn:
     """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process.

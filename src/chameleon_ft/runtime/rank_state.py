@@ -31,8 +31,6 @@ from chameleon_ft.runtime.snapshots.store import SnapshotStore
 from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator
 from chameleon_ft.runtime.state_transfer.transfer import StateTransfer
 
-__all__ = ["RankState"]
-
 
 @dataclass(kw_only=True)
 class RankState:

@@ -29,8 +29,6 @@ from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
 
-__all__ = ["Outcome", "StepLoop"]
-
 
 class _EndedByBadStepError(ChameleonError):
     """A step is bad, and training is to end with the state before it."""

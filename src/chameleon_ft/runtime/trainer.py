@@ -46,8 +46,6 @@ from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 from chameleon_ft.runtime.step_loop import Outcome, StepLoop
 
-__all__ = ["Trainer"]
-
 _POLL_S = 0.005
 
 

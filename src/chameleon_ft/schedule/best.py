@@ -30,20 +30,6 @@ from chameleon_ft.schedule.network import component_builders, pipeline_network
 from chameleon_ft.schedule.program import Program, records_by_code
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Integers
 
-__all__ = [
-    "DEFAULT_EFFORT",
-    "PipelineSchedule",
-    "Preference",
-    "ScheduledPart",
-    "ScheduledProgram",
-    "best_parts",
-    "best_program",
-    "list_schedule",
-    "pipeline_schedule",
-    "program_of",
-    "step_s_of",
-]
-
 # Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
 

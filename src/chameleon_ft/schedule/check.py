@@ -15,8 +15,6 @@ from chameleon_ft.schedule.program import Program, operations_from, records_by_c
 from chameleon_ft.schedule.records import Booleans, Integers, Records
 from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
 
-__all__ = ["check_program", "check_rest"]
-
 _FORWARD = 0  # as records have it
 # By the number of a kind: F, B and I, W.
 _PHASES: Final = np.array([0, 1, 1, 2])

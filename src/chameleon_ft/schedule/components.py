@@ -10,8 +10,6 @@ import numpy as np
 from chameleon_ft.plan import Hop, Route
 from chameleon_ft.schedule.records import Integers, Records
 
-__all__ = ["Component", "HopPath", "components", "distinct_paths", "records_of_routes"]
-
 HopPath = tuple[Hop, ...]
 
 

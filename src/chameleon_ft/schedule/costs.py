@@ -14,8 +14,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule.program import Operation, OperationKind
 from chameleon_ft.workload import Workload, is_recomputed
 
-__all__ = ["CostModel", "PipelineTimes", "pipeline_times"]
-
 
 @dataclass(frozen=True, slots=True)
 class CostModel:

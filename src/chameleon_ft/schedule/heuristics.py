@@ -32,9 +32,6 @@ from chameleon_ft.schedule.list_scheduler import (
 from chameleon_ft.schedule.network import Network, NetworkBuilder
 from chameleon_ft.schedule.records import Integers
 
-__all__ = ["ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
-
-
 # Shares of the effort for heuristics and, where routes share stages, for priorities; the cost of replaying an operation
 # if scheduling one costs 1.
 _HEURISTICS: Final = 1 / 2

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ["kernel", "kernel_part", "no_refcount_inline", "no_refcount_kernel", "tell_before_compiling"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

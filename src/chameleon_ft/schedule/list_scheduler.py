@@ -15,20 +15,6 @@ from chameleon_ft.schedule.components import HopPath, distinct_paths
 from chameleon_ft.schedule.network import Network
 from chameleon_ft.schedule.records import Floats, Integers
 
-__all__ = [
-    "UNLIMITED",
-    "InFlightLimit",
-    "Rules",
-    "Schedule",
-    "default_limits",
-    "limits_array",
-    "limits_of_array",
-    "limits_of_paths",
-    "replayed",
-    "schedule",
-    "schedule_under",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class InFlightLimit:

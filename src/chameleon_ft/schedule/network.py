@@ -23,16 +23,6 @@ from chameleon_ft.schedule.components import Component, HopPath, components, rec
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
 
-__all__ = [
-    "Network",
-    "NetworkBuilder",
-    "builder_of",
-    "component_builders",
-    "operations_of_slots",
-    "pipeline_network",
-    "places_at_home",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Network:

@@ -21,8 +21,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule.components import distinct_paths, records_of_routes
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
-__all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
-
 
 class OperationKind(StrEnum):
     """The kinds of operations; the values are the letters used in pictures and traces."""

@@ -7,8 +7,6 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CHANNEL", "OPERATION", "PROGRAM_RECORD", "SLOT", "Booleans", "Floats", "Integers", "Records"]
-
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Booleans: TypeAlias = NDArray[np.bool_]

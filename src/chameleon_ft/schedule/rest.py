@@ -22,8 +22,6 @@ from chameleon_ft.schedule.records import CHANNEL, PROGRAM_RECORD, SLOT, Floats,
 from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline
 
-__all__ = ["ScheduledRest", "rest_schedules"]
-
 # By how many micro-batches the limits exceed the default ones, and whether forwards go first. Each gained most over the
 # ones before it, on losses at random times with fused and split backward.
 _RULES: Final = ((4, True), (2, False), (2, True), (0, True), (8, True), (1, False))

@@ -13,8 +13,6 @@ from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule.program import KINDS, OperationKind
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Booleans, Integers, Records
 
-__all__ = ["RESEND", "Resend", "RestOperations", "rest_operations"]
-
 
 class Resend(NamedTuple):
     """A message of the interrupted step that a worker sends again.

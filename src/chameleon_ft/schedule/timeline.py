@@ -15,8 +15,6 @@ from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 from chameleon_ft.schedule.records import OPERATION, Records
 
-__all__ = ["TimedOperation", "Timeline", "replay"]
-
 
 class TimedOperation(NamedTuple):
     """An operation on a worker with its start and end, in seconds since the start of the step."""

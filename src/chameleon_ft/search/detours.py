@@ -19,8 +19,6 @@ from chameleon_ft.schedule.list_scheduler import schedule
 from chameleon_ft.schedule.network import builder_of
 from chameleon_ft.search.sharing import shared_hops
 
-__all__ = ["reroute"]
-
 # Most operations scheduled in a small plan, to compare a spread and to search for a better one. A plan is small if that
 # search has at least `_LEAST_TRIALS` trials.
 _COMPARE: Final = 6_000

@@ -19,8 +19,6 @@ from chameleon_ft.search.placement.candidates import evaluated, figures, predict
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
 from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
 
-__all__ = ["find_plan", "find_plan_of_sizes", "with_shares"]
-
 _FEW_SLOW: Final = 1 / 8  # the largest share of the workers that a plan leaves idle because they are slow
 
 

@@ -16,8 +16,6 @@ from chameleon_ft.search.pipelines.bounds import CutPoints
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass, WorkerPool
 
-__all__ = ["InfeasibleError", "fitting_pipeline", "infeasible_error"]
-
 # Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
 _Reached = dict[tuple[int, ...], Booleans]
 

@@ -9,8 +9,6 @@ from typing import Final
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 
-__all__ = ["DEFAULT_EFFORT", "SearchOptions"]
-
 DEFAULT_EFFORT: Final = 160_000
 """Approximate number of operations to schedule before a search settles; a few tenths of a second."""
 

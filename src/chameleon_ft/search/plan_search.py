@@ -33,8 +33,6 @@ from chameleon_ft.search.placement.polish import Polish
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import FoundPlan, pareto_front
 
-__all__ = ["PlanSearch", "bound_of_best_workers_s"]
-
 # Mixes of each search that are placed on workers, as candidates for the best plan and its alternatives.
 _MIXES_PLACED: Final = 2
 # Plans that are polished and moved to the workers that already hold most of their layers.

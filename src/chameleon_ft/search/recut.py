@@ -29,8 +29,6 @@ from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipe
 from chameleon_ft.search.placement.polish import Polish
 from chameleon_ft.search.result import FoundPlan
 
-__all__ = ["recut", "recut_plan"]
-
 # Share by which the bound of a cut that moves less may exceed the least bound.
 _NEAR: Final = 0.02
 # Most micro-batches that move from the pipeline that ends last to the one that ends first.

@@ -11,8 +11,6 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
-__all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures", "pareto_front"]
-
 T = TypeVar("T")
 
 # Bounds and steps are sums and maxima of the same seconds in different orders, and bounds are lowered by `ROUNDING`.

@@ -9,8 +9,6 @@ from typing import Final
 from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.quantities import ROUNDING
 
-__all__ = ["shared_hops"]
-
 # Most workers that take over, by lost micro-batch: more would gain little, and all pipelines that take part wait for
 # each other.
 _HELPERS: Final = 2

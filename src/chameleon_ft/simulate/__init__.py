@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from chameleon_ft.simulate.accounting.oracle import ORACLE
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Results, Throughput
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.run import ORACLE, SIMULATED_POLICIES, simulate
+from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.sweep import Scene, Sweep, sweep
 from chameleon_ft.simulate.traces.events import Event, Fault
 from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl

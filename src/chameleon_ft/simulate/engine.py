@@ -17,8 +17,6 @@ from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorSta
 from chameleon_ft.simulate.traces.events import Event
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["PolicySimulation"]
-
 
 @dataclass(slots=True)
 class PolicySimulation:

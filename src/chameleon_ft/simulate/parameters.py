@@ -11,8 +11,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import SnapshotRule, StallModel
 from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, FailureModel, Snapshots
 
-__all__ = ["Parameters"]
-
 _MAY_BE_INFINITE: Final = ("checkpoint_interval_s", "host_memory_bytes")
 _POSITIVE: Final = (
     "worker_mtbf_s",

@@ -22,16 +22,6 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = [
-    "Change",
-    "RecordedRun",
-    "measured_parameters",
-    "recorded_changes",
-    "recorded_copies_s",
-    "recorded_run",
-    "trace_of_changes",
-]
-
 # Losses with smaller gaps are found before anything is decided.
 _AT_ONCE_S: Final = 0.25
 # A run waits so long for further new workers before it decides about them.

@@ -27,8 +27,6 @@ from chameleon_ft.simulate.planners.planner import Planner
 from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
-__all__ = ["ORACLE", "SIMULATED_POLICIES", "simulate"]
-
 _RECOMPUTING: Final = {
     Recompute.NONE: "",
     Recompute.SELECTIVE: ", recomputing selectively",

@@ -16,8 +16,6 @@ from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
-__all__ = ["MOST_VARIED", "SWEPT", "Lead", "Point", "Scene", "Sweep", "sweep", "varied"]
-
 SWEPT: Final = ("rate", "workers", "memory", "bandwidth", "micro-batches")
 """Quantities that can be varied: `rate`, which divides every time of the trace; `workers`, the number taken from the
 cluster; `memory` of a worker in 10^9 bytes; `bandwidth`, a factor on all links; `micro-batches` of a step."""

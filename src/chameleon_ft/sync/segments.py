@@ -17,17 +17,6 @@ from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.workload import Workload
 
-__all__ = [
-    "ADDS_TO_GRADIENTS",
-    "Segment",
-    "SyncRounds",
-    "gradient_rounds",
-    "gradient_segments",
-    "issue_points",
-    "segment_bytes",
-    "tied_segments",
-]
-
 ADDS_TO_GRADIENTS: Final = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
 """The kinds of operations that add to the weight gradients."""
 

@@ -9,8 +9,6 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.transfer.sources import Message
 from chameleon_ft.workload import Workload
 
-__all__ = ["pull_s", "sums_s"]
-
 
 def pull_s(messages: Sequence[Message], cluster: Cluster) -> float:
     """Return the seconds until all layers have arrived, if nothing interrupts them.

@@ -18,19 +18,6 @@ from chameleon_ft.schedule.records import Integers
 from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.workload import LayerCost
 
-__all__ = [
-    "Holding",
-    "assign_roles",
-    "groups_of",
-    "holdings_of",
-    "least_moved_bytes",
-    "missing_between",
-    "moved_bytes",
-    "remap_placement",
-    "remap_plan",
-    "worker_kinds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:

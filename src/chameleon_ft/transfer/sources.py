@@ -13,8 +13,6 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer.roles import Holding, groups_of
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Loads", "Message", "choose_sources"]
-
 # Steps (worker, layer): each worker passes a copy of its layer to the worker of the next step, or to the taker.
 _Chain = tuple[tuple[int, int], ...]
 

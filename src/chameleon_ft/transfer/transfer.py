@@ -14,8 +14,6 @@ from chameleon_ft.transfer.roles import Holding, assign_roles, holdings_of, rema
 from chameleon_ft.transfer.sources import Message, choose_sources
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Transfer", "message_rounds", "plan_transfer", "transfer_s", "transfer_to"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

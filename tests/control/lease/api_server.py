@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["ApiServer", "api_server", "make_certificate"]
-
 _PATH: Final = re.compile(r"/apis/coordination\.k8s\.io/v1/namespaces/(?P<namespace>[-a-z0-9]+)/leases(/(?P<name>.+))?")
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _MICRO_TIME: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")

@@ -18,8 +18,6 @@ from typing import Final
 
 from chameleon_ft.runtime.process import end_with
 
-__all__ = ["ETCD", "EtcdServer", "etcd_server"]
-
 _OLDEST: Final = (3, 4)  # with the JSON interface under /v3
 
 

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
-__all__ = [
-    "RAY",
-    "Running",
-    "actors_of",
-    "drain",
-    "end_all",
-    "node_that_does_not_see",
-    "quiet_environment",
-    "ray_cluster",
-    "wait_until",
-]
-
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 
 # Where a user has a token, Ray would ask for it.

@@ -24,8 +24,6 @@ from tests.launch.ray.clusters import RAY, end_all, quiet_environment, wait_unti
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-__all__ = ["Head", "Job", "autoscaled_head"]
-
 _REQUEST = (
     "import json, sys, ray; from ray.autoscaler.sdk import request_resources; "
     "ray.init(sys.argv[1], logging_level='error'); request_resources(bundles=json.loads(sys.argv[2]))"

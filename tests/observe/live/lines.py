@@ -10,8 +10,6 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.observe import RunDirectory, StepRecord
 from tests.observe.records import failure_record, run_info
 
-__all__ = ["BEGAN", "SLOW", "add", "event", "failed", "new_run", "started", "stepped"]
-
 BEGAN = 1_000_000.0
 """When the run began, in Unix seconds."""
 SLOW = {"since_step": 15, "step": 22, "before_step_s": 1.0, "step_s": 2.0}

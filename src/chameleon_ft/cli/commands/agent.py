@@ -11,8 +11,6 @@ from chameleon_ft.cli.torchrun import TorchrunArguments, refuse_foreign_argument
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentArguments(TorchrunArguments):

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class CheckpointArguments:

@@ -17,8 +17,6 @@ from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_sta
 from chameleon_ft.errors import ConfigError, LiveRunError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 _POLL_S: Final = 1.0
 
 

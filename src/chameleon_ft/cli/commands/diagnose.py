@@ -18,8 +18,6 @@ from chameleon_ft.observe.readable import describe_damage, readable_events
 from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import duration, listed
 
-__all__ = ["main"]
-
 _TITLES: Final[Mapping[str, str]] = {
     "slow": "Slow",
     "took_over": "Replaced",

@@ -13,8 +13,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.quantities import listed
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class DrainArguments:

@@ -26,8 +26,6 @@ from chameleon_ft.observe.readable import describe_damage, readable_events
 from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, listed
 
-__all__ = ["describe_reason", "main"]
-
 _NOTICEABLE_S = 5e-4  # of a stall
 _TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving", "slow": "slow"}
 _PRESENT: Final = {

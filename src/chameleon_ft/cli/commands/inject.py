@@ -13,8 +13,6 @@ from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
 _KINDS = (
     "kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: it computes at --factor of its "

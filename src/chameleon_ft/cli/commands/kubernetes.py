@@ -15,8 +15,6 @@ from chameleon_ft.config import read_toml
 from chameleon_ft.deploy import KubernetesRun, Machines, to_yaml, with_reachable_host
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesArguments:

@@ -11,8 +11,6 @@ from chameleon_ft.cli.arguments import RunPath, metavar, parse_arguments
 from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class PageArguments:

@@ -22,8 +22,6 @@ from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.workload import is_recomputed
 
-__all__ = ["main"]
-
 _DERIVED = (
     "derived costs grow with the micro-batch nearly in proportion to its samples; only profiles measured for each size "
     "show what larger ones save"

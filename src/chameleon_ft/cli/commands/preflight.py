@@ -11,8 +11,6 @@ from chameleon_ft.config import DEVICES, DeviceName
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.quantities import data_size
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightArguments:

@@ -25,8 +25,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
 from chameleon_ft.quantities import data_size, duration
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class ProfileArguments:

@@ -14,8 +14,6 @@ from chameleon_ft.cli.arguments import OptionalInt, metavar
 from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class RayArguments:

@@ -17,8 +17,6 @@ from chameleon_ft.observe.readable import describe_damage, readable_events, read
 from chameleon_ft.plan.detours import home_pipelines
 from chameleon_ft.quantities import duration, in_ranges
 
-__all__ = ["main"]
-
 _SOURCES: Final = {
     "profile": "its profile",
     "corrected": "its profile, corrected by earlier steps",

@@ -15,8 +15,6 @@ from chameleon_ft.cli.run_config import absolute_job
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class RunArguments:

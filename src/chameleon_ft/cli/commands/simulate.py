@@ -15,11 +15,10 @@ from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, chos
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, duration, rate
 from chameleon_ft.simulate import save_trace, trace_statistics
+from chameleon_ft.simulate.accounting.oracle import ORACLE
 from chameleon_ft.simulate.accounting.results import PolicyResult, Results
-from chameleon_ft.simulate.run import ORACLE, simulate
+from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.sweep import Point, Sweep, sweep
-
-__all__ = ["main"]
 
 _WIDE: Final = 110  # characters of a line that has room for all columns
 _DAY_S: Final = 86_400.0

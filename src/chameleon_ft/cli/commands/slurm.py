@@ -21,8 +21,6 @@ from chameleon_ft.deploy import WRITTEN_BY, BatchScript, Machines, with_reachabl
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmArguments:

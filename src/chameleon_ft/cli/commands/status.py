@@ -14,8 +14,6 @@ from chameleon_ft.observe import RunDirectory, checkpoint_storage, damage_of
 from chameleon_ft.observe.live.facts import facts_of
 from chameleon_ft.observe.readable import describe_damage
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StatusArguments(WatchedRun):

@@ -15,8 +15,6 @@ from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.readable import describe_damage
 from chameleon_ft.observe.sinks.registry import SINKS
 
-__all__ = ["main"]
-
 _EVERY_S: Final = 1.0
 
 

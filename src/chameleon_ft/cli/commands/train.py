@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
 from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class TrainArguments:

@@ -22,8 +22,6 @@ from chameleon_ft.job import check_job_reference
 from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints, read_mark
 from chameleon_ft.observe.readable import readable_steps
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True)
 class VerifyArguments:

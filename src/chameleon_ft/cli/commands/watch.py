@@ -21,8 +21,6 @@ from chameleon_ft.observe.story import Notice, notices_of, record_of
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-__all__ = ["main"]
-
 _EVERY_S: Final = 0.5
 _NEWS: Final = 12
 _BARS: Final = "▁▂▃▄▅▆▇█"

@@ -10,8 +10,6 @@ from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerArguments(JoinArguments):

@@ -24,8 +24,6 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 
-__all__ = ["Calibration", "Corrections"]
-
 _RECENT: Final = 10  # steps, or transfers, whose median counts
 _PEERS: Final = 3  # workers with the same layers that compare with each other and not with others
 _STEPS_NEEDED: Final = 3  # for a factor of the step: one may be a hiccup

@@ -17,8 +17,6 @@ from chameleon_ft.plan.rest import RestOfStep, StepProgress
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import InFlightLimit
 
-__all__ = ["ClusterState"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:

@@ -12,8 +12,6 @@ from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["Completion"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:

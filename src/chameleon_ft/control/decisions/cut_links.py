@@ -8,8 +8,6 @@ from typing import Final
 
 from chameleon_ft.control.state.active_plan import ActivePlan
 
-__all__ = ["workers_to_give_up"]
-
 _MOST_SETS: Final = 1000  # that are compared; a cut between two hosts has as many as a host has workers, and one more
 
 

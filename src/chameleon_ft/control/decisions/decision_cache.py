@@ -21,8 +21,6 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.schedule import CostModel, check_program
 
-__all__ = ["DecisionCache"]
-
 _Answer = TypeVar("_Answer")
 
 _LOOK_EVERY_S: Final = 1.0  # between two checks of the prepared decisions

@@ -30,8 +30,6 @@ from chameleon_ft.errors import ChameleonError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.recovery import FailureModel
 
-__all__ = ["Decisions", "ScaleUpDecision"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:

@@ -18,8 +18,6 @@ from chameleon_ft.schedule import CostModel, Program, best_program, check_progra
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.workload import Workload
 
-__all__ = ["generation_orders", "migration_order"]
-
 
 def generation_orders(
     plan: RecoveryPlan, costs: CostModel, *, generation: int, costs_from: CostsFrom

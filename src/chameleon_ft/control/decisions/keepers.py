@@ -14,8 +14,6 @@ from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, Deci
 from chameleon_ft.recovery import Snapshots as ExpectedSnapshots
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["expected_snapshots", "with_keepers"]
-
 
 def with_keepers(
     plan: RecoveryPlan,

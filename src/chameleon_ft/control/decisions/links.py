@@ -25,8 +25,6 @@ from typing import Final, NamedTuple, TypeAlias
 from chameleon_ft.control.wire.parts import OperationTimes
 from chameleon_ft.schedule import CostModel, OperationKind, Program
 
-__all__ = ["Ends", "LinkTimes", "assumed_shares"]
-
 Ends: TypeAlias = tuple[int, int]
 """The two workers of a link, ascending."""
 

@@ -13,8 +13,6 @@ from chameleon_ft.quantities import counted
 from chameleon_ft.transfer import Transfer
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["lacks_copies", "restoring_copies", "with_owners", "with_owners_between"]
-
 
 def with_owners(plan: RecoveryPlan, left: Sharding | None, hosts: Mapping[int, str], redundancy: int) -> RecoveryPlan:
     """Return the plan after a loss, or the first one, with its owners.

@@ -28,8 +28,6 @@ from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Transfer, pull_s, transfer_s
 
-__all__ = ["Planner"]
-
 
 class Planner:
     """Makes the decisions of one run, by the times of operations, steps and transfers that were observed in it.

@@ -24,8 +24,6 @@ from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
-__all__ = ["RecoveryPlan", "decide", "decide_in_place", "describe_pipelines", "describe_transfer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan(ActivePlan):

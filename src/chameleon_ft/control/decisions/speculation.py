@@ -9,8 +9,6 @@ from typing import Final, Self
 from chameleon_ft.recovery import Decision, DecisionContext, FailureModel, decide, rescore
 from chameleon_ft.schedule import check_program
 
-__all__ = ["IN_PLACE", "SpeculativeDecision", "without_search"]
-
 IN_PLACE: Final = "reroute"
 """Name of the policy that chooses a plan under which no layer moves."""
 

@@ -17,8 +17,6 @@ from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.transfer import transfer_s, transfer_to
 
-__all__ = ["decide_on_switch", "plans_to"]
-
 
 def decide_on_switch(
     context: recovery.DecisionContext,

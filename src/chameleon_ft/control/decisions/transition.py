@@ -16,8 +16,6 @@ from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.transfer import Transfer, transfer_to
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["PlannedTransition", "moves_of", "placement_of", "plan_transition"]
-
 Move = tuple[int, int, int, int, int]
 """(round, source, destination, layer, bytes)"""
 

@@ -9,42 +9,6 @@ from typing import Any, Literal, Protocol, Self
 from chameleon_ft.control.wire.messages import Position, ProcessState
 from chameleon_ft.observe import NoticedBy
 
-__all__ = [
-    "AllQuiesced",
-    "AskAgent",
-    "ConnectionEnded",
-    "Detector",
-    "ErrorReported",
-    "Fatal",
-    "Fenced",
-    "Finding",
-    "LinksCut",
-    "LinksMeasured",
-    "Lost",
-    "MessageFailed",
-    "MessagesOverdue",
-    "Note",
-    "OperationsMeasured",
-    "OperationsTimed",
-    "ProbeAnswered",
-    "ProcessExited",
-    "Progressed",
-    "Reading",
-    "Recovered",
-    "RecoveredLink",
-    "SendProbe",
-    "Signal",
-    "Silent",
-    "Slow",
-    "SlowLink",
-    "StartStage",
-    "Starting",
-    "StepCommitted",
-    "StopRequested",
-    "Ticked",
-]
-
-
 StartStage = Literal["connecting", "loading", "vacant"]
 """Of a worker that does not take part yet. Vacant: it was lost before the run began, and no process has its place."""
 

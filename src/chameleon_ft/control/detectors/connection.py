@@ -19,8 +19,6 @@ from chameleon_ft.control.detectors.base import (
 from chameleon_ft.control.wire.messages import ProcessState
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 
-__all__ = ["ConnectionDetector"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectionDetector:

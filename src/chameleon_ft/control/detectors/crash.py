@@ -10,8 +10,6 @@ from typing import Final, Self
 from chameleon_ft.control.detectors.base import ErrorReported, Fatal, Finding, Lost, Signal
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["CrashDetector"]
-
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?: (?:bytes|[KMGT]iB)\b)?")
 """A number, in which equal errors of two workers may differ: a layer, a micro-batch, a size in any unit, an address."""
 

@@ -20,8 +20,6 @@ from chameleon_ft.control.detectors.base import (
 )
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["PeerFailureDetector"]
-
 _UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a culprit
 
 

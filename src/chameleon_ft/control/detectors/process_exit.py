@@ -8,8 +8,6 @@ from typing import Self
 
 from chameleon_ft.control.detectors.base import Finding, Lost, ProcessExited, Signal
 
-__all__ = ["ProcessExitDetector", "describe_exit"]
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessExitDetector:

@@ -10,8 +10,6 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import Finding, Lost, ProbeAnswered, Signal, StopRequested, Ticked
 from chameleon_ft.plan.frozen_map import FrozenMap, updated
 
-__all__ = ["QuiesceTimeout"]
-
 _PATIENCE_S: Final = 60.0  # unless timeouts.collective_timeout_s is set
 
 

@@ -24,8 +24,6 @@ from chameleon_ft.control.detectors.base import (
 from chameleon_ft.control.detectors.slowness import SlownessDetector
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["SlowLinkDetector", "number_of_link", "workers_of_link"]
-
 _WORKERS: Final = 1 << 24  # more than there are
 
 

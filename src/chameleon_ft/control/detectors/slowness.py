@@ -18,9 +18,6 @@ from typing import Final, Self
 from chameleon_ft.control.detectors.base import Fenced, Finding, OperationsMeasured, Recovered, Signal, Slow
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
-__all__ = ["MeasuredOperations", "SlownessDetector", "Spell"]
-
-
 _WINDOW: Final = 8  # recent steps whose median counts: a worker is noticed in its fifth slow one
 _LEAST_CHANGE: Final = 0.05  # of the logarithm of a speed: smaller changes are not worth a switch
 _DEVIATIONS: Final = 5.0  # a change by so many standard deviations is not noise, even if that is not quite normal

@@ -10,8 +10,6 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.control.detectors.base import Fatal, Fenced, Finding, Lost, Signal, Starting, StartStage
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 
-__all__ = ["StartTimeout"]
-
 
 @dataclass(frozen=True, slots=True)
 class StartTimeout:

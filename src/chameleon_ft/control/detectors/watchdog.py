@@ -41,8 +41,6 @@ from chameleon_ft.control.detectors.base import (
 from chameleon_ft.control.wire.messages import Position
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
-__all__ = ["Watchdog"]
-
 _STEPS: Final = 20  # recent steps whose median is the expected step time
 _PATIENCE: Final = 1.25  # steps of silence before the first probe
 _PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps

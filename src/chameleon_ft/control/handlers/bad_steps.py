@@ -11,8 +11,6 @@ from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import counted, listed
 
-__all__ = ["MOST_IN_A_ROW", "describe", "record", "record_all", "skipped"]
-
 MOST_IN_A_ROW: Final = 5
 """Bad steps one after the other, after which the run ends: leaving out samples does not help."""
 

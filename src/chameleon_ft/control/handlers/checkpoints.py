@@ -14,8 +14,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import counted, duration
 from chameleon_ft.recovery import POLICIES, Checkpoints, return_gap_s, risk_of
 
-__all__ = ["committed", "not_marked", "save", "saved", "slow_io", "switched"]
-
 
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step, and request a checkpoint if one is due."""

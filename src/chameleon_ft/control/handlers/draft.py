@@ -14,8 +14,6 @@ from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.observe import OtherRecord, OutcomeRecord
 from chameleon_ft.plan import Plan
 
-__all__ = ["Draft"]
-
 
 class Draft:
     """Collects the changes and commands that one event leads to.

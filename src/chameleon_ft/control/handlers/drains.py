@@ -17,8 +17,6 @@ from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.control.wire.messages import Drain, Exit, Kill, Refused
 from chameleon_ft.quantities import listed
 
-__all__ = ["drain", "give_up", "is_waited_for", "release"]
-
 _NOT_BEGUN: Final = "it is to leave before the run has begun"
 
 

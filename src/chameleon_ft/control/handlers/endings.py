@@ -12,8 +12,6 @@ from chameleon_ft.control.state.state import Ending
 from chameleon_ft.control.wire.messages import Finish
 from chameleon_ft.observe import RunStatus
 
-__all__ = ["SIGNAL_WINDOW_S", "UNSAVED", "finish", "finished", "request"]
-
 SIGNAL_WINDOW_S: Final = 1.0
 """Seconds in which signals count once: a batch system sends SIGTERM to all processes, some of which pass it on."""
 UNSAVED: Final = "the last checkpoint could not be written, and --resume continues from the one before"

@@ -9,8 +9,6 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import Phase, State
 from chameleon_ft.quantities import duration
 
-__all__ = ["lost", "stages"]
-
 
 def stages(state: State) -> dict[int, StartStage]:
     """Return the workers that are not ready yet, or that a run that has not begun lacks, and what they wait for."""

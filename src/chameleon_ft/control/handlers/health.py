@@ -12,8 +12,6 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import in_ranges
 
-__all__ = ["bad_step", "state_differs"]
-
 
 def state_differs(draft: Draft, message: messages.StateDiffers) -> None:
     """Act on the first report that holders of layers have different states; those of other workers say the same.

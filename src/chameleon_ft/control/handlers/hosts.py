@@ -15,8 +15,6 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.frozen_map import without
 from chameleon_ft.quantities import duration
 
-__all__ = ["admit_waiting", "arrived", "examined", "joined", "lost", "returned_late"]
-
 
 def arrived(draft: Draft, agent: int, hello: HostHello) -> None:
     """Have an agent examine its host, if it can and the run asks for that, and otherwise join.

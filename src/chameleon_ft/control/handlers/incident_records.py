@@ -13,8 +13,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.observe.evidence import Evidence
 from chameleon_ft.quantities import counted
 
-__all__ = ["count_death", "hang_examined", "record_incident", "report_unresponsive"]
-
 
 def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
     """Record the losses of an incident that is over, and learn from the durations of its phases."""

@@ -23,20 +23,6 @@ from chameleon_ft.observe import NoticedBy, RunStatus
 from chameleon_ft.plan.frozen_map import updated, without
 from chameleon_ft.quantities import duration, in_ranges
 
-__all__ = [
-    "checkpoint_unreadable",
-    "cut_links",
-    "detect",
-    "end",
-    "fence",
-    "lose",
-    "newcomers_unreached",
-    "peer_failed",
-    "quiesced",
-    "stop",
-]
-
-
 _ALL_TRAINED: Final = "; all steps are trained, and --resume repeats those after the newest checkpoint, if any"
 
 

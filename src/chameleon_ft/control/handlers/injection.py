@@ -17,8 +17,6 @@ from chameleon_ft.control.wire.messages import (
     Started,
 )
 
-__all__ = ["inject", "may_reveal_faults"]
-
 
 def inject(draft: Draft, connection: int, message: Inject) -> None:
     """Have a worker fail, and answer the command that asked for it."""

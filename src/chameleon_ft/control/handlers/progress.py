@@ -14,8 +14,6 @@ from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import StepRecord
 
-__all__ = ["committed", "operations_measured"]
-
 
 def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None:
     """Take in a worker's report of a step; the first report of each step advances the run."""

@@ -13,8 +13,6 @@ from chameleon_ft.control.handlers.incident_records import record_incident
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 
-__all__ = ["decided", "decision_failed", "launched", "started", "switched"]
-
 
 def decided(draft: Draft, event: events.Decided) -> None:
     """Launch the plan of a decision, then record why it was chosen."""

@@ -16,8 +16,6 @@ from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.state.state import Phase
 
-__all__ = ["advance", "considered", "ready", "respawn_due"]
-
 
 def respawn_due(draft: Draft) -> None:
     """Have the lost workers restarted whose delay is over."""

@@ -12,8 +12,6 @@ from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.state import State
 from chameleon_ft.quantities import duration
 
-__all__ = ["recovered", "recovered_link", "slow", "slow_link"]
-
 
 def slow(draft: Draft, finding: Slow) -> None:
     """Record that a worker is slow, and what that costs."""

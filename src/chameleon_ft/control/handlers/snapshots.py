@@ -11,8 +11,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.estimate import LEAST_SNAPSHOT_COST
 from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, POLICIES, Checkpoints, risk_of
 
-__all__ = ["committed", "repeat_orders", "switched", "taken"]
-
 
 def committed(draft: Draft, message: messages.Committed) -> None:
     """Count a committed step: workers may have begun a snapshot after it, or may have to."""

@@ -23,18 +23,6 @@ from chameleon_ft.control.wire import messages
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.recovery import without_shadow_holders
 
-__all__ = [
-    "abandon",
-    "adopt",
-    "advance",
-    "discard",
-    "participant_lost",
-    "prepare",
-    "prepare_failed",
-    "prepared",
-    "resume",
-]
-
 _CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
 _PROBE_S: Final = 5.0  # between questions to workers that do not reach each other
 _MIGRATION_FACTOR: Final = 20.0  # a migration may take this many times as long as predicted

@@ -33,18 +33,6 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.plan.frozen_map import without
 
-__all__ = [
-    "host_returned",
-    "is_expected_back",
-    "missing",
-    "reclaimed",
-    "replaced",
-    "standby_joined",
-    "standby_left",
-    "took_over",
-    "worker_returned",
-]
-
 
 def took_over(draft: Draft, term: int, address: str) -> None:
     """Continue in a higher term from the last state of a coordinator that is lost, with all of its connections.

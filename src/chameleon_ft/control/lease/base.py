@@ -17,8 +17,6 @@ from typing import Protocol, Self
 from chameleon_ft.control.host_process import has_ended
 from chameleon_ft.errors import LeaseError
 
-__all__ = ["Claim", "Lease"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:

@@ -17,8 +17,6 @@ from chameleon_ft.control.lease.register import RegisterLease
 from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ConfigError, LeaseError
 
-__all__ = ["EtcdLease"]
-
 _RANGE: Final = "/v3/kv/range"
 _TXN: Final = "/v3/kv/txn"
 _AUTHENTICATE: Final = "/v3/auth/authenticate"

@@ -15,8 +15,6 @@ from chameleon_ft.control.background_tasks import in_thread
 from chameleon_ft.control.lease.base import Claim
 from chameleon_ft.errors import LeaseError
 
-__all__ = ["FileLease"]
-
 
 class FileLease:
     """A file for each term, as in terms/000001.json, which appears with its whole content and never changes it.

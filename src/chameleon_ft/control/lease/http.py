@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 
-__all__ = ["Answer", "Server"]
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:

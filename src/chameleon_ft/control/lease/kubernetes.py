@@ -16,8 +16,6 @@ from chameleon_ft.control.lease.http import Answer, Server
 from chameleon_ft.control.lease.register import RegisterLease
 from chameleon_ft.errors import ConfigError, LeaseError
 
-__all__ = ["KubernetesLease"]
-
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _ANNOTATION: Final = "chameleon-ft/claim"
 

@@ -10,8 +10,6 @@ from chameleon_ft.control.background_tasks import in_thread
 from chameleon_ft.control.lease.base import Claim
 from chameleon_ft.errors import LeaseError
 
-__all__ = ["RegisterLease"]
-
 _Version = TypeVar("_Version")
 _ATTEMPTS: Final = 20
 

@@ -14,8 +14,6 @@ from chameleon_ft.plan.snapshots import SnapshotLayout
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.transfer import Transfer
 
-__all__ = ["ActivePlan"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivePlan:

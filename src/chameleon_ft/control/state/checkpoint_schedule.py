@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-__all__ = ["CheckpointSchedule"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSchedule:

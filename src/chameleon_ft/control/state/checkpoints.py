@@ -11,8 +11,6 @@ from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.plan.shards import UNITS
 
-__all__ = ["CheckpointParts", "Checkpoints", "describe_unreadable"]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:

@@ -14,8 +14,6 @@ from chameleon_ft.observe import FailureRecord
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.recovery import FailureModel
 
-__all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
-
 _DEFAULT = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.02)
 """Phases assumed until a stall has been measured; typical of a machine with two processors."""
 _DEFAULT_REGROUP_S: Final = 0.003  # that each worker adds to the time in which communicators are formed

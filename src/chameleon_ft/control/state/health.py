@@ -12,8 +12,6 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.quantities import in_ranges, listed
 
-__all__ = ["Disagreement", "Health"]
-
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:

@@ -10,8 +10,6 @@ from chameleon_ft.control.wire.messages import HostHello
 from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
-__all__ = ["HostAdmission"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAdmission:

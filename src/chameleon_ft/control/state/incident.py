@@ -13,8 +13,6 @@ from chameleon_ft.control.wire.messages import Switched
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
 
-__all__ = ["GIVEN_UP", "Fault", "Incident", "Loss"]
-
 GIVEN_UP: Final = ("watchdog", "heartbeat", "peer")
 """Detection paths on which a worker is given up although its process may run. It is killed afterwards."""
 

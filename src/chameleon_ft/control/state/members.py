@@ -14,8 +14,6 @@ from chameleon_ft.control.wire.parts import RankProcess
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
-__all__ = ["Members", "Respawns", "Worker"]
-
 _LINK_STEPS: Final = 10  # times as many are needed after a death at a link
 _FORMER: Final = 4  # former incarnations of a worker of which something may still be heard
 _SETTLED_STEPS: Final = 100  # an incarnation that lasts for this many steps was healthy: earlier deaths are forgotten

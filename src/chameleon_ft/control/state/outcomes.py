@@ -10,8 +10,6 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.observe import FailureCostRecord, OutcomeRecord
 from chameleon_ft.observe.records import FOLLOWED_STEPS
 
-__all__ = ["InterruptedStep", "Outcomes", "PendingOutcome"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutcome:

@@ -8,8 +8,6 @@ from typing import Self
 
 from chameleon_ft.control.state.switches import NextGeneration
 
-__all__ = ["Reconnection"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconnection:

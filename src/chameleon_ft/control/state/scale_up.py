@@ -13,8 +13,6 @@ from typing import Final, Self
 from chameleon_ft.control.detectors.slow_links import workers_of_link
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["ScaleUp"]
-
 _QUIET_S: Final = 0.5  # wait after the last newcomer, before all are considered together
 _GATHERING_S: Final = 10.0  # longest wait after the first newcomer, for others that are still loading
 _RETRY_S: Final = 1.0  # wait after a generation could not be prepared; twice as long after each that follows

@@ -20,8 +20,6 @@ from chameleon_ft.config import (
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["Devices", "Settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:

@@ -9,8 +9,6 @@ from typing import Self
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
 from chameleon_ft.plan.snapshots import Restoration, SnapshotLayout
 
-__all__ = ["Snapshot", "Snapshots"]
-
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

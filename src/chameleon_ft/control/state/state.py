@@ -30,8 +30,6 @@ from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.observe import RunStatus
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["Ending", "Phase", "State"]
-
 
 class Phase(Enum):
     """The phase of a run."""

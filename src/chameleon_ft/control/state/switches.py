@@ -8,8 +8,6 @@ from typing import Self
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.transfer import Transfer
 
-__all__ = ["Migrated", "NextGeneration", "Switches"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextGeneration:

@@ -15,20 +15,6 @@ from typing import Final, Self
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress
 
-__all__ = [
-    "AUTO_HOST",
-    "TOKEN_VARIABLE",
-    "CoordinatorAccess",
-    "address_of_host",
-    "bearer",
-    "join_address",
-    "local_address_towards",
-    "own_address",
-    "require_worker_ports",
-    "split_address",
-    "websocket_url",
-]
-
 AUTO_HOST: Final = "auto"
 """The value of `control.host` for the address at which other machines reach this one."""
 

@@ -20,8 +20,6 @@ from chameleon_ft.control.wire.messages import Message
 from chameleon_ft.control.wire.parts import MessagePart
 from chameleon_ft.errors import ControlError
 
-__all__ = ["decode", "encode", "encode_alike"]
-
 _LONGEST_REASON = 200  # characters
 _SHORT: Final = 1024  # characters of a field that is not worth compression
 _COMPRESSED: Final = "zlib"

@@ -23,8 +23,6 @@ from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
-__all__ = ["ControlConnection", "blocking_connection", "control_connection"]
-
 # Until the coordinator has told its lease, by which its silence is measured then.
 _PING_EVERY_S: Final = 10.0
 _PING_TIMEOUT_S: Final = 10.0

@@ -11,8 +11,6 @@ from typing import Final
 from websockets.asyncio.connection import Connection
 from websockets.exceptions import ConnectionClosed
 
-__all__ = ["WILL_RETURN", "HeardConnection", "heartbeat_interval_s", "watch_heartbeat"]
-
 _PEERS_PER_S: Final = 600
 """Peers that a coordinator asks for a sign of life in a second."""
 

@@ -24,36 +24,6 @@ from chameleon_ft.plan.snapshots import Rebuilding, SnapshotShare
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
-__all__ = [
-    "Acknowledged",
-    "Adopt",
-    "Begin",
-    "BeginCheckpoint",
-    "BeginSnapshot",
-    "CheckpointState",
-    "Discard",
-    "Drain",
-    "Examine",
-    "Exit",
-    "Finish",
-    "Inject",
-    "Kill",
-    "Migrate",
-    "Prepare",
-    "Probe",
-    "Published",
-    "ReadRunFile",
-    "Refused",
-    "RunFilePart",
-    "SaveCheckpoint",
-    "SnapshotResolved",
-    "Spawn",
-    "StartGeneration",
-    "Stop",
-    "Switch",
-    "Welcome",
-]
-
 
 class Acknowledged(Message):
     """The coordinator leads in `term`, and some messages need not be sent again.

@@ -18,26 +18,6 @@ from chameleon_ft.schedule import Operation, ScheduledRest
 from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
-__all__ = [
-    "BoundaryMessage",
-    "ChannelTimes",
-    "HostReport",
-    "Message",
-    "MessagePart",
-    "OperationTimes",
-    "Progress",
-    "RankProcess",
-    "Rest",
-    "Shards",
-    "Transition",
-    "Vote",
-    "folder_of",
-    "pack_operations",
-    "pack_shards",
-    "unpack_operations",
-    "unpack_shards",
-]
-
 
 class MessagePart(BaseModel):
     """Base of messages and their parts: frozen, and no other fields are accepted."""

@@ -6,35 +6,6 @@ from typing import Final, Literal
 
 from chameleon_ft.control.wire.parts import HostReport, Message, OperationTimes, Progress, RankProcess, Vote
 
-__all__ = [
-    "LEFT_OUT",
-    "BadStep",
-    "CheckpointSaved",
-    "CheckpointUnreadable",
-    "Committed",
-    "Crashed",
-    "Finished",
-    "HangEvidence",
-    "Hello",
-    "HostExamined",
-    "HostHello",
-    "LookUp",
-    "PeerFailed",
-    "Position",
-    "Prepared",
-    "ProcessState",
-    "Publish",
-    "Quiesced",
-    "Ready",
-    "SlowIO",
-    "SnapshotTaken",
-    "StandbyHello",
-    "Started",
-    "StateDiffers",
-    "Switched",
-    "WorkerExited",
-]
-
 
 class Hello(Message):
     """First message of a rank."""

@@ -26,8 +26,6 @@ from chameleon_ft.control.wire.messages import Message, Refused
 from chameleon_ft.control.wire.tls import tls_context
 from chameleon_ft.errors import ControlError
 
-__all__ = ["DOES_NOT_LEAD", "Handler", "Peer", "control_server", "listening_socket"]
-
 DOES_NOT_LEAD: Final = "this coordinator does not lead the run; try the others\n"
 _BACKLOG: Final = 4096  # peers that may reconnect at the same moment
 

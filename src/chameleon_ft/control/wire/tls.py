@@ -14,8 +14,6 @@ from pathlib import Path
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["generate_certificates", "tls_context"]
-
 _FILES = ("ca.pem", "cert.pem", "key.pem")
 
 

@@ -21,8 +21,6 @@ from chameleon_ft.launch.ray.cluster import NAMESPACE, give_back, name_of
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.runtime.process import Lifeline
 
-__all__ = ["AgentActor", "AgentEnd"]
-
 _FOLLOW_S: Final = 0.5
 _UNASKED_S: Final = 30.0  # for which this actor outlives the run, so that the coordinator can ask how it ended
 

@@ -21,8 +21,6 @@ from chameleon_ft.launch.ray.cluster import NAMESPACE, agents_of, bundles_by_nod
 from chameleon_ft.launch.ray.nodes import Node, NodeRequest
 from chameleon_ft.observe import ControlAddress, RunDirectory
 
-__all__ = ["Agents"]
-
 _POLL_S: Final = 1.0
 _MOST_DEATHS: Final = 3
 """Processes of agents of one node that may die; then the node is left alone."""

@@ -23,20 +23,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.ray.nodes import Node, NodeRequest
 from chameleon_ft.observe import RunDirectory
 
-__all__ = [
-    "NAMESPACE",
-    "agents_of",
-    "bundles_by_node",
-    "connected",
-    "draining_nodes",
-    "give_back",
-    "live_nodes",
-    "live_run",
-    "name_of",
-    "remove_leftovers",
-    "reserved",
-]
-
 NAMESPACE: Final = "chameleon"
 _KNOCK_S: Final = 5.0
 _POLL_S: Final = 1.0

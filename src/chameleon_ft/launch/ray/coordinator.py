@@ -29,8 +29,6 @@ from chameleon_ft.launch.standby import continue_run
 from chameleon_ft.observe import ControlAddress, RunDirectory, RunStatus
 from chameleon_ft.observe.terminal import TerminalView
 
-__all__ = ["CoordinatorActor", "Outcome"]
-
 Outcome: TypeAlias = RunStatus | ChameleonError
 """How a run ended, or why it could not begin."""
 

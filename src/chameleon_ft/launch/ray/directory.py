@@ -14,8 +14,6 @@ from typing import Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, replace_file
 
-__all__ = ["copy_to", "keep_checkpoints", "keep_spares", "mark", "packed", "packed_checkpoints", "sees", "spares"]
-
 _MARK: Final = ".mark"
 _SPARES: Final = ".spare-nodes"
 _COPY: Final = ".copy"  # in directories that `copy_to` has made

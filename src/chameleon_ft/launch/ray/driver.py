@@ -27,8 +27,6 @@ from chameleon_ft.launch.ray.coordinator import CoordinatorActor, Outcome
 from chameleon_ft.launch.ray.nodes import ClusterOptions, NodeRequest
 from chameleon_ft.observe import RunDirectory, RunStatus
 
-__all__ = ["train"]
-
 _ASK_S: Final = 5.0
 _LOOK_S: Final = 0.2
 _LOGS_S: Final = 1.5  # in which Ray brings the last lines of the coordinator

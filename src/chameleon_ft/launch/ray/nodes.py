@@ -10,8 +10,6 @@ from typing import Final, Self
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["ClusterOptions", "Node", "NodeRequest"]
-
 _RESOURCES: Final = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
 """Device -> the resource of Ray that counts such devices."""
 _MOST_SHOWN: Final = 4

@@ -9,8 +9,6 @@ from typing import Final
 from chameleon_ft.observe.live.report import CONDITIONS, RunReport, Saved
 from chameleon_ft.quantities import counted, duration, in_ranges
 
-__all__ = ["describe_workers", "facts_of"]
-
 _MOST_CAUSES: Final = 5
 _TOLD_SHARE: Final = 0.01
 

@@ -12,8 +12,6 @@ from chameleon_ft.observe.files import RunDirectory
 from chameleon_ft.observe.readable import parse_line
 from chameleon_ft.observe.recorder import RecordLine
 
-__all__ = ["RunFollower"]
-
 _SETBACK_S: Final = 1.0  # a shorter one may be the difference of two hosts
 
 

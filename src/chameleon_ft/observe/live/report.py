@@ -11,8 +11,6 @@ from chameleon_ft.observe.live.steps import Pace
 from chameleon_ft.observe.live.workers import WorkerState
 from chameleon_ft.observe.records import RunStatus, StepRecord
 
-__all__ = ["CONDITIONS", "Condition", "Costs", "RunReport", "Saved"]
-
 Condition: TypeAlias = Literal["waiting", "training", "reading", "recovering", "silent", "lost"] | RunStatus
 
 CONDITIONS: Final[Mapping[Condition, str]] = {

@@ -19,8 +19,6 @@ from chameleon_ft.observe.records import RunStatus, StepRecord
 from chameleon_ft.quantities import duration
 from chameleon_ft.recovery import FailureModel
 
-__all__ = ["RunState"]
-
 _SILENT_STEPS: Final = 10.0  # usual steps without a commit after which a run counts as silent
 _SILENT_S: Final = 10.0  # and seconds
 _PHASES: Final = ("detect_s", "stop_s", "decide_s", "regroup_s", "transfer_s")

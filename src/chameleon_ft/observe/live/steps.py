@@ -12,8 +12,6 @@ from typing import Final
 from chameleon_ft.observe.records import StepRecord
 from chameleon_ft.quantities import counted
 
-__all__ = ["RECENT_STEPS", "Pace", "Series", "StepHistory"]
-
 RECENT_STEPS: Final = 20
 """Steps over which the present pace is taken."""
 _DAY_S: Final = 86_400.0

@@ -13,8 +13,6 @@ from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.run_state import RunState
 from chameleon_ft.observe.recorder import RecordLine
 
-__all__ = ["RunWatcher"]
-
 
 class RunWatcher:
     """Follows the files of a run, and reports its state.

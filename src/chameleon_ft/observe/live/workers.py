@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-__all__ = ["WORKER_STATES", "WorkerBoard", "WorkerState"]
-
 WorkerState: TypeAlias = Literal["live", "slow", "draining", "spare", "joining", "lost", "left"]
 
 WORKER_STATES: Final[Mapping[WorkerState, str]] = {

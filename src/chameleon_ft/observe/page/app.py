@@ -22,8 +22,6 @@ from chameleon_ft.observe.page.feed import Feed, as_json
 from chameleon_ft.observe.page.gate import TokenGate
 from chameleon_ft.observe.page.metrics import exposition
 
-__all__ = ["STATIC", "Actions", "page_app"]
-
 STATIC: Final = Path(__file__).parent / "static"
 _MOST_FOLLOWERS: Final = 100
 _MOST_BODY_BYTES: Final = 10_000

@@ -20,8 +20,6 @@ from chameleon_ft.observe.story import notices_of, record_of
 from chameleon_ft.observe.timelines import readable_recorded_steps
 from chameleon_ft.quantities import in_ranges
 
-__all__ = ["MOST_POINTS", "grid", "incidents", "news", "overview", "schedule", "what_if"]
-
 MOST_POINTS: Final = 600
 """Points of a curve when a page is opened."""
 _MOST_LANES: Final = 64

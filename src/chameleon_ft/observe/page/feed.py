@@ -13,8 +13,6 @@ from chameleon_ft.observe.live.report import RunReport
 from chameleon_ft.observe.live.watcher import RunWatcher
 from chameleon_ft.observe.page import content
 
-__all__ = ["Feed", "as_json"]
-
 _EVERY_S: Final = 1.0
 _MOST_NEWS: Final = 300  # events that are sent at once, the newest
 

@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Literal
 
-__all__ = ["TokenGate"]
-
 _logger = logging.getLogger(__name__)
 
 _MOST_WRONG: Final = 5  # tokens of an address

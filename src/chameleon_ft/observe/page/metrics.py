@@ -22,8 +22,6 @@ from chameleon_ft.observe.live.run_state import RunState
 from chameleon_ft.observe.live.workers import WORKER_STATES
 from chameleon_ft.observe.records import OutcomeRecord
 
-__all__ = ["exposition"]
-
 _COUNTED: Final[Mapping[str, tuple[str, str]]] = {
     "bad_step": ("chameleon_bad_steps", "Steps whose loss or gradient was bad."),
     "empty_step": ("chameleon_empty_steps", "Steps without a loss term, which were skipped."),

@@ -9,8 +9,6 @@ from chameleon_ft.observe.records import StepRecord
 from chameleon_ft.observe.sinks.sink import Sink
 from chameleon_ft.observe.story import record_of
 
-__all__ = ["Delivery"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from chameleon_ft.observe.files import RunDirectory
 from chameleon_ft.observe.sinks.delivery import Delivery
 from chameleon_ft.observe.sinks.sink import Sink
 
-__all__ = ["SINKS", "SinkType"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkType:

@@ -16,8 +16,6 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.observe.story import PHASES
 
-__all__ = ["scalars_of"]
-
 
 def scalars_of(record: RunRecord) -> dict[str, float]:
     """Return the numbers of a record that are finite and known; their names have the form "group/name"."""

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from chameleon_ft.observe.records import RunRecord
 
-__all__ = ["Sink"]
-
 
 class Sink(Protocol):
     """Takes the records of a run in their order, for another tool; both methods may raise anything."""

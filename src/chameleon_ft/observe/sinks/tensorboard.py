@@ -21,8 +21,6 @@ from chameleon_ft.observe.records import RunRecord, StepRecord
 from chameleon_ft.observe.sinks.scalars import scalars_of
 from chameleon_ft.observe.story import Notice, notices_of
 
-__all__ = ["TensorBoardSink"]
-
 _VERSION: Final = "brain.Event:2"  # of the format
 
 

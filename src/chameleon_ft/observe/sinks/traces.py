@@ -24,8 +24,6 @@ from chameleon_ft.observe.records import (
 )
 from chameleon_ft.observe.story import PHASES
 
-__all__ = ["TraceSink", "otlp_exporter"]
-
 _TIMEOUT_S: Final = 5.0
 _NOTICED: Final = frozenset({"lost", "hang", "state_differs"})
 """Events that become events of the span of the incident that follows."""

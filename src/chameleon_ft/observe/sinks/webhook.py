@@ -10,8 +10,6 @@ from chameleon_ft.observe.recorder import line_of
 from chameleon_ft.observe.records import OtherRecord, RunRecord, StepRecord
 from chameleon_ft.observe.story import notices_of
 
-__all__ = ["WebhookSink"]
-
 _TIMEOUT_S: Final = 10.0
 _SENT: Final = frozenset(
     {"lost", "bad_step", "checkpoint_failed", "drain_failed", "finished", "hang", "slow", "state_differs", "took_over"}

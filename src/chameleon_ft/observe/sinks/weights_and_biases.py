@@ -12,8 +12,6 @@ from chameleon_ft.observe.records import FailureRecord, RunRecord, StepRecord
 from chameleon_ft.observe.sinks.scalars import scalars_of
 from chameleon_ft.observe.story import notices_of
 
-__all__ = ["WandbSink"]
-
 _MOST_ROWS: Final = 1_000
 _COLUMNS: Final[list[str | int]] = ["time", "step", "event", "facts"]
 

@@ -11,8 +11,6 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposals.proposal import Proposal
 
-__all__ = ["drop_pipelines"]
-
 
 def drop_pipelines(name: str, context: DecisionContext) -> Proposal:
     """Drop pipelines that have lost a worker; their other workers are idle.

@@ -19,8 +19,6 @@ from chameleon_ft.schedule import InFlightLimit, default_limits
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, oobleck_plan, recut_plan, reroute
 from chameleon_ft.transfer import remap_plan
 
-__all__ = ["ProposalsOnWorkers"]
-
 
 class ProposalsOnWorkers:
     """Proposes plans for a context: a method for each `policies.Kind`, called with the name of its proposals.

@@ -16,8 +16,6 @@ from chameleon_ft.schedule import OperationKind
 from chameleon_ft.search import paper_plan
 from chameleon_ft.transfer import transfer_s, transfer_to
 
-__all__ = ["prefers_rerouting", "propose", "rerouted_s"]
-
 
 def propose(
     name: str, context: DecisionContext, horizon_s: float, *, reroute: Callable[[str], list[Proposal]]

@@ -11,8 +11,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 from chameleon_ft.search import FoundPlan
 
-__all__ = ["Proposal"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:

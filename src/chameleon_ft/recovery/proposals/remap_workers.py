@@ -21,8 +21,6 @@ from chameleon_ft.transfer import (
     worker_kinds,
 )
 
-__all__ = ["numbered", "on_holders", "remap_workers"]
-
 
 def remap_workers(name: str, plans: Sequence[FoundPlan], context: DecisionContext) -> list[Proposal]:
     """Propose each plan with its workers exchanged for others of their kind, named `name`, `name`-2 and so on.

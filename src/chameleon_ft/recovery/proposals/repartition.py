@@ -11,8 +11,6 @@ from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.proposals.remap_workers import numbered, on_holders, remap_workers
 from chameleon_ft.search import InfeasibleError, SearchResult, find_plan
 
-__all__ = ["repartition", "search"]
-
 # Copies of the layers in additional plans, if the plans of the search have fewer; it finds plans with two itself.
 _COPIES: Final = (3, 4, 6, 8)
 # Share of the time until the next incident. If more holders make the incident cheaper by less, none are searched for.

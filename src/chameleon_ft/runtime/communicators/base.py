@@ -11,8 +11,6 @@ from torch._C._distributed_c10d import Store, Work
 
 from chameleon_ft.errors import ChameleonError
 
-__all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "Rendezvous", "issue"]
-
 
 class CommunicationError(ChameleonError):
     """A message could not be delivered: its other end is gone, or the communicators were interrupted.

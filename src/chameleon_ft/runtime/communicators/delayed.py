@@ -11,8 +11,6 @@ from torch import Tensor
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.runtime.communicators.base import CommunicationError, Communicators, InFlight, Membership
 
-__all__ = ["Deferred", "DelayedLinks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Deferred:

@@ -13,8 +13,6 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.runtime.communicators.base import Communicators, InFlight, Membership
 from chameleon_ft.runtime.communicators.delayed import Deferred, DelayedLinks
 
-__all__ = ["EmulatedLinks"]
-
 _STAMP_BYTES: Final = 16  # float64 each: when the message is due, seconds that it occupies the link
 
 

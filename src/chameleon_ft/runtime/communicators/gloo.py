@@ -23,8 +23,6 @@ from chameleon_ft.runtime.communicators.sockets import ADDRESS_BYTES, SocketTrac
 from chameleon_ft.runtime.communicators.store import GenerationStore
 from chameleon_ft.runtime.communicators.vote import TreeVote
 
-__all__ = ["GlooCommunicators", "WaitCancelledError", "Waiter", "gloo_group"]
-
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
 _POLL_S = 0.01

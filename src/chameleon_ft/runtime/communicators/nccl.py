@@ -28,8 +28,6 @@ from torch._C import _distributed_c10d as c10d
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import Channel, CommunicationError, InFlight, Membership, issue
 
-__all__ = ["NcclCommunicators"]
-
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
 
 

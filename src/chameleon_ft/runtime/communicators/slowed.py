@@ -14,8 +14,6 @@ from chameleon_ft.runtime.communicators.base import Communicators, InFlight
 from chameleon_ft.runtime.communicators.delayed import Deferred, DelayedLinks
 from chameleon_ft.runtime.communicators.tags import Tag
 
-__all__ = ["SlowedLinks"]
-
 
 class SlowedLinks(DelayedLinks):
     """Communicators of a worker whose links have a share of their bandwidth, as `share` says when a message begins.

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ADDRESS_BYTES", "SocketTracker"]
-
 _DESCRIPTORS = Path("/proc/self/fd")
 ADDRESS_BYTES: Final = 256  # at the beginning of a value that gloo publishes, which have the address
 _KEEPALIVE_S: Final = 2  # an idle connection is probed after this

@@ -23,8 +23,6 @@ from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.control.wire.messages import LookUp, Message, Publish
 from chameleon_ft.runtime.communicators.base import CommunicationError
 
-__all__ = ["GenerationStore", "open_store", "serve_store"]
-
 _BACKLOG = 1024
 _TIMEOUT = timedelta(seconds=30)
 _ASK_AFTER_S = 1.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum, unique
 
-__all__ = ["Tag", "tag_of", "tag_of_layer"]
-
 
 @unique
 class Tag(IntEnum):

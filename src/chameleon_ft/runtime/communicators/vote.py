@@ -10,8 +10,6 @@ from torch import Tensor
 from chameleon_ft.runtime.communicators.base import Communicators
 from chameleon_ft.runtime.communicators.tags import Tag
 
-__all__ = ["TreeVote"]
-
 _CHILDREN: Final = 8
 
 

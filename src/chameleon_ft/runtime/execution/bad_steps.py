@@ -21,8 +21,6 @@ from chameleon_ft.control.wire.parts import Vote
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.plan import LayerRange
 
-__all__ = ["BadStepError", "Contributions", "Origin", "RecentSteps", "Repetition"]
-
 _REMEMBERED: Final = 64
 _LEAST: Final = 16  # steps that a bound needs
 _DEVIATION: Final = 1.4826  # of a normal distribution, over its median absolute deviation

@@ -33,8 +33,6 @@ from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.snapshots.taker import SnapshotTaker
 from chameleon_ft.runtime.state_transfer.migration import LayerMigration
 
-__all__ = ["AppliedStep", "CommitContext", "Committer", "ComputedStep", "Wishes"]
-
 _CLIP_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _MAX_NORM: Final = 32  # of a vote, which only sums: this norm of n equal times is at most n**(1/32) times their maximum
 

@@ -31,8 +31,6 @@ from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["Executor", "Pace", "Resend", "channels_of"]
-
 _BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
 
 _OPERATIONS: Final = {

@@ -19,8 +19,6 @@ from chameleon_ft.runtime.communicators import Communicators, InFlight
 from chameleon_ft.runtime.communicators.tags import Tag
 from chameleon_ft.runtime.execution.layers import HeldLayers
 
-__all__ = ["ParameterExchange"]
-
 _MESSAGE_BYTES: Final = 4 << 20
 _IN_FLIGHT: Final = 2  # messages to each worker, and from it
 _POLL_S: Final = 0.01

@@ -18,8 +18,6 @@ from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.runtime.execution.layers import HeldLayers
 from chameleon_ft.sync import Segment
 
-__all__ = ["GradientBuffers", "without_gradients"]
-
 # Elements of one norm. In float64 it is taken of a copy, which must stay small on a CPU; elsewhere a launch costs more.
 _NORM_ELEMENTS_ON_CPU: Final = 1 << 14
 _NORM_ELEMENTS: Final = 1 << 22

@@ -25,8 +25,6 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import blank_layer, build_layer
 from chameleon_ft.models.precision import cast_layer
 
-__all__ = ["HeldLayer", "LayerState"]
-
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for updated tensors and persistent buffers, ``optimizer/NAME/KEY``.
 

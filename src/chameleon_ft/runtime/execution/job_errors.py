@@ -15,8 +15,6 @@ from chameleon_ft.observe.evidence import place_of
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.communicators import CommunicationError
 
-__all__ = ["JobError", "as_job_errors", "describe_error", "naming_layer", "noting"]
-
 _LONGEST_ERROR: Final = 240
 
 

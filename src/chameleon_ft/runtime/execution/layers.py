@@ -20,8 +20,6 @@ from chameleon_ft.runtime.execution.job_errors import noting
 from chameleon_ft.runtime.execution.optimizer import LayerOptimizer
 from chameleon_ft.runtime.execution.parameter_vector import Range
 
-__all__ = ["HeldLayers"]
-
 
 class HeldLayers:
     """The layers a rank holds, on its device, and one optimizer over all their updated tensors.

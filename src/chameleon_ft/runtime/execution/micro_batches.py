@@ -16,8 +16,6 @@ from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 
-__all__ = ["KEPT_MICRO_BATCHES", "MicroBatch", "MicroBatches", "micro_batches_of"]
-
 
 class MicroBatch(NamedTuple):
     """The samples of a micro-batch, stacked: (micro-batch, ...).

@@ -24,8 +24,6 @@ from chameleon_ft.models.precision import parameter_like
 from chameleon_ft.runtime.execution.parameter_vector import ParameterVector, Range, Trained
 from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 
-__all__ = ["LayerOptimizer", "joined_masters"]
-
 _ENTRY: Final = re.compile(
     r"(module|(?P<optimizer>optimizer))/(?P<name>.+?)(\[(?P<start>\d+):(?P<stop>\d+)\])?(?(optimizer)/(?P<key>[^/]*))"
 )

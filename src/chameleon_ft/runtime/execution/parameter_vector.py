@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from chameleon_ft.plan.shards import UNITS
 
-__all__ = ["ParameterVector", "Range", "Trained"]
-
 _ALIGNMENT: Final = 64  # elements: vectorized code computes the same values for a slice as for the whole parameter
 
 Range = tuple[int, int]

@@ -23,8 +23,6 @@ from chameleon_ft.runtime.execution.step_stats import TimedReduction
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment, issue_points
 
-__all__ = ["Reductions"]
-
 _POLL_S: Final = 0.01
 # Of a bucket, unless a single key has more. Copies of 8 MiB reuse memory of the allocator; those of 32 MiB and more get
 # new pages from the kernel each time, and take four times as long.

@@ -17,8 +17,6 @@ from chameleon_ft.runtime.execution.split_backward import WeightHalf, input_grad
 from chameleon_ft.schedule import Operation
 from chameleon_ft.workload import is_recomputed
 
-__all__ = ["SavedActivations"]
-
 
 @dataclass(slots=True)
 class _Part:

@@ -13,8 +13,6 @@ from chameleon_ft.runtime.communicators import Communicators
 from chameleon_ft.runtime.communicators.tags import tag_of
 from chameleon_ft.runtime.execution.step_state import Result, StepState
 
-__all__ = ["SentMessages"]
-
 
 class SentMessages:
     """Sends results of operations, and holds them in `state` until their receivers have certainly used them.

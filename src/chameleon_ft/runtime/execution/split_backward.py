@@ -27,8 +27,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from chameleon_ft.runtime.execution.gradients import without_gradients
 
-__all__ = ["WeightHalf", "input_gradient", "whole_backward"]
-
 WeightHalf = Callable[[], object]
 """The W of a split backward. A single call adds to the gradients of the parameters."""
 

@@ -24,8 +24,6 @@ from chameleon_ft.runtime.execution.parameter_vector import Range
 from chameleon_ft.runtime.state_transfer.layer_messages import layer_checksums
 from chameleon_ft.sync import Segment
 
-__all__ = ["StateCheck", "StateDiffersError"]
-
 _BITS: Final = 52  # a number of the vote is a float64, which has no more
 _SHIFT: Final = 64 - _BITS
 

@@ -15,8 +15,6 @@ from chameleon_ft.runtime.execution.saved_activations import SavedActivations
 from chameleon_ft.runtime.execution.split_backward import WeightHalf
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["CountedLoss", "Result", "Span", "StepState", "hop_of"]
-
 Result: TypeAlias = tuple[bool, int, int]
 """(whether it is an activation, micro-batch, layer): the output of the layer, or the gradient of its input."""
 

@@ -17,8 +17,6 @@ from chameleon_ft.runtime.execution.step_state import Span, StepState
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
-__all__ = ["StepRecorder", "StepStats", "TimedReduction"]
-
 _TIMED_MESSAGES: Final = 8  # of each channel in a step: the shortest of some is hardly noise
 _WAITED_S: Final = 2e-4  # a shorter wait may be for a message that is there
 _AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number

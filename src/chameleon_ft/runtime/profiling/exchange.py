@@ -29,8 +29,6 @@ from chameleon_ft.runtime.device import claim_device, wait_for_stream
 from chameleon_ft.runtime.fork_server import ForkServer, receive
 from chameleon_ft.runtime.profiling.peer import PeerConnection, PeerStore
 
-__all__ = ["Exchange", "MeasuredLinks", "Member", "fit_link", "run_members"]
-
 _WARM_UP: Final = 3
 _TAG: Final = 0
 _ELEMENT: Final = torch.float32

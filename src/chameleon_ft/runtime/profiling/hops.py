@@ -22,8 +22,6 @@ from chameleon_ft.runtime.execution.split_backward import input_gradient
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.sync import Segment
 
-__all__ = ["Hop", "ModelOnDevice", "ResidentLayers"]
-
 Phases = dict[str, Callable[[], None]]
 """The parts of a computation by name, to be called one after the other."""
 

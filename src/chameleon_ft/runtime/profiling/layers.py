@@ -14,8 +14,6 @@ from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLaye
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.workload import LayerCost, is_recomputed
 
-__all__ = ["MeasuredLayers", "measure_layers", "operation_overhead_s", "sized_layer"]
-
 _WARM_UP = 3
 _MOST_LAYERS_TOGETHER = 3
 

@@ -20,8 +20,6 @@ from chameleon_ft.runtime.communicators.store import serve_store
 from chameleon_ft.runtime.profiling.exchange import Exchange, MeasuredLinks, Member, run_members
 from chameleon_ft.runtime.profiling.peer import PeerConnection
 
-__all__ = ["local_backend", "measure_link_to", "measure_local_links", "message_sizes", "serve_link"]
-
 _LOCAL_HOST: Final = "127.0.0.1"
 _MESSAGE_BYTES: Final = (64, 4096, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _REDUCED_BYTES: Final = (1 << 16, 1 << 20, 1 << 23)

@@ -16,8 +16,6 @@ import torch
 
 from chameleon_ft.runtime.device import is_host_memory
 
-__all__ = ["Held", "held_in_phases"]
-
 _MARK = "phase "
 
 

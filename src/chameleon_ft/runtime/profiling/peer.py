@@ -22,8 +22,6 @@ from chameleon_ft.control.wire.messages import Message, Publish
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.communicators.store import GenerationStore
 
-__all__ = ["PeerConnection", "PeerStore"]
-
 _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 _MOST_BYTES: Final = 1 << 16

@@ -15,8 +15,6 @@ from chameleon_ft.runtime.profiling.hops import ModelOnDevice
 from chameleon_ft.runtime.profiling.layers import measure_layers
 from chameleon_ft.runtime.profiling.links import local_backend, measure_link_to, measure_local_links, message_sizes
 
-__all__ = ["measure_profile"]
-
 
 def measure_profile(
     config: RunConfig, *, repeats: int, peer: str | None, token: str, command: str, progress: Callable[[str], None]

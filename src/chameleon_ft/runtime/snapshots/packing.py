@@ -17,8 +17,6 @@ from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 from chameleon_ft.runtime.state_transfer.layer_messages import checksum
 
-__all__ = ["PackedState", "join", "unpack"]
-
 _HEADER_BYTES: Final = 64
 _HEADER: Final = 3  # int64: bytes of the description, bytes of all that follows the header, their checksum
 _ALIGNMENT: Final = 64

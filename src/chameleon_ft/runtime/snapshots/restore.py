@@ -17,8 +17,6 @@ from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.snapshots.packing import join, unpack
 from chameleon_ft.runtime.snapshots.taker import receive_block, send_block
 
-__all__ = ["RestoredLayers", "rebuild"]
-
 
 def rebuild(
     worker: int,

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from chameleon_ft.plan.snapshots import Part
 
-__all__ = ["SnapshotStore"]
-
 _Blocks = Mapping[tuple[Part, ...], Tensor]
 """Blocks of single parts, and parity of several."""
 

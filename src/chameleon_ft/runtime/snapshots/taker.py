@@ -28,8 +28,6 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
     layer_checksums,
 )
 
-__all__ = ["SnapshotTaker", "receive_block", "send_block"]
-
 _POLL_S: Final = 0.01
 _RESOLVED_S: Final = 0.25  # longest wait for the coordinator, without which workers train on
 _BLOCK: Final = "block"

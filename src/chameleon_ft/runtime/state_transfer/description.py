@@ -18,8 +18,6 @@ from torch import Tensor
 
 from chameleon_ft.errors import ConfigError, ControlError
 
-__all__ = ["decode_description", "encode_description"]
-
 _META: Final = torch.device("meta")
 
 

@@ -26,16 +26,6 @@ from chameleon_ft.runtime.execution.held_layer import LayerState
 from chameleon_ft.runtime.state_transfer.description import decode_description, encode_description
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
 
-__all__ = [
-    "IncomingLayers",
-    "OutgoingLayer",
-    "OutgoingLayers",
-    "checksum",
-    "checksum_of_sums",
-    "layer_checksums",
-    "tensor_bytes",
-]
-
 _PIECE_BYTES: Final = 1 << 22  # a piece is checked while the next one arrives
 _PIECES_IN_FLIGHT: Final = 2  # of a layer that gives way to other messages
 _COLUMNS: Final = 4096

@@ -34,8 +34,6 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
 from chameleon_ft.runtime.state_transfer.preallocation import Memory
 from chameleon_ft.runtime.state_transfer.request_window import RequestWindow
 
-__all__ = ["LayerMigration"]
-
 _WHOLE: Final = (0, 0)  # instead of units of a slice: the layer
 _POLL_S: Final = 0.01
 _DONE: Final = -1  # instead of a layer: there is no further request

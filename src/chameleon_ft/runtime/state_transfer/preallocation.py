@@ -21,8 +21,6 @@ from chameleon_ft.job import Job
 from chameleon_ft.runtime.device import is_host_memory
 from chameleon_ft.runtime.execution.held_layer import HeldLayer
 
-__all__ = ["Allocation", "LayerAllocator", "Memory"]
-
 _PIECE_BYTES: Final = 1 << 24  # between two looks at whether it is still wanted: some milliseconds
 _ALIGNMENT: Final = 64  # bytes, as torch's allocator has it on a CPU
 _TENSORS: Final = 4  # of a parameter, kept by an optimizer; no common one keeps more

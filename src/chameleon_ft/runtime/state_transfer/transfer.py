@@ -27,8 +27,6 @@ from chameleon_ft.runtime.state_transfer.layer_messages import (
 )
 from chameleon_ft.runtime.state_transfer.preallocation import Allocation, LayerAllocator
 
-__all__ = ["StateTransfer", "channels_of_transition"]
-
 
 class _Move(NamedTuple):
     round: int

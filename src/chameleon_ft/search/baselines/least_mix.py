@@ -11,8 +11,6 @@ from typing import Final
 
 from chameleon_ft.quantities import SUM_ROUNDING
 
-__all__ = ["LeastMix", "Mix", "shared_out"]
-
 _FOREVER_S: Final = 1e300
 # Among mixes of equal estimate, the fewest pipelines reduce least, and the most send the fewest messages.
 _FROM_EACH_END: Final = 2

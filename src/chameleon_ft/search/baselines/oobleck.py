@@ -23,8 +23,6 @@ from chameleon_ft.search.baselines.planned_layouts import (
     memory_of,
 )
 
-__all__ = ["PipelineTemplate", "oobleck_plan", "pipeline_templates", "reconfigured_pipelines"]
-
 # N_b / S, for which templates are made.
 _PER_STAGE = 4
 

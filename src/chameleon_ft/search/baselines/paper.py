@@ -21,8 +21,6 @@ from chameleon_ft.search.baselines.planned_layouts import (
     memory_of,
 )
 
-__all__ = ["paper_plan"]
-
 
 def paper_plan(
     costs: CostModel, *, split_backward: bool = False, current: Placement | None = None

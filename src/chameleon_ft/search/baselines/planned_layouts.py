@@ -25,17 +25,6 @@ from chameleon_ft.search.placement.hosts import worker_choices
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.workload import Workload
 
-__all__ = [
-    "BaselinePlan",
-    "CutPoints",
-    "Layout",
-    "OneFOneBMemory",
-    "equal_layouts",
-    "fastest_layout",
-    "memory_of",
-    "one_f_one_b_bytes",
-]
-
 CutPoints: TypeAlias = tuple[int, ...]
 """The layer after the last one of each stage of a pipeline."""
 

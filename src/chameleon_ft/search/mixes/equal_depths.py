@@ -12,8 +12,6 @@ from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
 from chameleon_ft.search.pipelines.sync_bounds import SyncCost, SyncLowerBound
 from chameleon_ft.workload import Workload
 
-__all__ = ["EqualDepths", "promising_layouts"]
-
 # With up to this many workers, every depth is searched with every number of pipelines that there are workers for.
 _ALL_NUMBERS: Final = 64
 

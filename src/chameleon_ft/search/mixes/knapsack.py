@@ -15,8 +15,6 @@ import numpy as np
 
 from chameleon_ft.quantities import ROUNDING
 
-__all__ = ["BoundedMix", "Mix", "Size", "best_mix", "is_exact"]
-
 Size: TypeAlias = tuple[int, ...]
 """Workers of each class that an item takes."""
 Mix: TypeAlias = dict[Size, int]

@@ -24,8 +24,6 @@ from chameleon_ft.search.pipelines.schedules import TimedPipeline
 from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import Shape, arrangements
 
-__all__ = ["MixSearch", "TimedMix", "shapes_of"]
-
 # Relative precision of a bisection in a search that need not be complete.
 _COARSE_PRECISION: Final = 2e-4
 # Longer than any step.

@@ -49,8 +49,6 @@ from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import Shape
 
-__all__ = ["CutPoints", "PipelineBounds"]
-
 # Kernels are imported where they are called: they load numba, which most importers of this module do not need.
 
 CutPoints: TypeAlias = tuple[int, ...]

@@ -15,8 +15,6 @@ from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineS
 from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import Shape
 
-__all__ = ["BestPipeline", "PipelineSearch", "synced_s"]
-
 BestPipeline: TypeAlias = tuple[float, TimedPipeline | None]
 """Seconds, gradient sync included, and the pipeline; infinite and None if none fits."""
 

@@ -23,8 +23,6 @@ from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
 
-__all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
-
 # List schedules that are made with any effort.
 _LEAST_SCHEDULES: Final = 7
 # By how much more than `Stages.limits` a stage is given at first.

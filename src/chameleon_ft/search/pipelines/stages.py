@@ -28,8 +28,6 @@ from chameleon_ft.search._kernels.records import (
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
-__all__ = ["Stages", "links_between", "sums_by_stage"]
-
 # Kernels are imported where they are called: they load numba, which most importers of this module do not need.
 
 

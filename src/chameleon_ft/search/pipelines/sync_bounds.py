@@ -18,8 +18,6 @@ from chameleon_ft.schedule.records import Floats
 from chameleon_ft.search.pipelines.stages import links_between, sums_by_stage
 from chameleon_ft.workload import Workload
 
-__all__ = ["SyncCost", "SyncLowerBound", "has_gradients", "numbers_of_pipelines"]
-
 # Numbers of pipelines that differ by up to this share have a common bound: their rings take nearly the same time.
 _ALIKE: Final = 0.1
 

@@ -10,8 +10,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from chameleon_ft.cluster import Cluster
 
-__all__ = ["Shape", "WorkerClass", "WorkerPool", "arrangements", "merged_clusters"]
-
 T = TypeVar("T")
 
 Shape: TypeAlias = tuple[int, ...]

@@ -18,8 +18,6 @@ from chameleon_ft.search.placement.gradient_sync import PlacedPipelines
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.transfer import moved_bytes
 
-__all__ = ["Candidate", "evaluated", "figures", "predicted"]
-
 
 @dataclass(frozen=True)
 class Candidate:

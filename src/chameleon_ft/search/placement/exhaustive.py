@@ -23,8 +23,6 @@ from chameleon_ft.search.pipelines.sync_bounds import SyncCost, SyncLowerBound
 from chameleon_ft.search.pipelines.worker_classes import arrangements
 from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
 
-__all__ = ["ExhaustiveSearch"]
-
 # Clusters with more routes are not searched.
 _MOST_ROUTES: Final = 5_000
 # The search ends after so much effort. Checking whether the workers of a route are free counts 1. The other steps take

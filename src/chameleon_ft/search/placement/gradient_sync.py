@@ -15,8 +15,6 @@ from chameleon_ft.search.pipelines.schedules import TimedPipeline
 from chameleon_ft.search.pipelines.sync_bounds import has_gradients
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 
-__all__ = ["GradientSync", "PlacedPipelines", "links_are_equal"]
-
 PlacedPipelines: TypeAlias = tuple[tuple[TimedPipeline, tuple[int, ...]], ...]
 """Pipelines, each with its workers."""
 

@@ -16,8 +16,6 @@ from chameleon_ft.search.placement.gradient_sync import links_are_equal
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["assigned_workers", "smaller_clusters", "worker_choices"]
-
 # Hosts that are tried as the first of an order.
 _ORDERS: Final = 4
 # Up to this many assignments of stages to hosts, all are tried.

@@ -16,8 +16,6 @@ from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
 from chameleon_ft.search.pipelines.schedules import PipelineSpec, TimedPipeline
 from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
 
-__all__ = ["Polish"]
-
 # Neighbours that are scheduled in a round, those with the least estimates.
 _TRIES: Final = 8
 _ROUNDS: Final = 6

@@ -6,8 +6,6 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Account", "Change", "Migration"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:

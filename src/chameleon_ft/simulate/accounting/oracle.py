@@ -11,8 +11,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.accounting.results import PolicyResult, Throughput
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["ORACLE", "KnownRates", "Live", "Oracle", "live_of"]
-
 ORACLE: Final = "oracle"
 
 Live: TypeAlias = tuple[tuple[float, int], ...]

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, fields
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["ConservationError", "DecisionRecord", "PolicyResult", "Results", "Throughput"]
-
 _CONSERVATION_TOLERANCE = 1e-6
 
 

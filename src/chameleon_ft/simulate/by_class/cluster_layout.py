@@ -31,20 +31,6 @@ from chameleon_ft.simulate.by_class.pipeline_classes import (
 )
 from chameleon_ft.simulate.by_class.step_times import ClassStep, StepTimes
 
-__all__ = [
-    "ClusterLayout",
-    "LayoutPipeline",
-    "Places",
-    "ReplayedSteps",
-    "arranged",
-    "by_stage",
-    "count_layers",
-    "fitting_estimate",
-    "layout_of_plan",
-    "layout_step",
-    "plan_of_layout",
-]
-
 # By pipeline: its cut, and (host, speed) of each worker; None for a gap. Hosts are numbered as they come.
 _Key: TypeAlias = tuple[tuple[Cut, tuple[tuple[int, float] | None, ...]], ...]
 

@@ -14,8 +14,6 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 
-__all__ = ["Mix", "Mixes"]
-
 # Depths whose bounds exceed the best step by this factor are left out; at most this many others are mixed.
 _NEAR: Final = 1.06
 _DEPTHS: Final = 8

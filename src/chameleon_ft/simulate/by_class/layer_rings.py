@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 
-__all__ = ["layer_rings"]
-
 
 def layer_rings(layout: ClusterLayout, numbers: NDArray[np.int64], num_layers: int) -> list[NDArray[np.int64]] | None:
     """Return the different sets of workers that hold some layer, as `LossRisk.of_rings` takes them.

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, Places, count_layers
 from chameleon_ft.simulate.by_class.pipeline_classes import Pipelines
 
-__all__ = ["Move", "move_to"]
-
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -20,17 +20,6 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
 from chameleon_ft.search.find import with_shares
 
-__all__ = [
-    "Cut",
-    "PipelineClass",
-    "PipelineRun",
-    "Pipelines",
-    "first_fitting",
-    "limit_levels",
-    "on_workers",
-    "recomputed_layers",
-]
-
 # Most operations scheduled for a program; the first list schedule is always made.
 _EFFORT: Final = 1_000
 # Shares of up to this many micro-batches are all scheduled, larger ones an eighth apart.

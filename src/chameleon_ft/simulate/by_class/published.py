@@ -18,16 +18,6 @@ from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutP
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, on_workers
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 
-__all__ = [
-    "EstimatedMixes",
-    "EstimatedTimes",
-    "PublishedPlanner",
-    "oobleck_planner",
-    "paper_planner",
-    "reconfigured",
-    "rerouted_s",
-]
-
 # By how much the largest estimate may be above the least there is, relatively.
 _PRECISION: Final = 1e-5
 # Longer than any step.

@@ -14,8 +14,6 @@ from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
 from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds
 
-__all__ = ["ClassStep", "StepTimes"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClassStep:

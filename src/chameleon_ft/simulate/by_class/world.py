@@ -34,8 +34,6 @@ from chameleon_ft.simulate.by_class.published import oobleck_planner, paper_plan
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 from chameleon_ft.simulate.parameters import Parameters
 
-__all__ = ["World", "plans_found", "world_of"]
-
 # Numbers of copies of each layer that layouts are made with; more copies are hardly ever lost at once.
 _COPIES: Final = (1, 2, 3, 4, 6, 8, 12)
 _SHALLOW: Final = 4

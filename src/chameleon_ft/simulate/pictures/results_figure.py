@@ -17,8 +17,6 @@ from chameleon_ft.simulate.accounting.results import PolicyResult, Results, Thro
 from chameleon_ft.simulate.pictures.style import MARGIN, ORACLE_INK, PALE, TEXT, draw_title, set_axes_style
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["binned", "figure_of_results", "live_workers", "losses_s", "missing"]
-
 _MISSING: Final = {
     "slower steps": "#a6cee8",
     "stalls": "#a8430f",

@@ -10,8 +10,6 @@ from matplotlib.figure import Figure
 
 from chameleon_ft.observe.picture import fit_title
 
-__all__ = ["LINE", "MARGIN", "ORACLE_INK", "PALE", "TEXT", "Ink", "draw_title", "ink_of", "set_axes_style"]
-
 TEXT: Final = "#1a1a1a"
 PALE: Final = "#666666"
 LINE: Final = "#d0d0d0"

@@ -15,8 +15,6 @@ from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.pictures.style import LINE, ORACLE_INK, PALE, TEXT, draw_title, ink_of, set_axes_style
 from chameleon_ft.simulate.sweep import Sweep
 
-__all__ = ["figure_of_sweep"]
-
 _SIZE: Final = (11.0, 4.6)  # inches
 _PANELS: Final = ((0.07, 0.12, 0.315, 0.735), (0.56, 0.12, 0.315, 0.735))
 _LEAST: Final = 1e-5  # smallest gap that differs from none

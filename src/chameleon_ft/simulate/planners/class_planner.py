@@ -20,8 +20,6 @@ from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
 from chameleon_ft.simulate.by_class.world import World
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
-__all__ = ["ClassPlanner", "ProposalsByClass"]
-
 
 class ClassPlanner(Planner[ClusterLayout]):
     """A policy by class."""

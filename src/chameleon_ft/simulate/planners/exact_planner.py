@@ -35,8 +35,6 @@ from chameleon_ft.simulate.by_class.pipeline_classes import on_workers
 from chameleon_ft.simulate.by_class.world import World, plans_found
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
-__all__ = ["Decisions", "ExactPlanner", "RealPlan"]
-
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 

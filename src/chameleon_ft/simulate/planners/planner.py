@@ -27,8 +27,6 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.simulate.by_class.world import World
 
-__all__ = ["Option", "Planner", "SimulatorState", "WorkersPlan"]
-
 
 class WorkersPlan(Protocol):
     """A plan, of the type of its planner."""

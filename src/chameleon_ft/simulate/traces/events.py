@@ -11,8 +11,6 @@ from typing import Literal, get_args
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["Event", "EventKind", "Fault", "events_of", "faults_of", "first_misfit"]
-
 EventKind = Literal["lost", "back", "slow"]
 
 _ORDER: dict[str, int] = {kind: order for order, kind in enumerate(get_args(EventKind))}

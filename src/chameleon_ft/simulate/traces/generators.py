@@ -15,19 +15,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.trace import BURST_GAP_S, Trace
 
-__all__ = [
-    "MODELS",
-    "Bursts",
-    "FaultModel",
-    "IncidentSizes",
-    "Poisson",
-    "Repairs",
-    "SpotModel",
-    "Stragglers",
-    "Weibull",
-    "generate_trace",
-]
-
 _DAY_S = 86_400.0
 _SHORTEST_S = 1.0
 # Draws of a worker until the live ones are listed.

@@ -12,8 +12,6 @@ import numpy as np
 
 from chameleon_ft.simulate.traces.trace import BURST_GAP_S, Trace
 
-__all__ = ["TraceStatistics", "trace_statistics"]
-
 _DAY_S = 86_400.0
 
 

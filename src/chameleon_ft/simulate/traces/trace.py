@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.events import Event, Fault, events_of, faults_of, first_misfit
 
-__all__ = ["BURST_GAP_S", "Trace"]
-
 BURST_GAP_S = 300.0
 """Faults with shorter gaps are one incident."""
 

@@ -14,8 +14,6 @@ from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.formats.json_values import JSON_DECODER, errors_at, members, number_in, text_in
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["RESOLUTION_S", "parse_infinitehbd"]
-
 RESOLUTION_S = 8.64
 """Seconds in the last digit of a time, 0.0001 days: duration of a fault that ends at the time it starts."""
 

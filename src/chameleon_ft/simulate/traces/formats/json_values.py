@@ -10,8 +10,6 @@ from typing import Any
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["JSON_DECODER", "errors_at", "members", "number_in", "require_hosts", "text_in"]
-
 
 @contextmanager
 def errors_at(place: str) -> Iterator[None]:

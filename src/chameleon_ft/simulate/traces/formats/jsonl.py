@@ -18,8 +18,6 @@ from chameleon_ft.simulate.traces.formats.json_values import (
 )
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["FORMAT", "parse_jsonl", "trace_to_jsonl"]
-
 _Value = TypeVar("_Value")
 
 FORMAT = 1

@@ -11,8 +11,6 @@ from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.formats.json_values import require_hosts
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["parse_membership"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Line:
