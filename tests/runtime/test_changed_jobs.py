@@ -18,6 +18,7 @@ from tests.test_job_record import BLOCKS, JOB
 
 GROWN = ("return 40", "return 48")
 RELU = ("F.gelu", "F.relu")
+OTHER_OPTIMIZER = ("torch.optim.AdamW", "torch.optim.Adamax")
 SMALL: dict[str, Any] = {
     "workers": 2,
     "parallel": {"dp": 1, "pp": 2},
@@ -66,6 +67,10 @@ def test_a_resume_with_another_job_is_refused_or_said(tmp_path: Path) -> None:
     write_job(tmp_path)
     with pytest.raises(CheckpointError):
         resume(accepted.run, steps=8)
+
+    write_job(tmp_path, OTHER_OPTIMIZER)  # which does not find its state in the checkpoint
+    with pytest.raises(CheckpointError, match="exp_inf"):
+        resume(run, steps=6)
 
     write_job(tmp_path, RELU)
     edited = resume(run, steps=6)

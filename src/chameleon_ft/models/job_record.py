@@ -17,7 +17,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.job import Job
 from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.models.build import build_on_meta
-from chameleon_ft.models.optimizer import ModelOptimizer
+from chameleon_ft.models.optimizer import ModelOptimizer, names_of_state
 
 _RATES: Final = (0, 1, 10, 100, 1_000, 10_000, 100_000)  # steps
 _LONGEST: Final = 1 << 20  # elements of a sketch of numbers
@@ -80,6 +80,7 @@ def _settings(job: Job, config: RunConfig) -> dict[str, Fact]:
     groups = [optimizer.group_of(place) for place in optimizer.parameters]
     found: dict[str, Fact] = {"clip_norm": job.clip_norm, "precision": job.precision.name}
     found["optimizer"] = type(optimizer.torch).__qualname__
+    found["state of the optimizer"] = ", ".join(sorted(names_of_state(job)))
     found["number of the optimizer's groups"] = len(optimizer.torch.param_groups)
     for number, group in enumerate(optimizer.torch.param_groups):
         place = f"of the optimizer, group {number}" if number else "of the optimizer"

@@ -130,7 +130,7 @@ def _parameters_of(job: Job) -> dict[Place, nn.Parameter]:
     return {place: found[first.get(place, place)] for place in found}
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- state -----------------------------------------------------------------------------------------------------------
 
 
 def state_bytes(job: Job) -> tuple[int, ...]:
@@ -146,14 +146,29 @@ def state_bytes(job: Job) -> tuple[int, ...]:
     optimizer = ModelOptimizer(job)
 
     def measure(layer: int, module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
-        trained = {name: masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad}
-        return tensor_bytes({**module.state_dict(), **masters}) + _step_on_meta(optimizer, layer, trained)
+        state = _state_on_meta(optimizer, layer, module, masters)
+        return tensor_bytes({**module.state_dict(), **masters}) + sum(map(tensor_bytes, state))
 
     return measure_layers(job, measure)
 
 
-def _step_on_meta(optimizer: ModelOptimizer, layer: int, trained: Mapping[str, nn.Parameter]) -> int:
-    """Return the bytes of the optimizer's state of parameters of a layer, by name."""
+def names_of_state(job: Job) -> frozenset[str]:
+    """Return the names of the values that the optimizer keeps of a parameter after a step. Raises as `state_bytes`."""
+    optimizer, names = ModelOptimizer(job), set[str]()
+
+    def note(layer: int, module: nn.Module, masters: Mapping[str, nn.Parameter]) -> int:
+        names.update(*_state_on_meta(optimizer, layer, module, masters))
+        return 0
+
+    measure_layers(job, note)
+    return frozenset(names)
+
+
+def _state_on_meta(
+    optimizer: ModelOptimizer, layer: int, module: nn.Module, masters: Mapping[str, nn.Parameter]
+) -> list[Mapping[str, Any]]:
+    """Return the optimizer's state of each trained parameter of a layer after a step."""
+    trained = {name: masters.get(name, each) for name, each in module.named_parameters() if each.requires_grad}
     # Copies, because a factory may return a module that exists already, with real parameters.
     parts = [
         ((layer, name), parameter_like(each, torch.empty_like(each, device="meta"))) for name, each in trained.items()
@@ -167,4 +182,4 @@ def _step_on_meta(optimizer: ModelOptimizer, layer: int, trained: Mapping[str, n
             # The meta device lacks these kernels; the state is the same without them.
             group.update({name: False for name in ("fused", "foreach") if name in group})
         optimizer.torch.step()
-    return sum(tensor_bytes(own) for own in optimizer.torch.state.values())
+    return list(optimizer.torch.state.values())
