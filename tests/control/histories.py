@@ -284,7 +284,7 @@ class History:
         self.commit(switch=True)
         self.start()
 
-    def quiesce(self, *workers: int, placed: int = 0, layers: Collection[int] = range(LAYERS)) -> None:
+    def quiesce(self, *workers: int, placed: int = 0, layers: Collection[int] = range(LAYERS), plan: str = "") -> None:
         """Have workers, or all live ones, quiesce."""
         for worker in workers or self.live():
             self.tell(
@@ -296,6 +296,7 @@ class History:
                     last_vote=None,
                     placed=placed,
                     layers=tuple(layers),
+                    plan=plan,
                 ),
             )
 

@@ -22,11 +22,12 @@ def prepared_to_move(*, waves: int) -> History:
 def replaced(history: History, *, ranks: set[tuple[int, int]] | None = None, absent: tuple[int, ...] = ()) -> None:
     """Replace the coordinator, and have its peers come back."""
     history.commands.clear()
+    known = history.state.newest
     history.take_over()
     history.return_agent(ranks=ranks)
     for worker in history.live():
         if worker not in absent:
-            history.return_worker(worker, known=history.state.newest)
+            history.return_worker(worker, known=known)
 
 
 def preparing() -> tuple[History, int]:

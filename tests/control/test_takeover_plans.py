@@ -7,6 +7,7 @@ import pytest
 from chameleon_ft.config import Recovery
 from chameleon_ft.control.commands import Task
 from chameleon_ft.control.events import Disconnected
+from chameleon_ft.control.handlers.switches import without_migration
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import Begin, Discard, PeerFailed, Stop, Switch
 from tests.control.histories import AGENT, History
@@ -186,6 +187,47 @@ def test_a_switch_that_the_journal_lacks_is_found_by_what_workers_have_been_told
         assert history.state.in_force.plan.placement == journaled.in_force.plan.placement  # type: ignore[union-attr]
     assert history.failures[1:] == []
     assert history.state.reconnection.doubtful is None
+
+
+@pytest.mark.parametrize("migrates", [False, True])
+def test_a_plan_that_the_journal_lacks_is_that_which_workers_follow(migrates: bool) -> None:
+    """The disk was full when worker 3 was lost; then layers may have begun to move to a worker that had joined."""
+    history = training()
+    journaled = history.state
+    history.reap(3)
+    history.quiesce()
+    history.start()
+    history.commit()
+    followed, number = history.state.active, history.state.generation
+    assert followed is not None
+    if migrates:
+        other = prepared_to_move(waves=1)
+        other.commit(switch=True)
+        assert other.state.active is not None
+        assert other.state.active.migration is not None
+        followed, number = other.state.active, other.state.generation
+    history.state = journaled
+    history.take_over()
+    history.return_agent()
+    history.reap(3)
+    assert history.state.generation <= number, "it has the number of one that workers know"
+    for worker in (0, 1, 2):
+        history.return_worker(worker, known=number)
+    assert history.state.generation > number
+    history.holds = True
+    history.quiesce(0, placed=number - 1)
+    history.quiesce(1, 2, placed=number, plan=followed.pack())
+    (question,) = history.questions
+    assert question.active_generation == number
+    assert question.in_force is not None
+    assert question.in_force.plan == (without_migration(followed) if migrates else followed).plan
+    assert not any(report.plan for report in question.quiesced.values()), "it is kept once"
+    assert [event["generation"] for event in history.events("plan_restored")] == [number]
+    history.holds = False
+    history.answer(history.questions.pop())
+    history.start()
+    history.commit()
+    assert history.state.ended is None
 
 
 def test_workers_that_follow_a_plan_that_the_journal_lacks_end_the_run() -> None:

@@ -189,7 +189,7 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             if self.leads() and not self._deferred:
                 self._handle(events.Ticked(at=self._now()))
-                self._recorder.watch_files()
+                self._recorder.watch_files(self.state.checkpoints.describe_newest())
                 self._commands.checkpoints.watch()
 
     def _task_failed(self, error: Exception) -> None:

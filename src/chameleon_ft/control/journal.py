@@ -103,15 +103,15 @@ class Journal:
     coordinator is lost meanwhile, another one continues from the last state that was written. It lacks changes that
     peers know:
 
-    - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`.
+    - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`, and give
+      its plan back when they quiesce, see `Quiesced.plan`. Without the first plan, the run ends.
     - Messages of peers: they are sent again, because none is acknowledged that is not in the journal. Records that
       follow from them are made again.
     - A worker that is lost, and so does not return: it is found lost once more.
     - A worker that has joined: before the run begins, it joins again; later, it is turned away, and restarted if its
       agent may.
     - A request for a checkpoint: the next one has a number that none had before.
-    - A switch to the next generation that has begun: ranks say so, see `Hello.switch_to`. If the journal lacks that
-      generation, and a rank has given up its old layers, the run ends, and can be resumed.
+    - A switch to the next generation that has begun: ranks say so, see `Hello.switch_to`.
 
     Args:
         path: of the file.

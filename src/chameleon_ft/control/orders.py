@@ -59,7 +59,7 @@ class Orders:
         """Send the orders of a generation."""
         generation = state.generation
         try:
-            planned, orders = self._orders(state, plan, generation)
+            planned, orders = self._orders(state, plan, generation, active=state.active)
         except ProfileError as error:  # a link between hosts without costs
             return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
         self._peers.send_alike(orders)
@@ -76,7 +76,8 @@ class Orders:
         upcoming = state.switches.next
         assert upcoming is not None
         try:
-            self._prepared, orders = self._orders(state, self._to_prepare(state, upcoming.plan), upcoming.number)
+            to_prepare = self._to_prepare(state, upcoming.plan)
+            self._prepared, orders = self._orders(state, to_prepare, upcoming.number, active=upcoming.plan)
         except ProfileError as error:
             return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
         self._peers.send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
@@ -110,17 +111,22 @@ class Orders:
         return RecoveryPlan.kept(plan, now.program) if is_same and found.program is None and now is not None else found
 
     def _orders(
-        self, state: State, plan: RecoveryPlan, generation: int
+        self, state: State, plan: RecoveryPlan, generation: int, *, active: ActivePlan | None = None
     ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
-        """Return the record of a generation and the orders of its workers, by connection."""
+        """Return the record of a generation and the orders of its workers, by connection.
+
+        While the disk is full or does not answer, workers keep the plan, `active`, in place of the journal.
+        """
         self._rendezvous.forget_before(min(generation, state.active_generation))
         planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
         skipped = tuple(sorted(state.health.skipped))
         complete = state.snapshots.complete
+        kept = "" if active is None or not self._recorder.files.is_late else active.pack()
         known = {
             "skipped": skipped,
             "snapshot": None if complete is None else complete.step,
             "finish": state.ending is not None and state.ending.trains_no_step,
+            "plan": kept,
         }
         orders = {worker: order.model_copy(update=known) for worker, order in orders.items()}
         connections = {worker: state.members[worker].connection for worker in orders}

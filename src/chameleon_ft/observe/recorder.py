@@ -182,11 +182,16 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._write_event(name, fields)
         self._view.event(name, fields)
 
-    def watch_files(self) -> None:
-        """Record once that records are late, and once that all have been written; call this now and then."""
+    def watch_files(self, unsaved: str = "") -> None:
+        """Record once that records are late, and once that all have been written; call this now and then.
+
+        Args:
+            unsaved: since when no checkpoint is complete, which is said with it.
+        """
         match self.files.news():
             case Late(path=path, reason=reason):
                 message = f"{reason}, at {path}; training continues, and all is written as soon as that is possible"
+                message += f"; {unsaved}" if unsaved else ""
                 self.event("records_late", file=str(path), reason=reason, message=message)
             case CaughtUp(late_s=late_s, dropped=dropped):
                 lost = f"; {counted(dropped, 'line')} could not be kept and are lost" if dropped else ""

@@ -42,6 +42,7 @@ class RankState:
         held: the layers; None while there is no state that counts.
         committer: None as long as the rank takes part in no generation.
         placed: the generation whose placement it has switched to.
+        plan: the whole plan of that generation, if the orders had it.
         checkpoints: of the run.
         allocator: of layers that will arrive.
         transfer: moves layers while no rank trains.
@@ -61,6 +62,7 @@ class RankState:
     held: HeldLayers | None = None
     committer: Committer | None = None
     placed: int = 0
+    plan: str = ""
     checkpoints: Storage = field(init=False)
     allocator: LayerAllocator = field(init=False)
     transfer: StateTransfer = field(init=False)
@@ -107,6 +109,7 @@ class RankState:
             layers=() if self.held is None else tuple(sorted(self.held.layers)),
             progress=None if committer is None else committer.progress(),
             gathered=committer is None or not committer.missing,
+            plan=self.plan,
         )
 
     def prepare(self, generation: Generation) -> None:
@@ -227,7 +230,7 @@ class RankState:
     def _switch(self, generation: Generation) -> None:
         """Switch to the placement of a generation: hold its layers and no others."""
         order, worker = generation.order, self.worker
-        self.placed = order.generation
+        self.placed, self.plan = order.generation, order.plan
         if worker not in order.members:
             self.held = self.committer = None
             return

@@ -273,7 +273,7 @@ class Trainer:
             following.begin_at(self._state.committer.committed)
             self.faults.at("switch", self._state.committer.committed)
         elif not self.client.is_over(generation.number):
-            self._state.placed = self.client.switch_to
+            self._state.placed, self._state.plan = self.client.switch_to, ""
             self._state.drop()
         return following
 

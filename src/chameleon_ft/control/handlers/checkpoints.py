@@ -101,9 +101,12 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         # Its remains take room that the next one may need; other ranks may still add to them.
         draft.do(commands.DiscardCheckpoint(part.step, agreed=state.health.agreed))
     if part.error is not None:
-        message = f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was "
-        message += "written of it is removed, and the one before stays the newest"
-        news = {} if part.step in events.failed or part.error == messages.LEFT_OUT else {"message": message}
+        message = (
+            f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was written "
+        )
+        message += f"of it is removed; {events.describe_newest()}, and a line follows once one is"
+        # Said once, however many cannot be written.
+        news = {} if events.missed or part.error == messages.LEFT_OUT else {"message": message}
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
         draft.state = replace(
             draft.state, checkpoints=replace(events.not_written(part.step, part.error), schedule=schedule)
@@ -119,7 +122,10 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     if complete is not None:
         agreed, slices, seals = state.health.agreed, complete.slices, complete.seals
         draft.do(commands.CompleteCheckpoint(part.step, agreed=agreed, slices=slices, seals=seals))
-        draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s)
+        missed = state.checkpoints.missed
+        text = f"that of step {part.step} is complete, after {counted(missed, 'checkpoint')} that could not be written"
+        again = {"message": text} if missed else {}
+        draft.record("checkpoint", step=part.step, copy_s=complete.copy_s, write_s=complete.write_s, **again)
         _tell_left_out(draft, part.step)
 
 

@@ -279,8 +279,28 @@ def stop(draft: Draft) -> None:
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
     """Record the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
-        draft.state = replace(draft.state, quiesced=updated(draft.state.quiesced, {worker: message}))
+        _take_plan(draft, worker, message)
+        report = message.model_copy(update={"plan": ""}) if message.plan else message
+        draft.state = replace(draft.state, quiesced=updated(draft.state.quiesced, {worker: report}))
         _decide_if_quiesced(draft)
+
+
+def _take_plan(draft: Draft, worker: int, report: messages.Quiesced) -> None:
+    """Follow the plan by which a worker trains, if the coordinator before could not write it into the journal."""
+    state, upcoming = draft.state, draft.state.switches.next
+    is_known = report.placed <= state.active_generation or (upcoming is not None and upcoming.number == report.placed)
+    if is_known or not report.plan:
+        return
+    active = ActivePlan.unpack(report.plan)
+    if active.migration is not None:
+        active = switches.without_migration(active)
+    draft.state = replace(state, active=active, active_generation=report.placed, in_force=active)
+    draft.record(
+        "plan_restored",
+        generation=report.placed,
+        worker=worker,
+        message=f"the journal lacks the plan of generation {report.placed}, so it is restored from worker {worker}",
+    )
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------

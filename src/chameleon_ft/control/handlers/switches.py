@@ -217,7 +217,7 @@ def abandon(draft: Draft) -> None:
         return
     discard(draft)
     if active.migration is not None:
-        _update(draft, replace(draft.state.switches, following=(_without_migration(active),)))
+        _update(draft, replace(draft.state.switches, following=(without_migration(active),)))
     draft.state = replace(draft.state, scale_up=draft.state.scale_up.with_provisional_plan(draft.at.monotonic_s))
 
 
@@ -239,14 +239,15 @@ def _give_up(draft: Draft, error: str, *, cancels: bool = False) -> None:
     assert active is not None
     discard(draft)
     if cancels and active.migration is not None:
-        _update(draft, replace(draft.state.switches, following=(_without_migration(active),)))
+        _update(draft, replace(draft.state.switches, following=(without_migration(active),)))
     scale_up = draft.state.scale_up.failed(draft.at.monotonic_s)
     draft.state = replace(draft.state, scale_up=scale_up)
     message = f"generation {upcoming.number} could not be prepared, and training continues without it: {error}"
     draft.record("discarded", generation=upcoming.number, error=error, message=message)
 
 
-def _without_migration(active: ActivePlan) -> ActivePlan:
+def without_migration(active: ActivePlan) -> ActivePlan:
+    """Return a plan under which layers move as the one that drops what has arrived of them."""
     assert active.migration is not None
     placement = without_shadow_holders(active.plan.placement, active.migration)
     return ActivePlan(

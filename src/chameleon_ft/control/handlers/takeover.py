@@ -56,6 +56,7 @@ def took_over(draft: Draft, term: int, address: str) -> None:
             awaited=frozenset(state.connections),
             until_s=now + state.settings.timeouts.heartbeat_timeout_s,
             doubtful=doubtful,
+            journaled=state.newest,
         ),
         ticked_at_s=now,
         scale_up=replace(state.scale_up, considering=None),
@@ -167,8 +168,11 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
     _reconnected(draft, before, connection)
     if hello.resumes is None or (worker.first_step is None and not worker.takes_part):
         draft.do(Welcome(connection, worker.incarnation))
-    if hello.known > draft.state.newest:  # the coordinator before had not written its last changes
-        draft.state = replace(draft.state, newest=hello.known)
+    state = draft.state
+    journaled = state.newest if state.reconnection.journaled is None else state.reconnection.journaled
+    if hello.known > journaled:  # the coordinator before had not written its last changes
+        reconnection = replace(state.reconnection, journaled=hello.known)
+        draft.state = replace(state, newest=max(hello.known, state.newest), reconnection=reconnection)
         if draft.state.active is None:  # what ranks hold by now is not known
             incidents.end(draft, "failed", "the first plan is not in the journal, and workers have it; resume the run")
             return
@@ -250,8 +254,8 @@ def host_returned(draft: Draft, connection: int, hello: HostHello, before: int) 
 def missing(draft: Draft) -> list[int]:
     """Return the connections whose peers have not come back in time, which are lost."""
     reconnection = draft.state.reconnection
-    if not reconnection.awaited and reconnection.doubtful is not None:
-        draft.state = replace(draft.state, reconnection=replace(reconnection, doubtful=None))
+    if not reconnection.awaited and (reconnection.doubtful, reconnection.journaled) != (None, None):
+        draft.state = replace(draft.state, reconnection=replace(reconnection, doubtful=None, journaled=None))
     if not reconnection.awaited or draft.at.monotonic_s < reconnection.until_s:
         return []
     draft.state = replace(draft.state, reconnection=replace(reconnection, awaited=frozenset()))

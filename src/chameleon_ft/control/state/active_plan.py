@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
 from chameleon_ft.control.decisions.transition import PlannedTransition
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -39,6 +42,15 @@ class ActivePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
+
+    def pack(self) -> str:
+        """Write the plan as one line of JSON; `unpack` reads it back to an equal plan."""
+        return to_json(self, fallback=dict, inf_nan_mode="constants").decode()
+
+    @staticmethod
+    def unpack(text: str) -> ActivePlan:
+        """Read the output of `pack`. Raises ValidationError for any other text."""
+        return TypeAdapter(ActivePlan).validate_json(text)
 
     @property
     def witnesses(self) -> Placement | None:

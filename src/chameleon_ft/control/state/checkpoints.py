@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from chameleon_ft.control.state.checkpoint_schedule import CheckpointSchedule
-from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
+from chameleon_ft.control.wire.messages import LEFT_OUT, CheckpointSaved, SlowIO
 from chameleon_ft.plan.frozen_map import FrozenMap, without
 from chameleon_ft.plan.shards import UNITS
 
@@ -45,6 +45,8 @@ class Checkpoints:
     unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
     loads: int = 0  # the last generation that began by loading a state
     is_reread: bool = False  # whether workers are to load a checkpoint, for their state is wrong or could not be read
+    newest: int | None = None  # step of the newest complete checkpoint of this run; None if there is none
+    missed: int = 0  # how many since then could not be written
     schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)  # when the next one is written
 
     def __post_init__(self) -> None:
@@ -70,13 +72,20 @@ class Checkpoints:
             self,
             parts=without(self.parts, part.step),
             unreadable=without(self.unreadable, part.step),
+            newest=part.step,
+            missed=0,
             schedule=self.schedule.ended(part.step, copy_s=new.copy_s, is_complete=True),
         )
         return written, new
 
     def not_written(self, step: int, why: str) -> Self:
         """Note that a checkpoint could not be written; the first reason counts."""
-        return replace(self, failed={step: why, **self.failed})
+        is_new = step not in self.failed and why != LEFT_OUT
+        return replace(self, failed={step: why, **self.failed}, missed=self.missed + is_new)
+
+    def describe_newest(self) -> str:
+        """Return since when no checkpoint is complete."""
+        return "no checkpoint of this run is complete" + ("" if self.newest is None else f" since step {self.newest}")
 
     def repeated(self, step: int) -> Self:
         """Note that training has reached a step again, whose checkpoint may be written after all."""

@@ -19,12 +19,15 @@ class Reconnection:
         stalled_at_s: when this coordinator had not run, or not led, for a while; None if that never happened.
         doubtful: the generation that a lost coordinator was preparing by its journal; its last lines may be missing,
             so workers may have been told to switch to it.
+        journaled: the newest generation in the journal of a lost coordinator, until all of its peers are back: they may
+            know later ones, whose numbers this coordinator has used for others meanwhile.
     """
 
     awaited: frozenset[int] = frozenset()
     until_s: float = 0.0
     stalled_at_s: float | None = None
     doubtful: NextGeneration | None = None
+    journaled: int | None = None
 
     def awaiting(self, connections: Iterable[int], *, until_s: float) -> Self:
         """Note further lost connections; all that are awaited count as lost at `until_s`."""

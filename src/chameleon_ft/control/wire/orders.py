@@ -98,6 +98,7 @@ class StartGeneration(Message):
     snapshots: SnapshotShare | None = None  # this worker's, in those of this generation; None: none are taken
     snapshot: int | None = None  # the step of the complete snapshot, beside which no other is to be kept
     rebuilt: tuple[Rebuilding, ...] = ()  # with "snapshot": the parts that are made first
+    plan: str = ""  # the whole plan, as `ActivePlan.pack` writes it, while the journal may lack it: see `Quiesced.plan`
 
     @property
     def participants(self) -> tuple[int, ...]:

@@ -107,6 +107,7 @@ class Quiesced(Message):
     layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
     progress: Progress | None = None  # what it holds of step `committed`; None if it has not begun it
     gathered: bool = True  # whether it has received the parameters that other owners updated in the last step
+    plan: str = ""  # of generation `placed`, as in its orders, for a coordinator whose journal lacks it
 
 
 class Switched(Message):
