@@ -32,13 +32,8 @@ ROUTINE: Final = frozenset(
             "termination",
         ),
         *("lost", "failure", "hang", "failure_cost"),  # of incidents, see `diagnosis`
-        *(
-            "recovered",
-            "recovered_link",
-            "stay",
-            "records_written",
-            "plan_restored",
-        ),  # ends of conditions, and answers to them
+        # Ends of conditions, and answers to them.
+        *("recovered", "recovered_link", "stay", "records_written", "plan_restored"),
     }
 )
 """Events that report no condition."""

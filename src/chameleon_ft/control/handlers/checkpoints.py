@@ -101,10 +101,8 @@ def saved(draft: Draft, part: messages.CheckpointSaved) -> None:
         # Its remains take room that the next one may need; other ranks may still add to them.
         draft.do(commands.DiscardCheckpoint(part.step, agreed=state.health.agreed))
     if part.error is not None:
-        message = (
-            f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was written "
-        )
-        message += f"of it is removed; {events.describe_newest()}, and a line follows once one is"
+        message = f"no complete one of step {part.step} in {state.settings.checkpoints}: {part.error}; what was "
+        message += f"written of it is removed; {events.describe_newest()}, and a line follows once one is"
         # Said once, however many cannot be written.
         news = {} if events.missed or part.error == messages.LEFT_OUT else {"message": message}
         schedule = events.schedule.ended(part.step, copy_s=part.copy_s, is_complete=False)
