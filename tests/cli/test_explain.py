@@ -278,7 +278,7 @@ def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         chosen = next(each for each in story["candidates"] if each["policy"] == story["chosen"])
         assert (outcome["predicted_step_s"], outcome["predicted_stall_s"]) == (chosen["step_s"], chosen["stall_s"])
         steps = [step for step in ended.run.steps() if step.generation == story["generation"]]
-        measured = sorted(step.step_s for step in steps[1 : outcome["steps"]])
+        measured = sorted(step.step_s - step.data_wait_s for step in steps[1 : outcome["steps"]])
         assert measured[0] <= outcome["measured_step_s"] <= measured[-1]
         # The banner's stall, and before it what the interrupted step had done.
         assert outcome["measured_stall_s"] >= failure.stall_s - 1e-3
