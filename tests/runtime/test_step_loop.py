@@ -57,7 +57,7 @@ def test_no_operation_begins_in_a_generation_that_is_over(run_before: int) -> No
         generation=SimpleNamespace(  # type: ignore[arg-type]
             number=1,
             operations=operations,
-            order=SimpleNamespace(generation=1, roll_forward=None, rest=None, first_step=0, skipped=()),
+            order=SimpleNamespace(generation=1, roll_forward=None, rest=None, first_step=0, skipped=(), finish=False),
         ),
         committer=committer,
         executor=executor,
