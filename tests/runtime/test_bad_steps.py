@@ -42,7 +42,8 @@ from chameleon_ft import Job
 from chameleon_ft.observe import complete_checkpoints
 
 def wait_for_checkpoint(run):
-    while not complete_checkpoints(Path(run) / "checkpoints"):
+    # Samples are also read before the first step.
+    while (Path(run) / "metrics.jsonl").exists() and not complete_checkpoints(Path(run) / "checkpoints"):
         time.sleep(0.01)
 
 class Data:

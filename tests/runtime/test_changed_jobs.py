@@ -52,6 +52,10 @@ def test_a_resume_with_another_job_is_refused_or_said(tmp_path: Path) -> None:
     run = prepared.directory
     files = sorted(run.path.rglob("*"))
 
+    write_job(tmp_path, OTHER_OPTIMIZER)  # which does not find its state in the checkpoint
+    with pytest.raises(CheckpointError, match="exp_inf"):
+        resume(run, steps=6)
+
     write_job(tmp_path, GROWN)
     for flags in ({"steps": 6}, {"steps": 6, "output_dir": tmp_path / "fork"}):
         with pytest.raises(CheckpointError, match=r"40 and is 48.*--accept-changes data"):
@@ -67,10 +71,6 @@ def test_a_resume_with_another_job_is_refused_or_said(tmp_path: Path) -> None:
     write_job(tmp_path)
     with pytest.raises(CheckpointError):
         resume(accepted.run, steps=8)
-
-    write_job(tmp_path, OTHER_OPTIMIZER)  # which does not find its state in the checkpoint
-    with pytest.raises(CheckpointError, match="exp_inf"):
-        resume(run, steps=6)
 
     write_job(tmp_path, RELU)
     edited = resume(run, steps=6)

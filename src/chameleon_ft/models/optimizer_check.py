@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
@@ -36,7 +36,7 @@ def check_optimizer(job: Job, *, device: torch.device) -> None:
         ) from error
     for step in range(1, _UPDATES):
         whole.update(step)
-    first, values = copy.deepcopy(whole.parts), whole.model.values.changed()
+    first, values = {place: part.detach().clone() for place, part in whole.parts.items()}, whole.model.values.changed()
     for step in range(_UPDATES, 2 * _UPDATES):
         whole.update(step)
     tried = list(whole.parts)
@@ -105,8 +105,8 @@ class _SmallOptimizer:
         for place, part in self.parts.items():
             part.data.copy_(other.parts[place])
             if state := other.model.torch.state.get(other.parts[place]):
-                self.model.torch.state[part] = copy.deepcopy(state)
+                self.model.torch.state[part] = tree_map_only(Tensor, lambda value: value.detach().clone(), state)
         self.model.values.restore(other.model.values.changed())
 
-    def is_close(self, parts: Mapping[Place, nn.Parameter]) -> bool:
+    def is_close(self, parts: Mapping[Place, Tensor]) -> bool:
         return all(torch.allclose(part, parts[place], equal_nan=True) for place, part in self.parts.items())

@@ -40,9 +40,11 @@ def cast_layer(module: nn.Module, precision: Precision, *, is_first: bool) -> di
 
 def parameter_like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     """Return a parameter with the memory of `values`, and the class and the attributes of another one."""
-    made: nn.Parameter = values.detach().as_subclass(type(parameter))
-    made.requires_grad_(parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
+    made = nn.Parameter(values.detach(), parameter.requires_grad)
+    if type(made) is nn.Parameter and isinstance(parameter, type(made)):
+        made.__class__ = type(parameter)
+    # A tensor of a class of its own keeps its memory in attributes.
+    made.__dict__.update({key: own for key, own in parameter.__dict__.items() if key not in made.__dict__})
     return made
 
 
