@@ -32,8 +32,7 @@ ROUTINE: Final = frozenset(
             "termination",
         ),
         *("lost", "failure", "hang", "failure_cost"),  # of incidents, see `diagnosis`
-        # Ends of conditions, and answers to them.
-        *("recovered", "recovered_link", "stay", "records_written", "plan_restored"),
+        *("recovered", "recovered_link", "stay", "records_written", "plan_restored"),  # ends of conditions, and answers
     }
 )
 """Events that report no condition."""
