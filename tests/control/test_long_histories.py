@@ -1,4 +1,4 @@
-"""What a coordinator keeps of a run does not grow with its losses."""
+"""The memory of a coordinator does not grow with the number of losses."""
 
 from __future__ import annotations
 
