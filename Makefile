@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files or folders: `make test-multi TESTS=tests/launch` runs fewer.
 TESTS ?= tests
 # Of one process, and dependent on the instructions with which the processor computes: numbers, and memory of kernels.
-OF_PROCESSOR := tests/models tests/estimate/test_memory.py $(addprefix tests/runtime/test_,worker_memory.py \
+OF_PROCESSOR := tests/models tests/cost/test_memory.py $(addprefix tests/worker/test_,worker_memory.py \
 	profiling_layers.py split_backward.py float32_modules.py precision.py recompute.py executor.py)
 
 .PHONY: help setup train test test-single test-multi test-avx2 test-paced explore sequences check

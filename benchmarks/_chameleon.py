@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks._common import run_child, write_config
 from benchmarks._stamped_job import Stamp, read_stamps
 from chameleon_ft.config import Failure, PolicyName, RunConfig
-from chameleon_ft.observe import FailureRecord, FaultLog, RunDirectory
+from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.storage.files import FaultLog, RunDirectory
 
 
 def train(

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks._neighbours import Neighbours
 from chameleon_ft.config import RunConfig, TrainConfig, config_to_toml, load_config
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMPED_JOB = f"{Path(__file__).with_name('_stamped_job.py')}:job"
@@ -180,7 +180,7 @@ def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
 def add_most_others(parser: argparse.ArgumentParser) -> None:
     """Add the flag of a benchmark that takes times; see `Neighbours`."""
     parser.add_argument(
-        "--most-others",
+        "--max-others",
         type=float,
         default=0.05,
         help="share of the machine that other processes may take during a run; above it the run is made again",

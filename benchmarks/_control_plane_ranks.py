@@ -34,12 +34,12 @@ from typing import Final
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from chameleon_ft.control.background_tasks import BackgroundTasks
-from chameleon_ft.control.wire.address import TOKEN_VARIABLE
-from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.connection import control_connection
-from chameleon_ft.control.wire.heartbeat import HeardConnection, watch_heartbeat
-from chameleon_ft.control.wire.messages import (
+from chameleon_ft.errors import ControlError
+from chameleon_ft.protocol.address import TOKEN_VARIABLE
+from chameleon_ft.protocol.background_tasks import BackgroundTasks
+from chameleon_ft.protocol.codec import decode, encode
+from chameleon_ft.protocol.connection import HeardConnection, control_connection, watch_heartbeat
+from chameleon_ft.protocol.messages import (
     Acknowledged,
     Committed,
     Exit,
@@ -64,8 +64,7 @@ from chameleon_ft.control.wire.messages import (
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.control.wire.parts import OperationTimes, Vote
-from chameleon_ft.errors import ControlError
+from chameleon_ft.protocol.parts import OperationTimes, Vote
 
 _HEAD: Final = re.compile(r'\{"type":"(\w+)"(?:,"order":\{"type":"\w+")?(?:,"generation":(\d+))?')
 _STEP_S: Final = 30.0  # of a step, as ranks report it; the watchdog asks nothing meanwhile

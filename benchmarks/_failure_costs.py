@@ -19,9 +19,11 @@ from typing import Any, Final, TypeVar
 from benchmarks._common import child, write_config
 from benchmarks._live_run import Tail, end
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.observe import FailureRecord, RunDirectory, StepRecord, read_generation_plans
+from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.launch.live_run import inject
 from chameleon_ft.plan import LayerRange, Plan
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_generation_plans
 
 _Found = TypeVar("_Found")
 

@@ -14,7 +14,7 @@ from benchmarks._gpu_parts import Result, Subject
 from benchmarks._gpu_train import DEVIATION, WORKERS, command, deviation_bar, live, run_config, verify
 from benchmarks._neighbours import progress
 from chameleon_ft.config import Checkpoint, Failure, Health, Parallel, Recovery, Timelines, Timeouts
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 _EVERY: Final = 4
 _FLIPS: Final = (6, 13)

@@ -17,15 +17,16 @@ from benchmarks._neighbours import progress
 from benchmarks.memory import count, measured_model
 from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.config import Batch, DeviceName, LlamaConfig, Parallel, TrainConfig
+from chameleon_ft.cost.presets import DEVICES, MODELS, device, state_policy
+from chameleon_ft.cost.profile import Profile, derived_profile
 from chameleon_ft.models.llama import layer_flops
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import Plan, RecomputedLayers
-from chameleon_ft.presets import DEVICES, MODELS, device, state_policy
-from chameleon_ft.profiles import Profile, derived_profile, write_profile
-from chameleon_ft.runtime.device import claim_device, wait_for_stream
-from chameleon_ft.runtime.inspection import inspect_job
-from chameleon_ft.runtime.profiling.profile import measure_profile
-from chameleon_ft.runtime.state_transfer.layer_messages import checksum_of_sums, layer_checksums
+from chameleon_ft.storage.profiles import write_profile
+from chameleon_ft.worker.device import claim_device, wait_for_stream
+from chameleon_ft.worker.inspection import inspect_job
+from chameleon_ft.worker.profiling.profile import measure_profile
+from chameleon_ft.worker.state_transfer.layer_messages import checksum_of_sums, layer_checksums
 from chameleon_ft.workload import LayerCost
 
 _MODELS: Final = ("llama2-7b", "llama2-13b", "llama3-8b")

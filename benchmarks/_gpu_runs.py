@@ -23,11 +23,12 @@ from benchmarks._gpu_train import (
 )
 from benchmarks._neighbours import progress
 from chameleon_ft.config import Failure, Parallel, Snapshots, Timelines, TrainConfig
-from chameleon_ft.control.requests import drain
-from chameleon_ft.estimate import StepEstimate, estimate_step
-from chameleon_ft.observe import read_generation_plans, read_recorded_steps
-from chameleon_ft.observe.comparison import measured_steps
-from chameleon_ft.profiles import costs_of_run, read_profile
+from chameleon_ft.cost.step import StepEstimate, estimate_step
+from chameleon_ft.launch.live_run import drain
+from chameleon_ft.report.comparison import measured_steps
+from chameleon_ft.storage.plans import read_generation_plans
+from chameleon_ft.storage.profiles import costs_of_run, read_profile
+from chameleon_ft.storage.timelines import read_recorded_steps
 
 _BF16_DEVIATION: Final = 2e-3
 _STEP_ERROR: Final = 0.1

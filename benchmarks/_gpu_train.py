@@ -27,7 +27,7 @@ from chameleon_ft.config import (
     Snapshots,
     TrainConfig,
 )
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 WORKERS: Final = 4
 DEVIATION: Final = 1e-5

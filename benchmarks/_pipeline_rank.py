@@ -31,8 +31,8 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.storage.files import FaultLog
 
 _CPU = torch.device("cpu")
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -15,9 +15,9 @@ from benchmarks._live_run import Tail, end
 from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.launch.live_run import inject
+from chameleon_ft.storage.files import RunDirectory
 
 _WARM_UP: Final = 3  # commits before the window begins
 _POLL_S: Final = 0.01

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks._common import Bar
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.schedule import CostModel
 
 DEVICE: Final = "h100-80g"

@@ -18,9 +18,10 @@ from benchmarks._common import Bar, Spread
 from benchmarks._neighbours import progress
 from benchmarks._search_cases import DEVICE, PartReport
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Program, best_program, list_schedule
 from chameleon_ft.search import FoundPlan, find_plan, reroute
 
@@ -30,7 +31,7 @@ _PP: Final = 4
 _WORKERS: Final = _DP * _PP
 _MICRO_BATCHES: Final = 128
 _FEWEST_LOST: Final = 2
-_MOST_LOST: Final = 4
+_MAX_LOST: Final = 4
 _PROGRESS_EVERY: Final = 10
 
 
@@ -122,7 +123,7 @@ def _step_s(plan: Plan, program: Program, costs: CostModel) -> float:
 
 def _multiples(count: int, seed: int) -> list[tuple[int, ...]]:
     rng = random.Random(seed)
-    return [tuple(sorted(rng.sample(range(_WORKERS), rng.randint(_FEWEST_LOST, _MOST_LOST)))) for _ in range(count)]
+    return [tuple(sorted(rng.sample(range(_WORKERS), rng.randint(_FEWEST_LOST, _MAX_LOST)))) for _ in range(count)]
 
 
 def _after(lost: tuple[int, ...], plan: Plan, failure_free_s: float, costs: CostModel) -> Kept:
@@ -134,7 +135,7 @@ def _after(lost: tuple[int, ...], plan: Plan, failure_free_s: float, costs: Cost
 
 def _rows(single: Sequence[Kept], multiple: Sequence[Kept], best_of_all_s: float) -> tuple[tuple[str, str, str], ...]:
     rows: list[tuple[str, str, str]] = []
-    for name, some in (("one lost", single), (f"{_FEWEST_LOST} to {_MOST_LOST} lost", multiple)):
+    for name, some in (("one lost", single), (f"{_FEWEST_LOST} to {_MAX_LOST} lost", multiple)):
         if some:
             shares = Spread(tuple(each.share for each in some))
             rerouted = sum(each.found.name == "reroute" for each in some)

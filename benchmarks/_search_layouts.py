@@ -22,11 +22,12 @@ from benchmarks._common import Bar
 from benchmarks._neighbours import progress
 from benchmarks._search_cases import PartReport
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.estimate import estimate_parts
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import DEVICES, MODELS, device, model_shape
+from chameleon_ft.cost.step import estimate_parts
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.layouts import split_layers
-from chameleon_ft.presets import DEVICES, MODELS, derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search import InfeasibleError, find_plan
@@ -37,7 +38,7 @@ _SHARES: Final = (1, 2, 3, 4, 6, 8)
 # Links between hosts, bytes per second: 100 Gbit/s, 400 Gbit/s, and the preset's own.
 _LINKS: Final = (12.5e9, 50e9, None)
 # A step with more operations than this is not scheduled for the comparison.
-_MOST_OPERATIONS: Final = 400_000
+_MAX_OPERATIONS: Final = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def best_symmetric(costs: CostModel) -> Symmetric | None:
         for dp in sorted({workers // pp, _divisor(costs.workload.micro_batches, workers // pp)}):
             if dp * pp < workers * 0.8 or dp > costs.workload.micro_batches:
                 continue
-            if 3 * pp * costs.workload.micro_batches / dp > _MOST_OPERATIONS:
+            if 3 * pp * costs.workload.micro_batches / dp > _MAX_OPERATIONS:
                 continue
             found = _fewest_recomputing(costs, dp, pp, math.inf if best is None else best.step_s)
             if found is not None and (best is None or found.step_s < best.step_s):
@@ -175,7 +176,7 @@ def _divisor(number: int, most: int) -> int:
 
 def _fewest_recomputing(costs: CostModel, dp: int, pp: int, best_s: float) -> Symmetric | None:
     """Find by bisection how many first stages have to recompute; the more, the less memory is needed."""
-    weights = [layer.forward_s + layer.least_backward_s for layer in costs.workload.layers]
+    weights = [layer.forward_s + layer.min_backward_s for layer in costs.workload.layers]
     ranges = split_layers(weights, pp)
     slowest_s = max(sum(weights[layer] for layer in own) for own in ranges)
     if slowest_s * -(-costs.workload.micro_batches // dp) >= best_s:

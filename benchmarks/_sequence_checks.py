@@ -13,14 +13,10 @@ from typing import Any, Final
 from benchmarks._sequence_diagnoses import diagnosed
 from benchmarks._sequence_strikes import Struck
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.observe import (
-    FailureRecord,
-    GenerationPlan,
-    RunDirectory,
-    StepRecord,
-    complete_checkpoints,
-    read_generation_plans,
-)
+from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 
 _GRAD_NORM_FACTOR: Final = 10  # tolerance of a gradient norm, over that of a loss

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks._sequence_strikes import Struck
-from chameleon_ft.observe.conditions import conditions
+from chameleon_ft.report.conditions import conditions
 
 _Events = Sequence[Mapping[str, Any]]
 

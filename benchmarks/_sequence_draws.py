@@ -9,8 +9,8 @@ from typing import Final, Literal, get_args
 
 from chameleon_ft.config import SLOWNESS, Failure, FailureKind, FailurePhase, PolicyName
 
-_MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
-_MOST_LOSSES: Final = 4
+_MAX_WORKERS: Final = 8  # on the few cores of a machine that runs tests
+_MAX_LOSSES: Final = 4
 _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")
 _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
 _IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "rest", "preparation", "transfer", "confirm", "switch")
@@ -202,7 +202,7 @@ def _in_slices(rng: random.Random, run: DrawnRun) -> DrawnRun:
 
 def _draw(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
     rng = random.Random(seed)
-    layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
+    layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MAX_WORKERS]
     # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
     (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])
     policies: list[PolicyName] = [*get_args(PolicyName)]
@@ -225,7 +225,7 @@ def _draw(seed: int, steps: tuple[int, int], *, joins: bool) -> DrawnRun:
         precision="bf16" if random.Random(f"precision {seed}").random() < _IN_BF16 else "fp32",
         respawn=joins and rng.random() < 0.5,
     )
-    most = min(_MOST_LOSSES, run.workers - 1, run.workers if checkpoint_every else dp - 1)
+    most = min(_MAX_LOSSES, run.workers - 1, run.workers if checkpoint_every else dp - 1)
     count = max(rng.randint(1, most), rng.randint(1, most))
     run = replace(run, failures=_failures(rng, run, count))
     if not joins or rng.random() < 0.5:

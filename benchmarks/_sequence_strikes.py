@@ -19,7 +19,7 @@ from benchmarks._live_run import Tail
 from benchmarks._sequence_draws import Strike
 from chameleon_ft.config import RunConfig, Timeouts, config_to_toml
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FaultLog, RunDirectory
+from chameleon_ft.storage.files import FaultLog, RunDirectory
 from tests.harness import Command
 from tests.mounts import fill
 from tests.network import ADDRESSES, Network
@@ -29,7 +29,7 @@ _STOPPED_S: Final = 2.0  # of a process that is stopped; longer than a recovery 
 _ENDED_S: Final = 30.0  # for processes that end with the run
 _TERMINATED: Final = 75  # exit code of a run that is to be resumed
 _CUT_OFF_S: Final = 8.0  # of a coordinator; longer than its heartbeats take
-_MOST_CUT_S: Final = 40.0  # of a link, unless a worker is lost before
+_MAX_CUT_S: Final = 40.0  # of a link, unless a worker is lost before
 TIMEOUTS_ON_HOSTS: Final = Timeouts(
     heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, rendezvous_s=90.0, reconnect_s=60.0
 )
@@ -161,7 +161,7 @@ class _Striker(threading.Thread):
         ways = [("first", "coordinator"), ("coordinator", "first")][: 2 if both_ways else 1]
         for way in ways:
             self._network.drop(*way)
-        events, is_lost, deadline = Tail(self._run.events_file), False, time.monotonic() + _MOST_CUT_S
+        events, is_lost, deadline = Tail(self._run.events_file), False, time.monotonic() + _MAX_CUT_S
         began = time.time()
         while not is_lost and self._command.is_running and time.monotonic() < deadline:
             is_lost = any(event["event"] == "lost" and event["time"] >= began for event in events.new())

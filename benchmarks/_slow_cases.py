@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from chameleon_ft.control.detectors.base import OperationsMeasured, Recovered, Slow
-from chameleon_ft.control.detectors.slowness import SlownessDetector
-from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
+from chameleon_ft.coordinator.detectors.base import OperationsMeasured, Recovered, Slow
+from chameleon_ft.coordinator.detectors.slowness import SlownessDetector
 from chameleon_ft.schedule import OperationKind
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_generation_plans
+from chameleon_ft.storage.timelines import read_recorded_steps
 
 STEPS: Final = 200
 NOTICED_WITHIN: Final = 10  # steps

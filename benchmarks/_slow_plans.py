@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks._slow_cases import STEPS, Case
-from chameleon_ft.control.decisions.calibration import Corrections
-from chameleon_ft.control.decisions.switch import decide_on_switch
-from chameleon_ft.control.detectors.base import OperationsMeasured
-from chameleon_ft.control.detectors.slowness import SlownessDetector
-from chameleon_ft.estimate import StallModel, estimate_step
+from chameleon_ft.coordinator.decisions.calibration import Corrections
+from chameleon_ft.coordinator.decisions.planner import decide_on_switch
+from chameleon_ft.coordinator.detectors.base import OperationsMeasured
+from chameleon_ft.coordinator.detectors.slowness import SlownessDetector
+from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits
@@ -118,4 +119,4 @@ class PlansOfSlowWorkers:
         return estimate_step(in_force.plan, in_force.program, self._costs_at(speeds)).step_s
 
     def _search(self, speeds: Mapping[int, float]) -> float:
-        return find_plan(self._costs_at(speeds), least_holders=2).best.step_s
+        return find_plan(self._costs_at(speeds), min_holders=2).best.step_s

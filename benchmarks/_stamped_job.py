@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.job import Job
-from chameleon_ft.models.llama_job import llama_job
+from chameleon_ft.models.llama import llama_job
 
 _FOLDER = "stamps"
 

@@ -16,7 +16,7 @@ from benchmarks._common import child, write_config
 from benchmarks._stamped_job import read_stamps
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.observe import FaultLog
+from chameleon_ft.storage.files import FaultLog
 
 _OF_A_REPLICA = ("heartbeat_ms", "timeout_ms")
 

@@ -26,7 +26,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.observe import FaultLog
+from chameleon_ft.storage.files import FaultLog
 
 _HOST = "localhost"
 

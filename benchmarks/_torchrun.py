@@ -12,7 +12,7 @@ from benchmarks._common import run_child, write_config
 from benchmarks._stamped_job import read_stamps
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.observe import FaultLog
+from chameleon_ft.storage.files import FaultLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ from scipy.optimize import linear_sum_assignment
 from benchmarks._common import child, write_config
 from chameleon_ft.config import RunConfig
 from chameleon_ft.job import load_job
-from chameleon_ft.observe import GenerationPlan, RunDirectory, read_generation_plans
 from chameleon_ft.plan import Placement
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
 from chameleon_ft.transfer import transfer_to
 from chameleon_ft.workload import LayerCost
 
@@ -35,14 +36,14 @@ class Moved:
     Attributes:
         rounds: the messages, as (source, destination, bytes of each of its tensors).
         moved_bytes: bytes received, as counted by the workers.
-        least_bytes: minimum over all assignments of workers to places.
+        min_bytes: minimum over all assignments of workers to places.
         transfer_s: by the record of the run.
         regroup_s: by the record of the run.
     """
 
     rounds: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...]
     moved_bytes: int
-    least_bytes: int
+    min_bytes: int
     transfer_s: float
     regroup_s: float
 
@@ -99,7 +100,7 @@ def layer_tensors(config: RunConfig) -> list[tuple[int, ...]]:
     return found
 
 
-def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_bytes: Sequence[int]) -> int:
+def min_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_bytes: Sequence[int]) -> int:
     """Return the fewest bytes that live workers have to receive, over all assignments of workers to places."""
     wanted = [set(new.layers_of(place)) for place in new.workers]
     missing = [
@@ -142,7 +143,7 @@ def _moved(
             for messages in transfer.rounds
         ),
         moved_bytes=event["moved_bytes"],
-        least_bytes=least_bytes(old, new, live=live, layer_bytes=sizes),
+        min_bytes=min_bytes(old, new, live=live, layer_bytes=sizes),
         transfer_s=event["transfer_s"],
         regroup_s=record["regroup_s"],
     )

@@ -16,22 +16,21 @@ from torch.utils._pytree import tree_map_only
 
 from chameleon_ft.config import Batch
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.communicators import Membership
-from chameleon_ft.runtime.device import is_host_memory
-from chameleon_ft.runtime.execution.commit import CommitContext, Committer, ComputedStep
-from chameleon_ft.runtime.execution.executor import Executor
-from chameleon_ft.runtime.execution.gradients import GradientBuffers
-from chameleon_ft.runtime.execution.layers import HeldLayers
-from chameleon_ft.runtime.execution.micro_batches import KEPT_MICRO_BATCHES, MicroBatches, micro_batches_of
-from chameleon_ft.runtime.execution.reductions import Reductions
-from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.schedule import Operation
+from chameleon_ft.storage.files import FaultLog
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
+from chameleon_ft.worker.communicators import Membership
+from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.device import is_host_memory
+from chameleon_ft.worker.execution.commit import CommitContext, Committer, ComputedStep
+from chameleon_ft.worker.execution.executor import Executor
+from chameleon_ft.worker.execution.gradients import GradientBuffers
+from chameleon_ft.worker.execution.layers import KEPT_MICRO_BATCHES, HeldLayers, MicroBatches, micro_batches_of
+from chameleon_ft.worker.execution.reductions import Reductions
+from chameleon_ft.worker.fault_injection import FaultInjector
 
 _STEPS = 2  # the state of the optimizer exists from the first on
 _SEED = 0

@@ -22,11 +22,14 @@ from benchmarks import _chameleon
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, RunConfig, Snapshots, Timelines
-from chameleon_ft.estimate import estimate_step
-from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
+from chameleon_ft.cost.profile import Profile
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
-from chameleon_ft.profiles import Profile, costs_of_run, profile_of_run
 from chameleon_ft.recovery import reroute, uniform_limits
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_generation_plans
+from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
+from chameleon_ft.storage.timelines import read_recorded_steps
 
 _PP = 4
 _MEAN, _WORST = 0.015, 0.04
@@ -77,7 +80,7 @@ class Outcome:
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     outcomes = []
     for workers in given.workers:
         for case in cases(_config(given, workers)):

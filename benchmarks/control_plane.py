@@ -56,9 +56,9 @@ from benchmarks._common import (
 from benchmarks._control_plane_picture import draw
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, load_config
-from chameleon_ft.control.wire.address import TOKEN_VARIABLE
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.protocol.address import TOKEN_VARIABLE
+from chameleon_ft.storage.files import RunDirectory
 
 _STAGES: Final = 8
 _PER_HOST: Final = 8
@@ -68,7 +68,7 @@ _LONGEST_S: Final = 180.0
 _STEPS: Final = 2
 _APART: Final = 11  # pipelines between two losses
 _BARS: Final = {"joined_s": {4096: 60.0}, "loss_s": {1024: 1.0, 4096: 4.0}, "heartbeats": {4096: 0.2}}
-_MOST_MEMORY: Final = 2 << 30
+_MAX_MEMORY: Final = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ class _Ranks:
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     measured = []
     for ranks in given.ranks:
         progress(f"{ranks} ranks")
@@ -362,7 +362,7 @@ def _bars(measured: Sequence[Measured]) -> Iterator[Bar]:
             if (limit := _BARS[name].get(each.ranks)) is not None:
                 yield Bar(name=f"{name} at {each.ranks} ranks", value=value, limit=limit)
         memory = each.peak_bytes + each.helper_bytes
-        yield Bar(name=f"memory in MiB at {each.ranks} ranks", value=memory / 2**20, limit=_MOST_MEMORY / 2**20)
+        yield Bar(name=f"memory in MiB at {each.ranks} ranks", value=memory / 2**20, limit=_MAX_MEMORY / 2**20)
     least, most = min(measured, key=_ranks_of), max(measured, key=_ranks_of)
     if most.ranks > least.ranks:
         for name, growth in (

@@ -20,17 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks._common import Bar, Report, arguments, base_config, new_folder, run_child, write_config
-from chameleon_ft.config import (
-    Batch,
-    Checkpoint,
-    Failure,
-    Health,
-    LlamaConfig,
-    Parallel,
-    Recovery,
-    Timelines,
-)
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.config import Batch, Checkpoint, Failure, Health, LlamaConfig, Parallel, Recovery, Timelines
+from chameleon_ft.storage.files import RunDirectory
 
 _APART: Final = 3  # checks between two flips, so that holders agree, and a checkpoint is written
 _INTERVAL: Final = 10  # steps between two checks, for the cost

@@ -31,10 +31,11 @@ from benchmarks._search_cases import DEVICE
 from benchmarks._transitions import run_until
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Failure, Parallel, Recovery, RunConfig, Snapshots
-from chameleon_ft.control.decisions.decision_cache import DecisionCache
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.coordinator.decisions.decisions import DecisionCache
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits, warm_up
 from chameleon_ft.schedule import CostModel, check_program
 
@@ -86,7 +87,7 @@ class Timed:
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     warm_up()
     timed = [
         neighbours.undisturbed(partial(_time, part, given.repeats), folder / part)

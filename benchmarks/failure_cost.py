@@ -174,7 +174,7 @@ def main() -> int:
     folder: Path = given.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     _same_settings(given, folder)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     configs: Mapping[str, Callable[[], RunConfig]] = {
         "emulated": partial(emulated_config, given),
         "real": partial(real_config, given),

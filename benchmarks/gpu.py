@@ -46,7 +46,7 @@ from benchmarks._gpu_parts import FULL, SMALL, Result, Subject
 from benchmarks._neighbours import progress
 from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.runtime.device import claim_device, device_name
+from chameleon_ft.worker.device import claim_device, device_name
 
 _PARTS: Final[Mapping[str, Callable[[Subject], Result]]] = {
     "profiles": _gpu_parts.profiles,

@@ -17,12 +17,12 @@ from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import Failure, FailurePhase, TrainConfig
 
 _PHASES: tuple[FailurePhase, ...] = ("forward", "sync", "backward", "vote")
-_MOST_STEPS = 3.0
+_MAX_STEPS = 3.0
 
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     config = base_config(given.config, steps=given.hang_step + given.steps_after)
     places = islice(zip(cycle(range(0, config.workers, 3)), cycle(_PHASES), strict=False), given.hangs)
@@ -49,8 +49,8 @@ def main() -> int:
             )
         ),
         bars=(
-            Bar(name="median, in median steps", value=steps.median, limit=_MOST_STEPS),
-            Bar(name="largest, in median steps", value=max(steps.values), limit=_MOST_STEPS),
+            Bar(name="median, in median steps", value=steps.median, limit=_MAX_STEPS),
+            Bar(name="largest, in median steps", value=max(steps.values), limit=_MAX_STEPS),
         ),
         results={
             "hangs": [hang.to_json() for hang in hangs],

@@ -29,17 +29,16 @@ from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.estimate import part_bytes, program_memory, snapshot_memory
+from chameleon_ft.cost.memory import part_bytes, program_memory, snapshot_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
 from chameleon_ft.recovery import reroute
-from chameleon_ft.runtime.inspection import inspect_job
-from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
-from chameleon_ft.runtime.profiling.layers import sized_layer
-from chameleon_ft.runtime.snapshots.packing import PackedState
 from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.worker.inspection import inspect_job
+from chameleon_ft.worker.profiling.layers import ModelOnDevice, ResidentLayers, sized_layer
+from chameleon_ft.worker.snapshots.store import PackedState
 from chameleon_ft.workload import LayerCost, Workload
 
 _MEAN_ERROR: Final = 0.02

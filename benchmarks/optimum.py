@@ -27,19 +27,12 @@ from benchmarks._neighbours import progress
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import reroute
-from chameleon_ft.schedule import (
-    CostModel,
-    InFlightLimit,
-    OperationKind,
-    best_program,
-    check_program,
-    default_limits,
-)
+from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, best_program, check_program, default_limits
 from chameleon_ft.workload import LayerCost, Workload
 from tests.schedule.in_flight import exceeds
 
 _LARGEST_GAP: Final = 0.03
-_LEAST_SOLVED: Final = 0.9
+_MIN_SOLVED: Final = 0.9
 
 _Key = tuple[OperationKind, int, int]  # of an operation: kind, micro-batch, hop
 
@@ -91,13 +84,13 @@ class Outcome:
         }
 
 
-def cases(count: int, *, seed: int, most_operations: int) -> Iterator[Case]:
+def cases(count: int, *, seed: int, max_operations: int) -> Iterator[Case]:
     """Draw `count` cases, deterministically."""
     rng = random.Random(seed)
     number = 0
     while number < count:
         case = _case(rng, number)
-        if case is not None and case.operations <= most_operations:
+        if case is not None and case.operations <= max_operations:
             number += 1
             yield case
 
@@ -292,7 +285,7 @@ def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
     outcomes: list[Outcome] = []
-    for case in cases(given.count, seed=given.seed, most_operations=given.most_operations):
+    for case in cases(given.count, seed=given.seed, max_operations=given.max_operations):
         outcome = compared(case, timeout_s=given.timeout, threads=given.threads)
         progress(f"{case.name}: {outcome.program_s:g} s, optimum {outcome.optimum_s}, {outcome.solved_in_s:.1f} s")
         outcomes.append(outcome)
@@ -303,7 +296,7 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="optimum")
     parser.add_argument("--count", type=int, default=80, help="number of cases")
     parser.add_argument("--seed", type=int, default=0, help="from which they are drawn")
-    parser.add_argument("--most-operations", type=int, default=160, help="larger cases are not drawn")
+    parser.add_argument("--max-operations", type=int, default=160, help="larger cases are not drawn")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that CP-SAT may take for a case")
     parser.add_argument("--threads", type=int, default=2, help="threads of CP-SAT")
     return parser.parse_args()
@@ -329,7 +322,7 @@ def _report(outcomes: list[Outcome]) -> Report:
             Bar(
                 name="share of cases solved to optimality",
                 value=len(solved) / len(outcomes),
-                limit=_LEAST_SOLVED,
+                limit=_MIN_SOLVED,
                 at_least=True,
             ),
             Bar(

@@ -50,7 +50,7 @@ from benchmarks._live_run import Tail, end
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._page_reader import fetch, readers
 from benchmarks.control_plane import measure
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 _PARTS: Final = ("steps", "scrape", "large")
 _BROWSERS: Final = 3
@@ -226,7 +226,7 @@ def main() -> int:
     add_most_others(parser)
     given = parser.parse_args()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     parts: dict[str, Callable[[Path], list[Result]]] = {
         "steps": partial(_steps, config=given.config, windows=given.windows, window_s=given.window_s),
         "scrape": _scrape,

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks._paper_picture import draw
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.plan import Plan
-from chameleon_ft.presets import device, model_shape
-from chameleon_ft.profiles import derived_profile
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import equal_layouts, find_plan, oobleck_plan
 from chameleon_ft.simulate import Fault, Trace

@@ -48,7 +48,7 @@ from chameleon_ft.config import (
     Timelines,
 )
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.profiles import profile_of_run, read_profile, write_profile
+from chameleon_ft.storage.profiles import profile_of_run, read_profile, write_profile
 
 _POLICIES: Final[tuple[PolicyName, ...]] = ("chameleon", "recycle", "oobleck", "paper", "drop-replica", "restart")
 _SURE: Final = 10.0  # failures: the prior rate is the true one
@@ -64,7 +64,7 @@ def main() -> int:
     folder: Path = given.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     _same_settings(given, folder)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     if not given.report_only:
         for name in given.scenarios:
             for policy in given.policies:

@@ -18,13 +18,13 @@ from benchmarks._chameleon import train
 from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, base_config, new_folder
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import Failure, FailurePhase, TrainConfig
-from chameleon_ft.observe import FailureRecord
+from chameleon_ft.events.records import FailureRecord
 from tests.launch.ray.clusters import ray_cluster
 
 _PHASES: tuple[FailurePhase, ...] = ("forward", "backward", "sync", "vote", "optimizer")
 _PARTS = ("detect_s", "stop_s", "decide_s", "regroup_s", "stall_s")
 _NODES = 3
-_MOST_RATIO = 1.2
+_MAX_RATIO = 1.2
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
     config = base_config(given.config, stamped=False, steps=given.kill_step + given.steps_after)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     started: dict[str, Callable[..., FailureRecord]] = {"train": _here, "ray": _on_ray}
     found: dict[str, list[FailureRecord]] = {command: [] for command in started}
     places = zip(cycle(range(config.workers)), cycle(_PHASES), strict=False)
@@ -53,7 +53,7 @@ def main() -> int:
             (f"chameleon {command}", str(len(records)), *(_spread(records, part).shown() for part in _PARTS))
             for command, records in found.items()
         ),
-        bars=(Bar(name="median stall on Ray, times that without", value=ratio, limit=_MOST_RATIO),),
+        bars=(Bar(name="median stall on Ray, times that without", value=ratio, limit=_MAX_RATIO),),
         results={
             command: {part: _spread(records, part).to_json() for part in _PARTS} for command, records in found.items()
         },

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 from benchmarks._common import Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.memory import program_memory
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, best_program, check_program, replay
 
@@ -40,7 +41,7 @@ class Subject:
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     found: list[tuple[Subject, str, Spread]] = []
     for subject in subjects(given.lost):

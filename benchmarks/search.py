@@ -52,16 +52,16 @@ class Compared:
     workers: int
     kinds: int
     found_s: float
-    least_s: float
+    min_s: float
     bound_s: float
 
     @property
     def equal(self) -> bool:
-        return self.found_s == self.least_s or abs(self.found_s - self.least_s) <= _EXACT * self.least_s
+        return self.found_s == self.min_s or abs(self.found_s - self.min_s) <= _EXACT * self.min_s
 
     @property
     def bounded(self) -> bool:
-        return self.bound_s <= self.least_s
+        return self.bound_s <= self.min_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Gaps:
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     parts = [_part(part, given, folder, neighbours) for part in _PARTS if part in given.parts]
     report = Report(
         benchmark="search",
@@ -185,7 +185,7 @@ def _compare(seed: int, *, equal: bool) -> Compared:
         kinds=1 if equal else rng.randint(2, 3),
         memory=rng.random() < 0.6,
     )
-    least_s = Exhaustive(costs).least_s()
+    min_s = Exhaustive(costs).min_s()
     try:
         found = find_plan(costs, effort=None)
         found_s, bound_s = found.best.step_s, found.bound_s
@@ -196,7 +196,7 @@ def _compare(seed: int, *, equal: bool) -> Compared:
         workers=len(costs.cluster.workers),
         kinds=len({worker.speed for worker in costs.cluster.workers}),
         found_s=found_s,
-        least_s=least_s,
+        min_s=min_s,
         bound_s=bound_s,
     )
     if not (done.equal and done.bounded):

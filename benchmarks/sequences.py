@@ -39,9 +39,11 @@ from chameleon_ft.config import (
     Snapshots,
     TrainConfig,
 )
-from chameleon_ft.control.requests import drain
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.observe import RunDirectory, StepRecord, View
+from chameleon_ft.events.records import StepRecord
+from chameleon_ft.launch.live_run import drain
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify import TOLERANCES
 from tests.harness import small_config, train_here
 from tests.mounts import small_disk

@@ -21,9 +21,10 @@ from typing import Final
 
 from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import DEVICES, MODELS, device, model_shape
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import state_bytes
-from chameleon_ft.presets import DEVICES, MODELS, derive_workload, device, model_shape
 from chameleon_ft.simulate import MODELS as GENERATORS
 from chameleon_ft.simulate import Trace, generate_trace, load_trace, load_trace_for
 from chameleon_ft.simulate.accounting.results import Results
@@ -112,7 +113,7 @@ def main() -> int:
     folder = new_folder(given.out)
     numbers = range(given.draws) if given.draw is None else [given.draw]
     every = (draw(given.seed, number, given.traces) for number in numbers)
-    drawn = sorted((each for each in every if each.workers >= given.least_workers), key=lambda each: each.workers)
+    drawn = sorted((each for each in every if each.workers >= given.min_workers), key=lambda each: each.workers)
     rows, raw = [], []
     for each in drawn:
         incidents = round(given.incidents * (_EXACT_SHARE if each.workers <= Parameters().exact_up_to else 1))
@@ -184,7 +185,7 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="simulations")
     parser.add_argument("--draws", type=int, default=60, help="how many simulations")
     parser.add_argument("--draw", type=int, help="only the one with this number")
-    parser.add_argument("--least-workers", type=int, default=0, help="leave out those of fewer workers")
+    parser.add_argument("--min-workers", type=int, default=0, help="leave out those of fewer workers")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     parser.add_argument("--incidents", type=int, default=100, help="changes of a trace after which it ends")
     parser.add_argument("--traces", type=Path, nargs="*", default=(), help="measured traces to draw from too")

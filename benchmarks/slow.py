@@ -55,12 +55,12 @@ from chameleon_ft.config import (
     Snapshots,
     Timelines,
 )
-from chameleon_ft.control.decisions.calibration import Corrections
-from chameleon_ft.control.state.failure_history import FailureHistory
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.coordinator.decisions.calibration import Corrections
+from chameleon_ft.coordinator.state.incidents import FailureHistory
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.profiles import costs_of_run, read_profile
 from chameleon_ft.search import find_plan
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.profiles import costs_of_run, read_profile
 
 _PRECISION, _RECALL, _THROUGHPUT = 0.95, 0.95, 0.97
 _NOISE_STEPS: Final = 150
@@ -73,7 +73,7 @@ _POLL_S: Final = 0.05
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     rng = random.Random(given.seed)
     noise = noise_of(RunDirectory.open(given.noise or _recorded(given, folder)))
@@ -156,7 +156,7 @@ def _best_plan(given: argparse.Namespace, speeds: dict[int, float], file: Path) 
     """Write the fastest plan that the search finds for these speeds."""
     config = _config(given, {}, plan=None)
     costs = costs_of_run(config, read_profile(given.profile), dict.fromkeys(range(given.workers), ""))
-    found = find_plan(Corrections(slow=speeds).applied(costs), least_holders=2)
+    found = find_plan(Corrections(slow=speeds).applied(costs), min_holders=2)
     file.write_text(found.best.plan.to_json(), encoding="utf-8")
     return file
 

@@ -29,10 +29,12 @@ from benchmarks import _chameleon
 from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, base_config, new_folder
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import Parallel, Recovery, Snapshots
-from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ChameleonError
-from chameleon_ft.observe import RunDirectory, StepRecord, View
+from chameleon_ft.events.records import StepRecord
+from chameleon_ft.launch.live_run import inject
 from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify import Verification, repeat_run
 from tests.harness import Ended, fails, small_config, train_here
 
@@ -214,7 +216,7 @@ class _Found:
 
 def main() -> int:
     given = _arguments()
-    folder, neighbours, found = new_folder(given.out), Neighbours(most=given.most_others), _Found()
+    folder, neighbours, found = new_folder(given.out), Neighbours(most=given.max_others), _Found()
     if "losses" in given.parts:
         random = Random(given.seed)
         for number in range(given.runs):

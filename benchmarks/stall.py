@@ -33,7 +33,7 @@ _PARTS = ("detect_s", "stop_s", "decide_s", "regroup_s")
 _SYSTEMS = ("chameleon", "torchrun", "torchft")
 
 _LONGEST_STALL_S = 0.3
-_LEAST_RATIOS = {"torchrun": 10.0, "torchft default": 10.0, "torchft shortest": 1.0}
+_MIN_RATIOS = {"torchrun": 10.0, "torchft default": 10.0, "torchft shortest": 1.0}
 
 _Kill = Mapping[str, Any]
 
@@ -172,7 +172,7 @@ def _is_workable(kill: _Kill | None) -> bool:
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     config = base_config(given.config, steps=given.kill_step + given.steps_after)
     experiment = _Experiment(given=given, config=config, folder=folder, neighbours=neighbours)
@@ -244,7 +244,7 @@ def _bars(found: Mapping[str, _Measured]) -> tuple[Bar, ...]:
         return ()
     stall = found["chameleon"].median("stall_s")
     bars = [Bar(name="chameleon's median stall, seconds", value=stall, limit=_LONGEST_STALL_S)]
-    for name, least in _LEAST_RATIOS.items():
+    for name, least in _MIN_RATIOS.items():
         if name in found:
             field = "stall_s" if name == "torchrun" else "lost_s"
             ratio = found[name].median(field) / found["chameleon"].median(field)

@@ -42,7 +42,7 @@ _Measure = Callable[[TrainConfig, argparse.Namespace, Path], _Run]
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     config = base_config(given.config, steps=given.warmup + given.steps + 1)
     systems: dict[str, _Measure] = {"chameleon": _run_chameleon, "Schedule1F1B and all-reduce": _run_torch}

@@ -27,9 +27,8 @@ from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, argum
 from benchmarks._live_run import Tail, end
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import STAND_IN_JOB, Batch, Checkpoint, Emulation, Parallel, Recovery, RunConfig, Snapshots
-from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.control.requests import drain
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.launch.live_run import drain, inject
+from chameleon_ft.storage.files import RunDirectory
 
 _NEAR: Final = 10  # steps before and after a switch that are looked at
 _LONGEST_RATIO, _MIGRATING_RATIO, _PREDICTION_ERROR = 1.05, 1.05, 0.15
@@ -50,7 +49,7 @@ class _Switch:
 
 def main() -> int:
     given = _arguments()
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     folder = new_folder(given.out)
     found: list[_Switch] = []
     for number in range(given.runs):

@@ -52,7 +52,7 @@ from chameleon_ft.config import (
     config_to_toml,
     load_config,
 )
-from chameleon_ft.observe import FaultLog, RunDirectory
+from chameleon_ft.storage.files import FaultLog, RunDirectory
 from chameleon_ft.verify import Verification, repeat_run
 from tests.harness import Command, small_config
 

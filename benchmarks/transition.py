@@ -41,13 +41,13 @@ from chameleon_ft.config import (
     Snapshots,
     TrainConfig,
 )
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.runtime.profiling.links import measure_local_links, message_sizes
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.worker.profiling.links import measure_local_links, message_sizes
 
 _PARTS: Final = ("pair", "several", "regroup")
 _ALWAYS: Final = 1_000_000  # steps: a run is ended after its last transition
 _LINK_REPEATS: Final = 20
-_LEAST_SHARE: Final = 0.8
+_MIN_SHARE: Final = 0.8
 _REUSED: Final = "of torch.distributed, memory used before"  # for comparison: layers that stay need their own memory
 _LONGEST_REGROUP_S: Final = 1.0
 _REGROUP_POLICIES: Final[tuple[PolicyName, ...]] = ("reroute", "repartition")
@@ -85,7 +85,7 @@ class _Part:
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    neighbours = Neighbours(most=given.most_others)
+    neighbours = Neighbours(most=given.max_others)
     parts: dict[str, Callable[[], _Part]] = {
         "pair": partial(_moving, "pair", pair_config(given.dim), "join", given, folder, neighbours),
         "several": partial(_moving, "several", several_config(given.dim), "transition", given, folder, neighbours),
@@ -220,13 +220,13 @@ def _moved_part(name: str, repeats: list[_Repeat]) -> _Part:
         (f"  {row}", "", Spread(tuple(each / 1e6 for each in each_rate)).shown(0)) for row, each_rate in rates.items()
     ]
     rows += [(f"  transition, share {row}", "", Spread(tuple(each)).shown(2)) for row, each in shares.items()]
-    most_beyond = max(abs(each.moved.moved_bytes - each.moved.least_bytes) for each in repeats)
+    max_beyond = max(abs(each.moved.moved_bytes - each.moved.min_bytes) for each in repeats)
     bars = [
-        Bar(name=f"{name}: median share {row}", value=Spread(tuple(each)).median, limit=_LEAST_SHARE, at_least=True)
+        Bar(name=f"{name}: median share {row}", value=Spread(tuple(each)).median, limit=_MIN_SHARE, at_least=True)
         for row, each in shares.items()
         if row != _REUSED
     ]
-    bars.append(Bar(name=f"{name}: bytes moved beyond the best assignment", value=most_beyond, limit=0))
+    bars.append(Bar(name=f"{name}: bytes moved beyond the best assignment", value=max_beyond, limit=0))
     return _Part(rows=rows, bars=bars, results={"repeats": [each.to_json() for each in repeats]})
 
 

@@ -7,7 +7,7 @@ itself: no step, stall or decision.
 
   real, simulated   samples per second over the window, as `benchmarks.policies` counts them
   stalls            seconds of stalls in the window, both ways
-  others            share of the machine that other processes took during the run; with --most-others 0.05 such runs are
+  others            share of the machine that other processes took during the run; with --max-others 0.05 such runs are
                     left out, and give no constants
 
 Samples per second and seconds are those of the emulated devices. A return to a checkpoint takes `--restart-s` of
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _counts(made: Made, given: argparse.Namespace) -> bool:
-    disturbed = made.observed.others_share > given.most_others
+    disturbed = made.observed.others_share > given.max_others
     return not disturbed and (not given.scenarios or made.scenario in given.scenarios)
 
 
@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="only these")
     parser.add_argument(
-        "--most-others", type=float, default=1.0, help="leave out runs with which others interfered more"
+        "--max-others", type=float, default=1.0, help="leave out runs with which others interfered more"
     )
     parser.add_argument("--by-class", action="store_true", help="simulate pipelines by class too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the docs")

@@ -27,7 +27,7 @@ FIGURES = {
     "outage_p90_days": "outage, 90th percentile, days",
     "gap_variation": "variation of the gaps",
     "short_gap_share": "gaps under five minutes",
-    "most_hosts_down": "most hosts down at once",
+    "max_hosts_down": "most hosts down at once",
     "availability": "availability",
 }
 

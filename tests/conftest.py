@@ -37,11 +37,11 @@ settings.load_profile("chameleon")
 
 
 _LONGEST: Final = (
-    "tests/deploy/test_slurm_cluster.py",
+    "tests/launch/test_slurm_cluster.py",
     "tests/test_standby.py",
-    "tests/runtime/test_joins.py",
-    "tests/runtime/test_live_repartition.py",
-    "tests/runtime/test_hangs.py",
+    "tests/worker/test_joins.py",
+    "tests/worker/test_live_repartition.py",
+    "tests/worker/test_hangs.py",
     "tests/launch/ray/",  # by then Slurm's daemons, which need processors too, have ended
 )
 
@@ -98,6 +98,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _EachTestOnc
 @pytest.fixture
 def attentive_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a coordinator on a busy machine not count as stalled: then it would take back a worker that was cut off."""
-    from chameleon_ft.control import state_machine
+    from chameleon_ft.coordinator import state_machine
 
     monkeypatch.setattr(state_machine, "_STALL_S", math.inf)

@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from chameleon_ft.host.fork_server import ForkServer
 from chameleon_ft.launch.processes import SIGNALS
-from chameleon_ft.runtime.fork_server import ForkServer
 
 
 @cache

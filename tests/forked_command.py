@@ -21,15 +21,15 @@ from typing import NoReturn
 from unittest import mock
 
 import chameleon_ft.launch
-import chameleon_ft.runtime.preload
+import chameleon_ft.worker.preload
 from chameleon_ft.cli import commands, main
+from chameleon_ft.host import fork_server
+from chameleon_ft.host.fork_server import end_with
 from chameleon_ft.launch import background
 from chameleon_ft.launch.processes import SIGNALS, load_solvers
-from chameleon_ft.runtime import fork_server
-from chameleon_ft.runtime.process import end_with
 
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
-_MOST_FILES = os.sysconf("SC_OPEN_MAX")
+_MAX_FILES = os.sysconf("SC_OPEN_MAX")
 
 for _module in pkgutil.iter_modules(commands.__path__, f"{commands.__name__}."):
     importlib.import_module(_module.name)
@@ -100,7 +100,7 @@ def _serve(descriptor: int, starter: int, preload: str) -> NoReturn:
     try:
         end_with(starter)
         os.closerange(3, descriptor)
-        os.closerange(descriptor + 1, _MOST_FILES)
+        os.closerange(descriptor + 1, _MAX_FILES)
         gc.enable()
         gc.collect()
         gc.freeze()  # what is left of that process must close none of the files that are opened here

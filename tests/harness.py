@@ -39,16 +39,19 @@ from chameleon_ft.config import (
     Timeouts,
     TrainConfig,
 )
-from chameleon_ft.control.coordinator import Coordinator
-from chameleon_ft.control.wire.address import CoordinatorAccess
-from chameleon_ft.control.wire.messages import Exit
+from chameleon_ft.coordinator.coordinator import Coordinator
 from chameleon_ft.data.corpus import prepare_data
+from chameleon_ft.events.records import FailureRecord, StepRecord
+from chameleon_ft.host.fork_server import Lifeline, end_with
 from chameleon_ft.launch import background
 from chameleon_ft.launch.agent import create_agent
 from chameleon_ft.launch.coordinator import InterruptCount, coordinate
 from chameleon_ft.launch.processes import start_fork_server
-from chameleon_ft.observe import ControlAddress, FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
-from chameleon_ft.runtime.process import Lifeline, end_with
+from chameleon_ft.protocol.address import CoordinatorAccess
+from chameleon_ft.protocol.messages import Exit
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from chameleon_ft.storage.plans import read_generation_plans
+from chameleon_ft.storage.recorder import View
 from chameleon_ft.verify import TOLERANCES, Verification, repeat_run
 from tests.forked import ForkedCommand
 from tests.undivided import undivided
@@ -95,7 +98,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
         "timeouts": PATIENT,
         "recovery": Recovery(policy="reroute"),
         "health": Health(detect_slow=False),  # all workers share few processors, often with other tests
-        "preflight": Preflight(least_speed=0.0),  # likewise
+        "preflight": Preflight(min_speed=0.0),  # likewise
         "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
         "data": Data(path=str(text)),
         "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
@@ -283,7 +286,7 @@ def in_thread(function: Callable[[], object]) -> Callable[[], None]:
     return start
 
 
-_MOST_LINES = 5000
+_MAX_LINES = 5000
 
 
 class Command:
@@ -335,8 +338,8 @@ class Command:
         return self._process.poll() is None
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """Read the output up to a line that matches `pattern`, which is one of the next `_MOST_LINES`."""
-        for line in itertools.islice(self._lines(), _MOST_LINES):
+        """Read the output up to a line that matches `pattern`, which is one of the next `_MAX_LINES`."""
+        for line in itertools.islice(self._lines(), _MAX_LINES):
             if (found := re.search(pattern, line)) is not None:
                 return found
         raise AssertionError(f"the command has not printed {pattern!r}, but:\n{self.printed}")

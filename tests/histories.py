@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.requests import request
-from chameleon_ft.control.wire.messages import Inject
-from chameleon_ft.observe import RunDirectory, StepRecord, View
+from chameleon_ft.events.records import StepRecord
+from chameleon_ft.launch.live_run import request
+from chameleon_ft.protocol.messages import Inject
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.recorder import View
 from tests.harness import Ended, in_thread, train_here
 
 # A run in which nothing has happened for so many steps, and so many seconds, is not going to go on with its history.
-_MOST_QUIET_STEPS = 200
-_MOST_QUIET_S = 20.0
+_MAX_QUIET_STEPS = 200
+_MAX_QUIET_S = 20.0
 
 
 @dataclass
@@ -51,7 +53,7 @@ class StoppingView(View):
         steps, start_s = self._quiet_since
         if self.is_over(ended):
             self.more_steps -= 1
-        elif self._num_steps - steps > _MOST_QUIET_STEPS and time.monotonic() - start_s > _MOST_QUIET_S:
+        elif self._num_steps - steps > _MAX_QUIET_STEPS and time.monotonic() - start_s > _MAX_QUIET_S:
             self.more_steps = 0
         if self.more_steps == 0:
             self.more_steps = -1  # a second one would end the run without a checkpoint

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-from chameleon_ft.control.wire.address import join_address, split_address
+from chameleon_ft.protocol.address import join_address, split_address
 
 
 class Proxy:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 import boto3
 
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
 from tests.proxy import Proxy
 
 BUCKET = "bucket"

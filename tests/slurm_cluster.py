@@ -17,7 +17,7 @@ from typing import Final, Self
 
 import pytest
 
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
 
 _PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare")
 _SBIN: Final = "/usr/sbin:/sbin"  # where a user's PATH may not lead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chameleon_ft.observe import layer_part
+from chameleon_ft.storage.checkpoints import layer_part
 
 
 def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:

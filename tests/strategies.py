@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule.components import components
+from chameleon_ft.schedule.records import components
 from chameleon_ft.workload import LayerCost, Workload
 
 # Equal times are common on purpose: ties are where orders go wrong.

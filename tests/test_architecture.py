@@ -21,15 +21,15 @@ PURE = (
     "workload",
     "cluster",
     "plan",
-    "presets",
     "schedule",
     "sync",
-    "estimate",
+    "cost",
     "transfer",
     "search",
     "recovery",
 )
 JOBS = {"keys", "config", "job", "data", "models", "optim"}
+RECORDS = {"clock", "config", "events", "storage"}
 
 # An impure part and the others that it may import when it runs.
 MAY_IMPORT = {
@@ -39,37 +39,27 @@ MAY_IMPORT = {
     "config": {"errors", "workload"},
     "job": {"errors", "keys", "config"},
     "data": {"errors", "keys", "config", "job"},
-    "profiles": {*PURE, "config"},
-    "models": {"errors", "job_record", "keys", "config", "job", "data", "optim", "profiles"},
-    "observe": {*PURE, "clock", "config"},
-    "simulate": {*PURE, "observe"},
-    "verify": {*JOBS - {"models", "optim"}, "errors", "observe"},
-    "control": {*PURE, "clock", "config", "observe", "profiles"},
-    "runtime": {*PURE, *JOBS, "clock", "observe", "control", "profiles"},
-    "launch": {
-        "errors",
-        "job_record",
-        "clock",
-        "config",
-        "observe",
-        "plan",
-        "recovery",
-        "control",
-        "profiles",
-        "runtime",
-    },
-    "deploy": {"errors", "config"},
+    "events": {"errors", "quantities"},
+    "storage": {*PURE, *RECORDS},
+    "protocol": {*PURE, *RECORDS},
+    "host": {"errors", "events", "protocol"},
+    "models": {"errors", "job_record", "keys", "config", "job", "data", "optim", "cost", "storage"},
+    "report": {*PURE, *RECORDS},
+    "simulate": {*PURE, *RECORDS, "report"},
+    "verify": {*JOBS - {"models", "optim"}, "errors", "events", "storage"},
+    "coordinator": {*PURE, *RECORDS, "protocol", "host"},
+    "worker": {*PURE, *JOBS, *RECORDS, "protocol", "host"},
+    "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
     "cli": {
         *PURE,
-        "config",
-        "job",
-        "data",
-        "observe",
-        "control",
-        "profiles",
-        "runtime",
+        *JOBS - {"models"},
+        *RECORDS,
+        "protocol",
+        "report",
+        "host",
+        "coordinator",
+        "worker",
         "launch",
-        "deploy",
         "verify",
         "simulate",
     },
@@ -150,10 +140,8 @@ def test_the_pure_part_imports_only_itself_and_nothing_impure() -> None:
         assert not (names | {name.split(".")[0] for name in names}) & IMPURE, module
 
 
-def test_simulate_and_control_import_only_the_pure_part_and_what_records() -> None:
-    for module, path in modules_in("simulate", "control"):
-        allowed = {*PURE, "clock", "observe", "config", "profiles", part(module)}
-        assert parts_imported(path) <= allowed, module
+def test_what_only_computes_and_records_imports_no_torch() -> None:
+    for module, path in modules_in("events", "storage", "protocol", "report", "simulate", "host", "coordinator"):
         assert "torch" not in {name.split(".")[0] for name in imports(path)}, module
 
 
@@ -162,22 +150,12 @@ def test_no_package_imports_the_command_line() -> None:
         assert part(module) in {"cli", "__main__"} or "cli" not in parts_imported(path), module
 
 
-def test_the_runtime_knows_of_control_only_what_they_say_to_each_other() -> None:
-    names = ["wire.codec", "wire.messages", "wire.parts", "wire.address", "wire.connection", "job_info"]
-    names += ["host_process", "hung_process"]  # of the processes of this host
-    names += ["background_tasks"]
-    spoken = tuple(f"chameleon_ft.control.{name}" for name in names)
-    for module, path in modules_in("runtime"):
-        known = {name for name in imports(path) if name.startswith("chameleon_ft.control")}
-        assert all(name.startswith(spoken) for name in known), module
+# The pure part of the coordinator, which receives the time and reads nothing.
+DECIDING = [["coordinator", name] for name in ("state_machine", "handlers", "detectors", "state", "events", "commands")]
 
 
-# The pure part of control, which receives the time and reads nothing.
-DECIDING = [["control", name] for name in ("state_machine", "handlers", "detectors", "state", "events", "commands")]
-
-
-def test_what_decides_in_control_reads_no_clock_and_touches_nothing() -> None:
-    shell = {f"chameleon_ft.control.{name}" for name in ("coordinator", "agent", "wire.server", "wire.connection")}
+def test_what_decides_in_the_coordinator_reads_no_clock_and_touches_nothing() -> None:
+    shell = {f"chameleon_ft.coordinator.{name}" for name in ("coordinator", "agent", "wire.server", "wire.connection")}
     deciding = [(module, path) for module, path in MODULES if module.split(".")[:2] in DECIDING]
     assert {module.split(".")[1] for module, _ in deciding} == {name for _, name in DECIDING}
     for module, path in deciding:
@@ -196,13 +174,13 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
-    shared = {"models", "runtime", "control", "plan", "schedule", "sync", "recovery"}
+    shared = {"models", "worker", "coordinator", "plan", "schedule", "sync", "recovery"}
     for _, path in modules_in("verify"):
         assert not parts_imported(path) & shared, path
 
 
 def test_published_planners_share_only_what_places_and_predicts_plans_with_our_search() -> None:
-    shared = ("baselines", "placement.candidates", "placement.hosts", "result", "pipelines.worker_classes")
+    shared = ("baselines", "placement.candidates", "result", "pipelines.worker_classes")
     allowed = tuple(f"chameleon_ft.search.{name}" for name in shared)
     for module, path in modules_in("search"):
         if module.startswith("search.baselines"):
@@ -257,10 +235,22 @@ def loading(module: str, *parts: str) -> str:
 
 
 def test_what_does_not_compute_loads_no_torch() -> None:
-    parts = ("", ".config", ".job", ".data", ".models", ".observe", ".control", ".launch", ".cli", ".simulate")
+    parts = (
+        "",
+        ".config",
+        ".job",
+        ".data",
+        ".models",
+        ".report",
+        ".storage",
+        ".coordinator",
+        ".launch",
+        ".cli",
+        ".simulate",
+    )
     assert loading("torch", *parts) == ""
 
 
 def test_to_import_is_not_to_compile() -> None:
-    parts = ("", ".cli", ".control.wire.messages", ".runtime.rank", ".recovery", ".simulate")
+    parts = ("", ".cli", ".protocol.messages", ".worker.rank", ".recovery", ".simulate")
     assert loading("numba", *parts) == ""

@@ -13,8 +13,9 @@ import pytest
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import Batch, Failure, Parallel
-from chameleon_ft.observe import StepRecord, View
-from chameleon_ft.observe.live.watcher import RunWatcher
+from chameleon_ft.events.records import StepRecord
+from chameleon_ft.report.follower import RunWatcher
+from chameleon_ft.storage.recorder import View
 from tests.harness import small_config, train_here
 
 SHOW = "from chameleon_ft.clock import unix_s; print(unix_s())"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, Timeouts
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import (
     Command,

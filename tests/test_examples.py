@@ -12,7 +12,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import build_layer
-from chameleon_ft.models.outputs import boundary_specs
+from chameleon_ft.models.checks import boundary_specs
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -11,7 +11,7 @@ from chameleon_ft.job import Job, load_job
 from chameleon_ft.optim import warmup_cosine
 from chameleon_ft.verify import Verification, repeat_run
 from tests.harness import resume_here, small_config, train_here
-from tests.runtime.toy import toy_job
+from tests.worker.toy import toy_job
 
 SCHEDULED = f"{__file__}:scheduled_job"
 

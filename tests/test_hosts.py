@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, Recovery, Timeouts
-from chameleon_ft.control.journal import LastEntry
+from chameleon_ft.coordinator.journal import LastEntry
 from chameleon_ft.launch.coordinator import DEPOSED
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
 from tests.network import ADDRESSES, Network

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from chameleon_ft.config import Batch, Parallel, RunConfig, parse_config
 from chameleon_ft.job_record import JobRecord
 from chameleon_ft.models.job_record import sketch
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.worker.inspection import inspect_job
 
 BLOCKS = """
 from torch import nn

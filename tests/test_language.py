@@ -17,7 +17,7 @@ OLD_NAMES = frozenset(
         r"\w+",
         """
     Crew Deliberation Expect Fleet Forethought Looks Mover Outage Outlook Parked RoomMade Rooms Situation StepSums
-    Told Way _course _handed_in _in_roles _kinds _least_mix _looks banned collective_s crew deliberation
+    Told Way _course _handed_in _in_roles _kinds _min_mix _looks banned collective_s crew deliberation
     disk_messages disk_waits drafted end_now equivalence everyone experience fleet forethought generations goes_on
     handed_in heartbeat_s host_share in_roles in_words indispensable kept_hops last_holders last_hosts lean_draft
     lean_kernel mend message_parts nobody not_weighed observations outlook parked part_of_kernel precompute

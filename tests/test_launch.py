@@ -18,13 +18,15 @@ from websockets.sync.client import connect
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Checkpoint, Control, Parallel, RunConfig
-from chameleon_ft.control.wire.address import bearer, websocket_url
-from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Exit, Hello, Message, Refused
+from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ProfileError
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
-from chameleon_ft.profiles import Profile, write_profile
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.protocol.address import bearer, websocket_url
+from chameleon_ft.protocol.codec import decode, encode
+from chameleon_ft.protocol.messages import Exit, Hello, Message, Refused
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.profiles import write_profile
+from chameleon_ft.worker.inspection import inspect_job
 from chameleon_ft.workload import LayerCost
 from tests.configs import write_config
 from tests.harness import (

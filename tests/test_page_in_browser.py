@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, Timelines
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import write_config
 from tests.harness import Command, small_config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 from tests.harness import Command, Ended
 
 pytestmark = pytest.mark.multiprocess

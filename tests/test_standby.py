@@ -17,11 +17,12 @@ import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Control, Parallel, Recovery
-from chameleon_ft.control.journal import LastEntry
-from chameleon_ft.control.wire.address import bearer
+from chameleon_ft.coordinator.journal import LastEntry
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.coordinator import DEPOSED
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.protocol.address import bearer
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import (
     PATIENT,

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from chameleon_ft.config import Batch, Parallel
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import write_config
 from tests.harness import Command, Ended, every_process_ends, small_config
 

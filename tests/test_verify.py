@@ -18,11 +18,13 @@ from chameleon_ft.cli import main
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.records import StepRecord
 from chameleon_ft.job import Job
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.observe import Recorder, RunDirectory, StepRecord, View
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.recorder import Recorder, View
 from chameleon_ft.verify import Verification, _share, repeat_run
-from tests.observe.records import run_info
+from tests.report.records import run_info
 
 STEPS = 6
 LAYERS: list[Callable[[], nn.Module]] = [partial(nn.Linear, 3, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 2)]

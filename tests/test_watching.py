@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel
-from chameleon_ft.control.wire.address import TOKEN_VARIABLE
-from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.protocol.address import TOKEN_VARIABLE
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, every_process_ends, small_config
 

@@ -20,6 +20,11 @@ The message of each names the input, what was expected and what to try next.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Self
@@ -152,3 +157,9 @@ class LeaseError(ControlError):
 
 class StoreError(ChameleonError, OSError):
     """An object store does not answer, refuses, or has failed a request."""
+
+
+def describe_invalid(error: ValidationError) -> str:
+    """Return the place and the message of the first error in validated JSON."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

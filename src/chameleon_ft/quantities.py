@@ -25,8 +25,8 @@ def duration(seconds: float) -> str:
     """
     if seconds < 0:
         return f"-{duration(-seconds)}"
-    for unit, size_s, least_s in _LONG_UNITS:
-        if seconds >= least_s:
+    for unit, size_s, min_s in _LONG_UNITS:
+        if seconds >= min_s:
             return f"{seconds / size_s:,.1f} {unit}"
     rounded = float(f"{seconds:.3g}")  # so that what rounds to 1,000 ms is 1 s
     if rounded >= 1:

@@ -28,20 +28,14 @@ from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.records import StepRecord
 from chameleon_ft.job import Job, call_function, load_job
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.observe import (
-    RunDirectory,
-    StepRecord,
-    Storage,
-    checkpoint_storage,
-    is_complete,
-    layer_part,
-    read_mark,
-    slice_part,
-    sound_checkpoint,
-)
-from chameleon_ft.observe.readable import readable_events, readable_steps
+from chameleon_ft.storage.checkpoints import is_complete, layer_part, read_mark, slice_part, sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import readable_events, readable_steps
+from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import Storage
 
 __all__ = ["TOLERANCES", "StepComparison", "UsersLoop", "Verification", "WeightComparison", "repeat_run"]
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["MOST_MICRO_BATCHES", "LayerCost", "TiedParameters", "Workload", "is_recomputed"]
+__all__ = ["MAX_MICRO_BATCHES", "LayerCost", "TiedParameters", "Workload", "is_recomputed"]
 
-MOST_MICRO_BATCHES: Final = 1_000_000
+MAX_MICRO_BATCHES: Final = 1_000_000
 """Of a step: a plan has a route for each of them."""
 
 
@@ -102,7 +102,7 @@ class LayerCost:
         return self.input_grad_s + self.weight_grad_s
 
     @property
-    def least_backward_s(self) -> float:
+    def min_backward_s(self) -> float:
         """Seconds of the backward, fused or split, whichever is faster; for lower bounds."""
         return min(self.backward_s, self.halves_s)
 
@@ -216,8 +216,8 @@ class Workload:
         for field in ("micro_batches", "micro_batch_size", "owners"):
             if (value := getattr(self, field)) is not None and value < 1:
                 raise ConfigError(f"{field} must be at least 1; got {getattr(self, field)}")
-        if self.micro_batches > MOST_MICRO_BATCHES:
-            raise ConfigError(f"micro_batches must be at most {MOST_MICRO_BATCHES}; got {self.micro_batches}")
+        if self.micro_batches > MAX_MICRO_BATCHES:
+            raise ConfigError(f"micro_batches must be at most {MAX_MICRO_BATCHES}; got {self.micro_batches}")
         _check_amount(self.operation_overhead_s, "operation_overhead_s", "seconds")
         for each in self.tied:
             if each.layers[-1] >= len(self.layers):

@@ -16,7 +16,7 @@ from benchmarks._common import ROOT, worker_environment
 @pytest.mark.multiprocess
 def test_ranks_join_are_lost_and_get_new_orders(tmp_path: Path) -> None:
     out, picture = tmp_path / "out", tmp_path / "growth.svg"
-    command = [sys.executable, "-m", "benchmarks.control_plane", "--ranks", "32", "--losses", "2", "--most-others", "1"]
+    command = [sys.executable, "-m", "benchmarks.control_plane", "--ranks", "32", "--losses", "2", "--max-others", "1"]
     command += ["--heartbeats-s", "0.5", "--out", str(out), "--picture", str(picture)]
     ended = subprocess.run(command, cwd=ROOT, env=worker_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

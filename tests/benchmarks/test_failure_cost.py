@@ -16,8 +16,9 @@ from benchmarks._common import ROOT
 from benchmarks._failure_costs import LossCost, _layout, costs_of, draws, read_costs, settled_step_s, write_costs
 from benchmarks.failure_cost import Measured, bars, emulated_config, large_config, real_config
 from chameleon_ft.config import parse_config
-from chameleon_ft.observe import FailureRecord, RunDirectory
+from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.storage.files import RunDirectory
 
 
 def test_draws_are_those_of_their_seed_and_spread_over_workers_and_moments() -> None:

@@ -17,10 +17,10 @@ from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.job import Job
-from chameleon_ft.profiles import profile_of_run, read_profile
-from chameleon_ft.runtime.inspection import inspect_job
-from chameleon_ft.runtime.profiling import profile
-from chameleon_ft.runtime.profiling.exchange import MeasuredLinks
+from chameleon_ft.storage.profiles import profile_of_run, read_profile
+from chameleon_ft.worker.inspection import inspect_job
+from chameleon_ft.worker.profiling import profile
+from chameleon_ft.worker.profiling.links import MeasuredLinks
 
 TINY = LlamaConfig(dim=16, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=32, seq_len=8)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks._worker_memory import Alone
 from chameleon_ft.config import Batch
 from chameleon_ft.plan import LayerRange, Placement
-from tests.runtime.toy import toy_job
+from tests.worker.toy import toy_job
 
 
 def test_a_holder_without_operations_holds_the_state_of_the_optimizer() -> None:

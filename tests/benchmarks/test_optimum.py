@@ -61,12 +61,12 @@ def test_limits_are_counted_in_the_order_of_operations() -> None:
 
 
 def test_the_suite_is_the_same_for_the_same_seed() -> None:
-    first, again, other = ([case.name for case in cases(5, seed=seed, most_operations=60)] for seed in (3, 3, 4))
+    first, again, other = ([case.name for case in cases(5, seed=seed, max_operations=60)] for seed in (3, 3, 4))
 
     assert first == again != other
 
 
-@pytest.mark.parametrize("case", list(cases(10, seed=5, most_operations=60)), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(cases(10, seed=5, max_operations=60)), ids=lambda case: case.name)
 def test_programs_are_close_to_the_optimum(case: Case) -> None:
     outcome = compared(case, timeout_s=30, threads=1)
 

@@ -22,9 +22,9 @@ from benchmarks._policies_picture import draw
 from benchmarks._policies_report import Found, bars, markdown, rows
 from benchmarks._policies_scenarios import SCENARIOS
 from chameleon_ft.config import Recovery, RunConfig, config_to_toml
-from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan import Plan
-from chameleon_ft.profiles import read_profile
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.profiles import read_profile
 
 
 def observed(**changes: Any) -> Observed:

@@ -14,7 +14,7 @@ from benchmarks._policies_observed import Change, Outcome
 from benchmarks._policies_run import _Watch
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 
 class Script:

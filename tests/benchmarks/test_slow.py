@@ -8,7 +8,7 @@ from benchmarks._slow_cases import STEPS, Case, Spell, draw_case, observe
 from benchmarks._slow_plans import PlansOfSlowWorkers
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Recovery
-from chameleon_ft.control.state.failure_history import FailureHistory
+from chameleon_ft.coordinator.state.incidents import FailureHistory
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.switch import switches_of
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass

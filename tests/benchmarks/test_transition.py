@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks._common import ROOT
 from benchmarks._plain_messages import Messages, read_times
-from benchmarks._transitions import layer_tensors, least_bytes
+from benchmarks._transitions import layer_tensors, min_bytes
 from benchmarks.transition import pair_config, regroup_config, several_config
 from chameleon_ft.models.llama import num_parameters
 from chameleon_ft.plan import LayerRange, Placement
@@ -25,7 +25,7 @@ def placed(*ranges: tuple[int, int]) -> Placement:
 
 def test_the_papers_example_moves_two_layers() -> None:
     old, new = placed((0, 3), (3, 6), (6, 9)), placed((0, 2), (2, 4), (4, 6), (6, 9))
-    assert least_bytes(old, new, live=range(4), layer_bytes=[1] * 9) == 2
+    assert min_bytes(old, new, live=range(4), layer_bytes=[1] * 9) == 2
 
 
 @st.composite
@@ -46,7 +46,7 @@ def test_the_least_is_that_of_all_assignments(old: Placement, new: Placement, si
         return sum(sizes[layer] for layer in new.layers_of(place) if layer not in had)
 
     best = min(sum(map(missing, chosen, new.workers)) for chosen in itertools.permutations(live, len(new.workers)))
-    assert least_bytes(old, new, live=live, layer_bytes=sizes) == best
+    assert min_bytes(old, new, live=live, layer_bytes=sizes) == best
 
 
 def test_a_layers_state_is_its_parameters_thrice_and_counters() -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.address import CoordinatorAccess
 from chameleon_ft.errors import ChameleonError
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete
+from chameleon_ft.protocol.address import CoordinatorAccess
+from chameleon_ft.storage.checkpoints import mark_complete
+from chameleon_ft.storage.files import RunDirectory
 from tests.stored import step_directory
 
 OWN_MODEL = """
@@ -155,7 +155,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     for name, function in starts.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
-    monkeypatch.setattr("chameleon_ft.control.requests.require_coordinator", command_line.require_coordinator)
+    monkeypatch.setattr("chameleon_ft.launch.live_run.require_coordinator", command_line.require_coordinator)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
     return command_line

@@ -12,12 +12,13 @@ from typing import Final
 import pytest
 
 from chameleon_ft.config import Batch, Data, Parallel, TrainConfig
-from chameleon_ft.observe import ControlAddress, RunDirectory, TimelineLog
-from chameleon_ft.observe.checkpoints import mark_complete
+from chameleon_ft.storage.checkpoints import mark_complete
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from chameleon_ft.storage.timelines import TimelineLog
 from tests.cli.conftest import CommandLine
-from tests.observe.live.lines import add, stepped
-from tests.observe.test_comparison import planned, recorded
-from tests.observe.test_readable import EVENTS
+from tests.report.live.lines import add, stepped
+from tests.report.test_comparison import planned, recorded
+from tests.report.test_readable import EVENTS
 from tests.stored import step_directory
 
 COMMANDS: Final = (

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.conditions import _DESCRIBE, ROUTINE
+from chameleon_ft.report.conditions import _DESCRIBE, ROUTINE
+from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
-from tests.observe.records import join_record
-from tests.observe.test_decisions import came, decided, lost, planned, started
+from tests.report.records import join_record
+from tests.report.test_decisions import came, decided, lost, planned, started
 
 NOON = 1_767_268_800.0  # 2026-01-01 12:00:00 UTC
 

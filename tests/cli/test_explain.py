@@ -11,10 +11,10 @@ import pytest
 from chameleon_ft.cli import main
 from chameleon_ft.cli.commands.explain import describe_reason
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.decisions import DecisionEvent
+from chameleon_ft.events.decisions import DecisionEvent
+from chameleon_ft.storage.files import RunDirectory
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
-from tests.observe.test_decisions import came, decided, lost, planned, started, weighed
+from tests.report.test_decisions import came, decided, lost, planned, started, weighed
 
 STORY = """\
 

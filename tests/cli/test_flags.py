@@ -10,9 +10,10 @@ import pytest
 from pydantic import BaseModel
 
 import chameleon_ft
-from chameleon_ft.cli import foreign_flags, main
+from chameleon_ft.cli import arguments as foreign_flags
+from chameleon_ft.cli import main
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
+from chameleon_ft.cost.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
 from tests.cli.conftest import CommandLine
 
 

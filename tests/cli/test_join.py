@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.control.events import Moment
-from chameleon_ft.control.journal import Journal
+from chameleon_ft.coordinator.events import Moment
+from chameleon_ft.coordinator.journal import Journal
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory, RunStatus
-from chameleon_ft.observe.run_lock import RunLock
+from chameleon_ft.events.records import RunStatus
+from chameleon_ft.storage.file_queue import FileQueue
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from chameleon_ft.storage.run_lock import RunLock
 from tests.cli.conftest import CommandLine, nothing_listens
-from tests.control.histories import new_state
+from tests.coordinator.histories import new_state
 
 AGENT = {
     "coordinator": "10.0.0.1:4000",

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from chameleon_ft.config import TrainConfig, load_config
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
 GIVEN = ["--image", "registry.example/chameleon:1", "--claim", "shared", "--workers-per-node", "2"]
@@ -79,8 +79,8 @@ def test_our_parsers_read_all_commands(chameleon: CommandLine, tmp_path: Path, m
         drained.append(host)
         return workers
 
-    monkeypatch.setattr("chameleon_ft.control.requests.drain", drain)
-    monkeypatch.setattr("chameleon_ft.control.requests.wait_until_out", lambda *_, **__: None)
+    monkeypatch.setattr("chameleon_ft.launch.live_run.drain", drain)
+    monkeypatch.setattr("chameleon_ft.launch.live_run.wait_until_out", lambda *_, **__: None)
     config = tmp_path / "run.toml"
     config.write_text(objects["ConfigMap one"]["data"]["run.toml"])
     assert load_config(config).steps == 7

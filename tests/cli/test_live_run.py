@@ -10,7 +10,7 @@ import pytest
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ControlError
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
 
@@ -29,9 +29,9 @@ def test_a_failure_is_injected_into_a_live_run(
     ) -> None:
         injected.append((run.path, worker, kind, phase, step, factor))
 
-    module = ModuleType("chameleon_ft.control.fault_injection")
+    module = ModuleType("chameleon_ft.launch.live_run")
     module.inject = inject  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "chameleon_ft.control.fault_injection", module)
+    monkeypatch.setitem(sys.modules, "chameleon_ft.launch.live_run", module)
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     assert chameleon("inject", run.path, "--worker", "2") == 0
     assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
@@ -74,10 +74,10 @@ def test_workers_of_a_live_run_are_drained(
     def wait_until_out(run: RunDirectory, workers: tuple[int, ...], *, after: int) -> None:
         waited.append((workers, after))
 
-    module = ModuleType("chameleon_ft.control.requests")
+    module = ModuleType("chameleon_ft.launch.live_run")
     module.drain, module.wait_until_out = drain, wait_until_out  # type: ignore[attr-defined]
     module.count_events = lambda run: len(run.events())  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "chameleon_ft.control.requests", module)
+    monkeypatch.setitem(sys.modules, "chameleon_ft.launch.live_run", module)
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     assert chameleon("drain", run.path, "--worker", "3") == 0
     assert chameleon("drain", run.path, "--worker", "3", "--worker", "1", "--wait") == 0

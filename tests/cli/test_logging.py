@@ -14,8 +14,9 @@ from chameleon_ft.cli import main
 from chameleon_ft.cli.main import take_log_level
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import Recorder, RunDirectory, View
-from tests.observe.records import failure_record, step_record
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.recorder import Recorder, View
+from tests.report.records import failure_record, step_record
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def test_events_and_steps_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
         recorder.step(step_record(0, loss=2.5))
         recorder.failure(failure_record(1))
         recorder.event("prepared", losses=8, many=[1, 2])
-    assert {record.name for record in caplog.records} == {"chameleon_ft.observe.recorder"}
+    assert {record.name for record in caplog.records} == {"chameleon_ft.storage.recorder"}
     step, failure, event = (record.getMessage() for record in caplog.records)
     assert step.startswith("step 0: loss 2.5")
     assert failure.startswith("failure: worker=3, step=1, cause=SIGKILL")

@@ -17,13 +17,13 @@ from urllib.request import urlopen
 
 import pytest
 
+from chameleon_ft.cli.arguments import DEFAULT_ADDRESS, page_beside, with_page_address
 from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS, page_beside, with_page_address
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
-from tests.observe.live.lines import add, event, new_run, started, stepped
+from tests.report.live.lines import add, event, new_run, started, stepped
 
 PageServer = importlib.import_module(
     "chameleon_ft.launch.page"

@@ -11,13 +11,16 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.plan_arguments import PlanArguments
-from chameleon_ft.cli.plan_case import plan_cases
-from chameleon_ft.estimate import estimate_step, paper, pipeline_times
+from chameleon_ft.cli.plan_case import PlanArguments, plan_cases
+from chameleon_ft.cost import paper
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.plan import Plan
-from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.profiles import derived_profile, write_profile
 from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.schedule.network import pipeline_times
+from chameleon_ft.storage.profiles import write_profile
 from tests.cli.planning import PRESET, ROOT, plan, predicted
 
 

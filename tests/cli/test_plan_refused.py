@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.presets import device, model_shape
-from chameleon_ft.profiles import derived_profile, write_profile
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
+from chameleon_ft.storage.profiles import write_profile
 from tests.cli.planning import PRESET, ROOT, plan
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.plan import Placement, Plan
-from chameleon_ft.presets import device, model_shape
-from chameleon_ft.profiles import derived_profile, write_profile
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import SearchResult, find_plan
-from chameleon_ft.search.options import DEFAULT_EFFORT
+from chameleon_ft.search.result import DEFAULT_EFFORT
+from chameleon_ft.storage.profiles import write_profile
 from tests.cli.planning import PRESET, ROOT, plan, predicted
 
 

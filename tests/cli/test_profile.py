@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import load_config
-from chameleon_ft.presets import device, model_shape
-from chameleon_ft.profiles import derived_profile, read_profile
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
+from chameleon_ft.storage.profiles import read_profile
+from chameleon_ft.worker.inspection import inspect_job
 from tests.cli.conftest import OWN_MODEL, CommandLine
 from tests.harness import Command, every_process_ends
 from tests.network import ADDRESSES, Network

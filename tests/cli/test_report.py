@@ -11,10 +11,13 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, TimelineLog
-from tests.observe.live.lines import add, event, failed, started
-from tests.observe.records import join_record
-from tests.observe.test_comparison import planned, recorded
+from chameleon_ft.events.records import FailureRecord
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.timelines import TimelineLog
+from tests.report.live.lines import add, event, failed, started
+from tests.report.records import join_record
+from tests.report.test_comparison import planned, recorded
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.data import corpus
 from chameleon_ft.errors import ConfigError, DataError
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete
+from chameleon_ft.storage.checkpoints import mark_complete
+from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
 from tests.stored import step_directory
 

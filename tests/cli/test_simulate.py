@@ -17,13 +17,14 @@ from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, simulate_case
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.presets import device, model_shape
-from chameleon_ft.profiles import derived_profile, read_profile, write_profile
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.simulate import Trace, load_trace
 from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.run import simulate as run_simulation
+from chameleon_ft.storage.profiles import read_profile, write_profile
 from chameleon_ft.workload import Workload
 from tests.cli.simulating import CASE, COMMON, TRACE, simulate, write_inputs
 from tests.simulate.runs import decision, failure, recorded, started
@@ -60,7 +61,7 @@ def simulated_once(monkeypatch: pytest.MonkeyPatch, known: dict[object, Results]
             known[key] = run_simulation(trace, workload, cluster, policies, progress=progress, **options)
         return known[key]
 
-    for name in ("chameleon_ft.cli.commands.simulate", "chameleon_ft.simulate.sweep"):
+    for name in ("chameleon_ft.cli.commands.simulate", "chameleon_ft.simulate.run"):
         monkeypatch.setattr(import_module(name), "simulate", once)
 
 

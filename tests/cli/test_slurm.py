@@ -1,6 +1,6 @@
 """Submitted Slurm jobs and their batch script, which bash runs with stand-ins for the commands that it calls.
 
-A real Slurm runs it in tests/deploy/test_slurm_cluster.py.
+A real Slurm runs it in tests/launch/test_slurm_cluster.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Parallel, TrainConfig, config_to_toml, load_config
-from chameleon_ft.deploy import BatchScript, Machines
-from chameleon_ft.deploy.slurm_options import time_limit_s
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.launch.slurm import BatchScript, Machines, time_limit_s
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
 # Each writes down how it was called. The coordinator ends with the next code of the file `codes`, or waits for SIGTERM.

@@ -13,8 +13,8 @@ import pytest
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import load_tokens
 from chameleon_ft.errors import ConfigError, LeaseError
-from chameleon_ft.observe import ControlAddress, RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete
+from chameleon_ft.storage.checkpoints import mark_complete
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, finished_run, nothing_listens
 from tests.stored import step_directory
 

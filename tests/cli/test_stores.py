@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.observe import RunDirectory, layer_part, mark_complete, storage_of
-from chameleon_ft.observe.object_store import ObjectStore
-from chameleon_ft.observe.stored_records import RecordCopies
+from chameleon_ft.storage.checkpoints import layer_part, mark_complete
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.run_storage import RecordCopies
+from chameleon_ft.storage.stores import ObjectStore, storage_of
 from tests.cli.conftest import CommandLine
 
 

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 from chameleon_ft.cli.commands.watch import sparkline
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine, nothing_listens
-from tests.observe.live.lines import add, event, failed, new_run, started, stepped
+from tests.report.live.lines import add, event, failed, new_run, started, stepped
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
         delayed("the disk is full")
         return None if len(asked) > 3 else 8
 
-    module = ModuleType("chameleon_ft.control.requests")
+    module = ModuleType("chameleon_ft.launch.live_run")
     values = {
         "stop": lambda run, *, at_once: asked.append(("stop", at_once)),
         "wait_until_over": lambda run: asked.append("over"),
@@ -110,7 +110,7 @@ def test_a_run_is_stopped_and_saved(chameleon: CommandLine, run: RunDirectory, m
     }
     for name, value in values.items():
         setattr(module, name, value)
-    monkeypatch.setitem(sys.modules, "chameleon_ft.control.requests", module)
+    monkeypatch.setitem(sys.modules, "chameleon_ft.launch.live_run", module)
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     events = len(run.events())
     assert chameleon("checkpoint", run.path) == 0

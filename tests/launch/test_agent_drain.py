@@ -13,8 +13,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
-from chameleon_ft.control.wire.codec import decode, encode
-from chameleon_ft.control.wire.messages import Acknowledged, Drain, Exit, Hello, HostHello, Spawn
+from chameleon_ft.protocol.codec import decode, encode
+from chameleon_ft.protocol.messages import Acknowledged, Drain, Exit, Hello, HostHello, Spawn
 from tests.harness import Command, every_process_ends
 
 pytestmark = pytest.mark.multiprocess

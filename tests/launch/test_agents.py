@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from chameleon_ft.control.agent import Agent
-from chameleon_ft.control.wire.messages import Exit
+from chameleon_ft.host.agent import Agent
 from chameleon_ft.launch.agent import _HostedStandby, _run_agent, _told
 from chameleon_ft.launch.processes import unattended
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.protocol.messages import Exit
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("failed", 0), ("terminated", os.EX_TEMPFAIL)])

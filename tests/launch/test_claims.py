@@ -14,20 +14,20 @@ from typing import Any, cast
 import pytest
 
 from chameleon_ft.config import Control, RunConfig
-from chameleon_ft.control.events import Moment
-from chameleon_ft.control.journal import Journal
-from chameleon_ft.control.leadership import Leadership
-from chameleon_ft.control.lease import Claim, Lease, lease_of
-from chameleon_ft.control.wire.server import listening_socket
+from chameleon_ft.coordinator.events import Moment
+from chameleon_ft.coordinator.journal import Journal
+from chameleon_ft.coordinator.leadership import Leadership
+from chameleon_ft.coordinator.lease import Claim, Lease, lease_of
 from chameleon_ft.errors import DeposedError, LiveRunError
-from chameleon_ft.launch import standby
-from chameleon_ft.launch.coordinator import _claim
-from chameleon_ft.launch.forked_process import FORK
-from chameleon_ft.launch.standby import continue_run
+from chameleon_ft.launch import coordinator as standby
+from chameleon_ft.launch.coordinator import _claim, continue_run
+from chameleon_ft.launch.processes import FORK
 from chameleon_ft.launch.start import RunStart
-from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory
-from tests.control.histories import new_state
-from tests.control.test_leadership import Place
+from chameleon_ft.protocol.server import listening_socket
+from chameleon_ft.storage.file_queue import FileQueue
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from tests.coordinator.histories import new_state
+from tests.coordinator.test_leadership import Place
 
 
 def start(path: Path, *, lease_s: float) -> RunStart:
@@ -115,7 +115,7 @@ def test_a_standby_that_no_peer_knows_leads_where_the_lost_coordinator_was_if_it
     place.take(Claim(term=3, address=before, host="elsewhere", pid=1, is_released=True))
 
     async def scene() -> Leadership:
-        claiming = asyncio.create_task(standby._claim(place, run, own, 0.1, asyncio.Event()))
+        claiming = asyncio.create_task(standby._claim_term(place, run, own, 0.1, asyncio.Event()))
         await asyncio.sleep(0)
         place.is_out_of_reach = False
         found = await claiming

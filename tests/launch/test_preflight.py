@@ -9,8 +9,8 @@ import pytest
 
 from chameleon_ft.cli.main import main
 from chameleon_ft.config import Preflight
-from chameleon_ft.control.wire.messages import Examine
-from chameleon_ft.runtime.preflight import examine
+from chameleon_ft.protocol.messages import Examine
+from chameleon_ft.worker.preflight import examine
 from tests.configs import write_config
 from tests.harness import Command, small_config
 
@@ -54,7 +54,7 @@ def test_a_wrong_flag_of_the_command_is_refused(flags: list[str]) -> None:
 
 @pytest.mark.multiprocess
 def test_a_host_that_is_not_admitted_is_told_why(tmp_path: Path) -> None:
-    config, run = small_config(tmp_path, preflight=Preflight(most_clock_error_s=1e-9)), tmp_path / "run"
+    config, run = small_config(tmp_path, preflight=Preflight(max_clock_error_s=1e-9)), tmp_path / "run"
     with Command("coordinator", write_config(config, tmp_path), "--output-dir", run) as coordinator:
         coordinator.read_until("waiting for")
         with Command("agent", "--run", run, "--workers", 6) as agent:

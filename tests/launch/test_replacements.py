@@ -13,11 +13,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.control.events import Moment
-from chameleon_ft.control.journal import Journal
+from chameleon_ft.coordinator.events import Moment
+from chameleon_ft.coordinator.journal import Journal
 from chameleon_ft.launch import local
-from chameleon_ft.observe import ControlAddress, FileQueue, RunDirectory
-from tests.control.histories import new_state
+from chameleon_ft.storage.file_queue import FileQueue
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from tests.coordinator.histories import new_state
 
 OWN, ELSEWHERE = "127.0.0.1:4000", "127.0.0.2:4000"
 

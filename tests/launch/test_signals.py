@@ -16,13 +16,13 @@ from unittest.mock import MagicMock
 import pytest
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.wire.address import CoordinatorAccess
-from chameleon_ft.launch import local, local_processes
-from chameleon_ft.launch.forked_process import FORK
-from chameleon_ft.launch.local_processes import STANDS_BY
-from chameleon_ft.launch.processes import signals_not_lost, signals_passed_to, unattended
-from chameleon_ft.observe import ControlAddress, RunDirectory
-from chameleon_ft.runtime.process import SAME_SIGNAL_S
+from chameleon_ft.host.fork_server import SAME_SIGNAL_S
+from chameleon_ft.launch import local
+from chameleon_ft.launch import local as local_processes
+from chameleon_ft.launch.local import STANDS_BY
+from chameleon_ft.launch.processes import FORK, signals_not_lost, signals_passed_to, unattended
+from chameleon_ft.protocol.address import CoordinatorAccess
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 
 
 @pytest.mark.parametrize("is_swallowed", [True, False])

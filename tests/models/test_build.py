@@ -18,11 +18,11 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import (
     blank_layer,
     build_layer,
+    digests_beside_state,
     layers_built_in_full,
     param_bytes,
     seed_forward,
 )
-from chameleon_ft.models.kept import digests_beside_state
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.optim import adamw

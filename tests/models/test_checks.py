@@ -28,15 +28,14 @@ from chameleon_ft.models import checks
 from chameleon_ft.models.build import param_bytes
 from chameleon_ft.models.checks import (
     SampleReads,
+    boundary_specs,
     check_learning_rate,
     check_loss,
     check_separate_parameters,
 )
-from chameleon_ft.models.elementwise import undivided_optimizer
-from chameleon_ft.models.optimizer import state_bytes
-from chameleon_ft.models.outputs import boundary_specs
+from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.models.precision import loss_and_terms, terms_of
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.worker.inspection import inspect_job
 
 OUTPUT = BoundarySpec((2, 4), torch.float32)
 CPU = torch.device("cpu")

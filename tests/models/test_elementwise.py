@@ -13,9 +13,9 @@ from torch import nn
 from chameleon_ft.config import Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
-from chameleon_ft.models.elementwise import undivided_optimizer
+from chameleon_ft.models.optimizer import undivided_optimizer
 from chameleon_ft.optim import adamw
-from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.worker.inspection import inspect_job
 
 OWN_JOB = """
 from functools import partial

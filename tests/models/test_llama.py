@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.models.hugging_face import from_hugging_face, to_hugging_face
 from chameleon_ft.models.llama import (
     Block,
     Embedding,
     Head,
+    from_hugging_face,
     layer_flops,
     llama_layers,
     next_token_loss,
     num_parameters,
     tied_parameters,
+    to_hugging_face,
 )
 from tests.models.transformers_llama import transformers_llama
 

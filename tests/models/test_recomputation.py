@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.models.recomputation import recomputable, selective_recomputation
-from chameleon_ft.runtime.execution.split_backward import input_gradient
+from chameleon_ft.worker.execution.backward import input_gradient
 
 
 class Counted:

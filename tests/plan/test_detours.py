@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.plan.detours import detoured_hops, disjoint_pipelines, home_pipelines
+from chameleon_ft.plan.layouts import detoured_hops, disjoint_pipelines, home_pipelines
 from chameleon_ft.recovery import reroute
 from tests.strategies import Shape, equal_costs, losses, pipelines, survivable
 

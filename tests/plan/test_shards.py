@@ -79,8 +79,8 @@ def test_a_new_layout_shares_equally_and_across_hosts(count: int, redundancy: in
     assert {tuple(sorted(row)) for row in rows} == {each.owners for each in own.slices}
     assert {len(set(each.owners)) for each in own.slices} == {copies}
     assert all(abs(load - copies * UNITS / count) <= SLACK for load in loads(own).values())
-    most_on_a_host = min(per_host, count)
-    if most_on_a_host <= count // copies:  # otherwise it cannot be
+    max_on_a_host = min(per_host, count)
+    if max_on_a_host <= count // copies:  # otherwise it cannot be
         assert all(len({hosts[owner] for owner in each.owners}) == copies for each in own.slices)
 
 

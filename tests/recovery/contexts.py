@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chameleon_ft.estimate import estimate_step, state_bytes
+from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.recovery import STAY, Decision, DecisionContext
 from chameleon_ft.schedule import check_program
 from tests.recovery.contexts import arrived

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.estimate import state_bytes
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import POLICIES, DecisionContext
 

@@ -9,13 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.control.decisions.transition import placement_of
+from chameleon_ft.coordinator.state.active_plan import placement_of
+from chameleon_ft.cost.step import estimate_step, total_work_bound_s
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate import estimate_step, total_work_bound_s
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.recovery import POLICIES, STAY, Candidate, DecisionContext, FailureModel, Proposal, decide
+from chameleon_ft.recovery import (
+    POLICIES,
+    STAY,
+    Candidate,
+    DecisionContext,
+    FailureModel,
+    Proposal,
+    decide,
+    repartition,
+)
 from chameleon_ft.recovery.decision import prospect_of
-from chameleon_ft.recovery.proposals import repartition
 from chameleon_ft.recovery.scoring import best_of, measure
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import SearchResult, find_plan
@@ -57,8 +65,8 @@ def test_what_is_chosen_is_best_and_can_be_run(
             assert each.host_single_points_of_failure == 0 or hosts > 1
             assert 0 <= each.fatal_share <= 1
             # A checkpoint after every step: no more than one is done again.
-            least_s = each.fatal_share * (now.restart_cost_s + elapsed_s)
-            assert least_s * (1 - 1e-9) <= each.return_s <= least_s + each.step_s
+            min_s = each.fatal_share * (now.restart_cost_s + elapsed_s)
+            assert min_s * (1 - 1e-9) <= each.return_s <= min_s + each.step_s
             trained = gap.left_after(each.stall_s) / each.step_s - each.return_s / reference_step_s
             assert each.samples == pytest.approx(samples * trained, rel=1e-9)
         else:

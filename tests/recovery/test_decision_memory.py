@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.recovery import Checkpoints, DecisionContext, Proposal, decide
-from chameleon_ft.recovery.courses import Course
+from chameleon_ft.recovery.context import Course
 from chameleon_ft.recovery.scoring import measure
 from chameleon_ft.schedule import InFlightLimit, Program
 from chameleon_ft.search import find_plan

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import PolicyName
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers, Route
 from chameleon_ft.recovery import POLICIES, DecisionContext, Proposal, decide, largest_symmetric_layout
+from chameleon_ft.recovery import proposals as on_workers
 from chameleon_ft.recovery.policies import Kind
-from chameleon_ft.recovery.proposals import on_workers
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, reroute
 from chameleon_ft.simulate.planners.class_planner import ProposalsByClass
@@ -75,7 +75,7 @@ def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(n
     assume(proposals[0].plan is not None)
     found = find_plan(now.costs, current=now.placement, effort=now.effort)
     hosts = {worker.id: worker.host for worker in now.costs.cluster.workers}
-    least, least_at_home = math.inf, math.inf
+    least, min_at_home = math.inf, math.inf
     assume(len(now.live) <= 6)
     places = found.best.plan.placement.ranges
     for workers in permutations(now.live, len(places)):
@@ -91,11 +91,11 @@ def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(n
         )
         least = min(least, total)
         if all(hosts[place] == hosts[worker] for place, worker in taken.items()):
-            least_at_home = min(least_at_home, total)
+            min_at_home = min(min_at_home, total)
     first = proposals[0]
     assert first.plan is not None
-    assert moved_bytes(now, first.plan) == least_at_home
-    if least < least_at_home:
+    assert moved_bytes(now, first.plan) == min_at_home
+    if least < min_at_home:
         assert proposals[1].plan is not None
         assert moved_bytes(now, proposals[1].plan) == least
     for each in decide(now, "repartition", rate_of(1e6, now)).candidates:
@@ -179,8 +179,8 @@ def test_no_other_shares_of_repaired_pipelines_end_earlier(
         return replay(best_program(other, now.costs).program, now.costs).step_s
 
     everything = product(range(plan.micro_batches + 1), repeat=len(shares))
-    least_s = min(end_s(split) for split in everything if sum(split) == plan.micro_batches)
-    assert end_s(tuple(shares.values())) == pytest.approx(least_s, rel=1e-9)
+    min_s = min(end_s(split) for split in everything if sum(split) == plan.micro_batches)
+    assert end_s(tuple(shares.values())) == pytest.approx(min_s, rel=1e-9)
 
 
 def test_a_worker_that_has_come_back_fills_the_gap() -> None:

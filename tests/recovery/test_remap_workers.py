@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.recovery import DecisionContext
-from chameleon_ft.recovery.proposals.remap_workers import remap_workers
+from chameleon_ft.recovery.proposal import remap_workers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan
 from chameleon_ft.workload import LayerCost, Workload

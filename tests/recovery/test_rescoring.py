@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.recovery import POLICIES, Checkpoints, DecisionContext, decide, rescore
 from chameleon_ft.schedule import CostModel
 from tests.examples import examples

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.plan.rest import PartialHop, RestOfStep, StepProgress
-from chameleon_ft.recovery.salvage import Salvage, salvage
-from chameleon_ft.recovery.salvaged_step import limits_by_memory
+from chameleon_ft.recovery.salvage import Salvage, limits_by_memory, salvage
 from chameleon_ft.schedule import CostModel, InFlightLimit, list_schedule, replay
 from chameleon_ft.workload import LayerCost, Workload
 from tests.progress import progress_at

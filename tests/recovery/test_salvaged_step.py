@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from chameleon_ft.cost.step import estimate_rest
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.estimate import estimate_rest
-from chameleon_ft.recovery import complete_step, salvaged_step
+from chameleon_ft.recovery import complete_step
+from chameleon_ft.recovery import salvage as salvaged_step
 from chameleon_ft.recovery.salvage import salvage
 from chameleon_ft.schedule import check_rest
 from chameleon_ft.schedule.rest import rest_schedules

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from chameleon_ft.cost.memory import SnapshotRule
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SnapshotRule
 from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, Prospect, Snapshots, decide
 from chameleon_ft.recovery.failure_model import Gap, Wait
 from tests.recovery.contexts import after, context, layer, rate_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
 from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to, without_shadow_holders

@@ -21,7 +21,7 @@ from chameleon_ft.schedule import (
     check_rest,
     rest_schedules,
 )
-from chameleon_ft.schedule.rest_operations import Resend
+from chameleon_ft.schedule.rest import Resend
 
 F, B, I, W = OperationKind  # noqa: E741
 

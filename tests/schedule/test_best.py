@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import pipeline_times
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
 from chameleon_ft.schedule import (
     InFlightLimit,
@@ -27,12 +26,8 @@ from chameleon_ft.schedule import (
     pipeline_schedule,
     replay,
 )
-from chameleon_ft.schedule.best import (
-    DEFAULT_EFFORT,
-    best_parts,
-    program_of,
-    step_s_of,
-)
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of, step_s_of
+from chameleon_ft.schedule.network import pipeline_times
 from tests.examples import examples
 from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, shapes
 

@@ -8,9 +8,9 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program, check_program, default_limits, list_schedule, replay
-from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.list_scheduler import Rules, limits_array, schedule_under
 from chameleon_ft.schedule.network import builder_of
+from chameleon_ft.schedule.records import distinct_paths
 from tests.strategies import equal_costs
 
 

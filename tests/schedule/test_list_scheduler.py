@@ -32,7 +32,7 @@ FORWARD = OperationKind.FORWARD
 preferences = st.sampled_from(list(Preference))
 
 
-def most_kept(program: Program, worker: int, *, until: tuple[OperationKind, ...]) -> int:
+def max_kept(program: Program, worker: int, *, until: tuple[OperationKind, ...]) -> int:
     """The most hops a worker has forwarded and not yet run one of `until` of."""
     kept = most = 0
     for operation in program.of(worker):
@@ -104,8 +104,8 @@ def test_pipelines_keep_to_their_limits(case: Planned, prefer: Preference, in_fl
     for worker in case.plan.workers:
         turned = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
         freed = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
-        assert most_kept(program, worker, until=turned) <= in_flight
-        assert most_kept(program, worker, until=freed) <= in_flight + more
+        assert max_kept(program, worker, until=turned) <= in_flight
+        assert max_kept(program, worker, until=freed) <= in_flight + more
 
 
 @given(planned())

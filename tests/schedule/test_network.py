@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.schedule import Preference, list_schedule, replay
-from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.network import builder_of
+from chameleon_ft.schedule.records import distinct_paths
 from tests.strategies import Planned, Shape, equal_costs, pipelined, pipelines, planned
 
 

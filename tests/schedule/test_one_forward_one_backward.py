@@ -60,7 +60,7 @@ def our_order(program: Program, worker: int) -> list[tuple[str, int]]:
     return [(operation.kind.value, operation.micro_batch) for operation in program.of(worker)]
 
 
-def most_kept(program: Program, worker: int, *, until: OperationKind) -> int:
+def max_kept(program: Program, worker: int, *, until: OperationKind) -> int:
     """The most micro-batches that a worker has forwarded and not yet run `until` of."""
     kept = most = 0
     for operation in program.of(worker):
@@ -182,8 +182,8 @@ def test_split_backward_is_zb_h1_in_time_and_memory(
         )
         assert replay(program, costs).step_s <= max(closed_form_s, possible_s) * (1 + 1e-9)
         for stage in range(depth):
-            assert most_kept(program, stage, until=OperationKind.INPUT_GRAD) <= depth - stage
-            assert most_kept(program, stage, until=OperationKind.WEIGHT_GRAD) <= depth
+            assert max_kept(program, stage, until=OperationKind.INPUT_GRAD) <= depth - stage
+            assert max_kept(program, stage, until=OperationKind.WEIGHT_GRAD) <= depth
 
 
 @pytest.mark.parametrize(("depth", "micro_batches"), [(p, m) for p in DEPTHS for m in MICRO_BATCHES if m >= p])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import pipeline_times
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.schedule import (
     CostModel,
@@ -22,10 +21,9 @@ from chameleon_ft.schedule import (
     pipeline_schedule,
     replay,
 )
-from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of
-from chameleon_ft.schedule.heuristics import Problem, best_schedule
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, Problem, best_parts, best_schedule, program_of
 from chameleon_ft.schedule.list_scheduler import limits_array, limits_of_array
-from chameleon_ft.schedule.network import NetworkBuilder, pipeline_network
+from chameleon_ft.schedule.network import NetworkBuilder, pipeline_network, pipeline_times
 from chameleon_ft.schedule.records import Integers
 from chameleon_ft.workload import LayerCost, Workload
 

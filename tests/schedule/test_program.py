@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Hop, LayerRange, RecomputedLayers, Route
-from chameleon_ft.schedule import (
-    CostModel,
-    Operation,
-    OperationKind,
-    Program,
-    Timeline,
-    check_program,
-    list_schedule,
-)
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, Timeline, check_program, list_schedule
 from chameleon_ft.schedule.program import operations_from, records_from
 from chameleon_ft.transfer import remap_plan
 from chameleon_ft.workload import LayerCost, Workload

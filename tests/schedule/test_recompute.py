@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_ft.cost.step import pipeline_bound_s, plan_bound_s
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.estimate import pipeline_bound_s, pipeline_times, plan_bound_s
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import best_program, check_program, replay
+from chameleon_ft.schedule.network import pipeline_times
 from tests.strategies import Planned, Shape, equal_costs, pipelines, planned, recomputing, some_recompute
 
 

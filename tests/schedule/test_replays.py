@@ -9,7 +9,7 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, longest_path, replay_neighbours
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem, _channels_of_operations
+from chameleon_ft.schedule.best import ListSchedules, Problem, _channels_of_operations
 from chameleon_ft.schedule.list_scheduler import InFlightLimit
 from chameleon_ft.schedule.network import NetworkBuilder
 from tests.schedule.test_pipelines import some_costs

@@ -18,11 +18,10 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
-from chameleon_ft.schedule.best import ScheduledPart, program_of
-from chameleon_ft.schedule.components import Component, distinct_paths
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
+from chameleon_ft.schedule.best import ListSchedules, Problem, ScheduledPart, program_of, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.network import builder_of
+from chameleon_ft.schedule.records import Component, distinct_paths
 from tests.examples import examples
 from tests.schedule.in_flight import exceeds
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable

@@ -19,11 +19,11 @@ from chameleon_ft.cluster import Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass, WorkerPool
-from chameleon_ft.search.placement.gradient_sync import GradientSync
+from chameleon_ft.search.placement.candidates import GradientSync
+from chameleon_ft.search.result import SearchOptions
 
 Kind = tuple[float, int | None]
 
@@ -44,7 +44,7 @@ class Exhaustive:
 
     costs: CostModel
 
-    def least_s(self) -> float:
+    def min_s(self) -> float:
         """Seconds of the fastest plan, each pipeline with fused or with split backward; infinite if none fits."""
         workload = self.costs.workload
         by_kind: dict[Kind, list[int]] = {}
@@ -117,7 +117,7 @@ class Exhaustive:
                 yield tuple(workers)
 
 
-def least_placed_s(costs: CostModel) -> float:
+def min_placed_s(costs: CostModel) -> float:
     """Seconds of the fastest plan of all pipelines on all workers, where gradient sync and links count too.
 
     Shares with the search what times a pipeline on given workers, and what gradient sync adds to given pipelines.

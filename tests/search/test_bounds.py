@@ -9,13 +9,12 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import InFlightLimit, Preference, list_schedule, replay
-from chameleon_ft.search.pipelines.bounds import PipelineBounds
+from chameleon_ft.search.pipelines.bounds import PipelineBounds, SyncCost
 from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass
 from tests.examples import examples
 from tests.search.instances import instance
@@ -65,7 +64,7 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
     bounds = PipelineBounds(stages, SyncCost())
     step_s = replay(program, costs).step_s
     assert _over_options_s(bounds, shape, cut_points, count) <= step_s * (1 + 1e-9)
-    assert bounds.least_s(shape, count) <= step_s * (1 + 1e-9)
+    assert bounds.min_s(shape, count) <= step_s * (1 + 1e-9)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -79,10 +78,10 @@ def test_the_bound_of_the_best_cut_is_the_least_of_all_cuts(seed: int, split: bo
     stages = Stages(costs, [WorkerClass(1.0, capacity)], split_backward=split)
     bounds = PipelineBounds(stages, SyncCost())
     shape = (0,) * depth
-    least_s = min(_over_options_s(bounds, shape, cut_points, count) for cut_points in cuts(layers, depth))
+    min_s = min(_over_options_s(bounds, shape, cut_points, count) for cut_points in cuts(layers, depth))
     # The best cut of the stages after one need not be the same for all three times that are known of them.
-    assert bounds.least_s(shape, count) <= least_s * (1 + 1e-9)
-    assert bounds.most(shape, bounds.least_s(shape, count), count, quick=False) in (0, count)
+    assert bounds.min_s(shape, count) <= min_s * (1 + 1e-9)
+    assert bounds.most(shape, bounds.min_s(shape, count), count, quick=False) in (0, count)
 
 
 def _over_options_s(bounds: PipelineBounds, shape: tuple[int, ...], cut_points: tuple[int, ...], count: int) -> float:

@@ -15,9 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.errors import NoHolderError, PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan, split_layers
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program, check_program, list_schedule, replay
 from chameleon_ft.search.detours import _Losses, reroute
 from chameleon_ft.sync import gradient_segments
@@ -234,9 +235,9 @@ def test_a_loss_changes_few_of_many_pipelines() -> None:
     assert [route.micro_batch for route in changed] == list(range(800, 816))
     helpers = {hop.worker for route in changed for hop in route.hops} - {200, 201, 202}
     assert len(helpers) == 32
-    most_s = max(loads_s(plan, costs).values())
-    one_s = most_s / 16
-    assert max(loads_s(rerouted, costs).values()) <= most_s + 0.6 * one_s
+    max_s = max(loads_s(plan, costs).values())
+    one_s = max_s / 16
+    assert max(loads_s(rerouted, costs).values()) <= max_s + 0.6 * one_s
 
 
 def test_two_broken_pipelines_make_one() -> None:
@@ -318,8 +319,8 @@ def every_spread(plan: Plan, lost: Sequence[int]) -> Iterator[Plan]:
 def test_small_spreads_are_close_to_the_best_of_all() -> None:
     gaps = []
     for plan, costs, lost in small_cases(60):
-        least_s = min(best_program(spread, costs).step_s for spread in every_spread(plan, lost))
-        gaps.append(best_program(reroute(plan, lost, costs), costs).step_s / least_s - 1)
+        min_s = min(best_program(spread, costs).step_s for spread in every_spread(plan, lost))
+        gaps.append(best_program(reroute(plan, lost, costs), costs).step_s / min_s - 1)
 
     # Measured over the first 200 cases: 98% no slower than any spread of whole hops, the slowest by 6%; 17% are faster,
     # for they cut hops or move whole micro-batches.

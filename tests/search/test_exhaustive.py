@@ -12,7 +12,7 @@ from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import InfeasibleError, find_plan
 from tests.search.instances import instance, with_gradients
-from tests.search.oracle import least_placed_s
+from tests.search.oracle import min_placed_s
 
 
 def on_hosts(seed: int) -> CostModel:
@@ -32,7 +32,7 @@ def on_hosts(seed: int) -> CostModel:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_placement_of_any_pipelines_is_faster(seed: int) -> None:
     costs = on_hosts(seed)
-    best_s = least_placed_s(costs)
+    best_s = min_placed_s(costs)
     try:
         found = find_plan(costs)
     except InfeasibleError:

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import estimate_step, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan, recut_plan
@@ -53,14 +55,14 @@ def without_gradients(workload: Workload) -> Workload:
 @given(seed=seeds)
 def test_a_complete_search_equals_trying_everything(seed: int) -> None:
     costs = small(seed)
-    least_s = Exhaustive(costs).least_s()
-    if least_s == math.inf:
+    min_s = Exhaustive(costs).min_s()
+    if min_s == math.inf:
         with pytest.raises(InfeasibleError):
             find_plan(costs, effort=None)
         return
     found = find_plan(costs, effort=None)
     # Programs may fit the memory under larger limits than those that hold for any order of operations.
-    assert found.bound_s <= found.best.step_s <= least_s * (1 + 1e-9)
+    assert found.bound_s <= found.best.step_s <= min_s * (1 + 1e-9)
     assert found.exhaustive
     assert found.family is BoundFamily.PIPELINES
     assert found.complete == (found.best.step_s <= found.bound_s * (1 + 1e-8))
@@ -109,7 +111,7 @@ def test_no_pipelines_that_reduce_gradients_beat_the_bound(seed: int) -> None:
     near, far = Link(rng.choice([0.0, 0.2]), 50.0), Link(rng.choice([0.0, 0.5]), rng.choice([5.0, 20.0]))
     costs = CostModel(costs.workload, Cluster(own, near, far))
     layers = len(costs.workload.layers)
-    least_s = math.inf
+    min_s = math.inf
     for split in (False, True):
         for pipelines in lists(tuple(worker.id for worker in own)):
             if not pipelines or max(map(len, pipelines)) > layers or len(pipelines) > costs.workload.micro_batches:
@@ -127,9 +129,9 @@ def test_no_pipelines_that_reduce_gradients_beat_the_bound(seed: int) -> None:
                 split,
             )
             program = best_program(plan, costs, effort=500).program
-            least_s = min(least_s, estimate_step(plan, program, costs).step_s)
-    assert find_plan(costs).bound_s <= least_s * (1 + 1e-9)
-    assert find_plan(costs, effort=None).bound_s <= least_s * (1 + 1e-9)
+            min_s = min(min_s, estimate_step(plan, program, costs).step_s)
+    assert find_plan(costs).bound_s <= min_s * (1 + 1e-9)
+    assert find_plan(costs, effort=None).bound_s <= min_s * (1 + 1e-9)
 
 
 def test_a_share_is_ruled_out_where_a_smaller_one_took_too_long() -> None:
@@ -142,7 +144,7 @@ def test_a_share_is_ruled_out_where_a_smaller_one_took_too_long() -> None:
         kinds=rng.randint(2, 3),
         memory=rng.random() < 0.6,
     )
-    assert find_plan(costs, effort=None).best.step_s == pytest.approx(Exhaustive(costs).least_s(), rel=1e-9)
+    assert find_plan(costs, effort=None).best.step_s == pytest.approx(Exhaustive(costs).min_s(), rel=1e-9)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -152,7 +154,7 @@ def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> Non
     try:
         found = find_plan(costs)
     except InfeasibleError:
-        assert Exhaustive(costs).least_s() == math.inf
+        assert Exhaustive(costs).min_s() == math.inf
         return
     plan = found.best.plan
     assert plan.micro_batches == costs.workload.micro_batches
@@ -268,9 +270,9 @@ def test_other_plans_keep_to_the_given_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "memory_bytes", "most_s"), [(1, 33, 29.751), (6, 26, 29.11), (32, 28, 25.19), (42, 19, 12.81)]
+    ("seed", "memory_bytes", "max_s"), [(1, 33, 29.751), (6, 26, 29.11), (32, 28, 25.19), (42, 19, 12.81)]
 )
-def test_programs_use_memory_that_other_orders_would_not_leave(seed: int, memory_bytes: int, most_s: float) -> None:
+def test_programs_use_memory_that_other_orders_would_not_leave(seed: int, memory_bytes: int, max_s: float) -> None:
     """Limits that hold for any order of operations would have them take 1.2 to 1.7 times as long."""
     rng = random.Random(seed)
     workers, layers, micro_batches = rng.randint(4, 9), rng.randint(3, 7), rng.randint(2, 12)
@@ -289,7 +291,7 @@ def test_programs_use_memory_that_other_orders_would_not_leave(seed: int, memory
     estimate = estimate_step(found.best.plan, program, costs)
     assert estimate.step_s == pytest.approx(found.best.step_s, rel=1e-9)
     assert not estimate.over_capacity(costs)
-    assert found.bound_s <= found.best.step_s < most_s
+    assert found.bound_s <= found.best.step_s < max_s
     assert not found.complete or found.gap < 1e-8
 
 

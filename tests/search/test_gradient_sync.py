@@ -15,16 +15,15 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
-from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.bounds import PipelineBounds
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
+from chameleon_ft.search.pipelines.bounds import PipelineBounds, SyncLowerBound
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
 from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.sync_bounds import SyncLowerBound
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.gradient_sync import GradientSync
+from chameleon_ft.search.placement.candidates import GradientSync
+from chameleon_ft.search.result import SearchOptions
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
-from tests.estimate.programs import reduction_s
+from tests.cost.programs import reduction_s
 from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts
@@ -96,13 +95,13 @@ def test_no_layers_that_a_host_has_time_for_exceed_the_bound_on_their_gradients(
     rng = random.Random(seed)
     layers = rng.randint(1, 8)
     costs = on_hosts(rng, workers=6, layers=layers, micro_batches=rng.randint(1, 4))
-    most_s = rng.uniform(0.1, 20.0)
-    sync = SyncLowerBound(costs, most_s).of(3)
-    budget_s = 3 * most_s / costs.workload.micro_batches
+    max_s = rng.uniform(0.1, 20.0)
+    sync = SyncLowerBound(costs, max_s).of(3)
+    budget_s = 3 * max_s / costs.workload.micro_batches
     largest = 0
     for count in range(layers + 1):
         for some in combinations(costs.workload.layers, count):
-            if sum(layer.forward_s + layer.least_backward_s for layer in some) <= budget_s:
+            if sum(layer.forward_s + layer.min_backward_s for layer in some) <= budget_s:
                 largest = max(largest, sum(layer.gradient_bytes for layer in some))
     assert sync.inside_bytes >= largest * (1 - 1e-9)
 
@@ -117,8 +116,8 @@ def equal_layers(layers: int, micro_batches: int, sizes: list[int]) -> CostModel
 def test_a_stage_with_more_layers_than_a_host_has_time_for_reduces_the_rest_between_hosts() -> None:
     costs = equal_layers(8, 12, [4, 4])
     # Of layers that take 3 s for each of 12 micro-batches, four workers compute three in 27 s, and not four in 35 s.
-    for most_s in (27.0, 35.0):
-        sync = SyncLowerBound(costs, most_s).of(4)
+    for max_s in (27.0, 35.0):
+        sync = SyncLowerBound(costs, max_s).of(4)
         assert sync.inside_bytes == pytest.approx(30)
         bounds = PipelineBounds(scheduler_of(costs, split=True).stages, sync)
         near_s, far_s = 1.5 * 10 / 1000, 1.5 * 10 / 10
@@ -151,21 +150,21 @@ def test_no_two_pipelines_on_any_hosts_beat_the_bound(seed: int) -> None:
         dataclasses.replace(layer, gradient_bytes=layer.gradient_bytes + 5) for layer in costs.workload.layers
     )
     costs = CostModel(dataclasses.replace(costs.workload, layers=layers, tied=()), costs.cluster)
-    least_s = math.inf
+    min_s = math.inf
     for split in (False, True):
         scheduler, sync = scheduler_of(costs, split=split), GradientSync(costs)
         for pipelines in ways(4, 3, costs.workload.micro_batches):
-            least_s = min(least_s, sync.step_s([placed(scheduler, *each) for each in pipelines]))
-    assert find_plan(costs).bound_s <= least_s * (1 + 1e-9)
+            min_s = min(min_s, sync.step_s([placed(scheduler, *each) for each in pipelines]))
+    assert find_plan(costs).bound_s <= min_s * (1 + 1e-9)
 
 
 def test_the_bound_knows_that_rings_inside_a_host_leave_room_for_few_layers() -> None:
     costs = equal_layers(4, 6, [2, 2])
     found = find_plan(costs)
     scheduler, sync = scheduler_of(costs, split=True), GradientSync(costs)
-    least_s = min(sync.step_s([placed(scheduler, *each) for each in pipelines]) for pipelines in ways(4, 4, 6))
-    assert found.bound_s <= least_s * (1 + 1e-9)
-    assert found.best.step_s <= least_s * (1 + 1e-9)
+    min_s = min(sync.step_s([placed(scheduler, *each) for each in pipelines]) for pipelines in ways(4, 4, 6))
+    assert found.bound_s <= min_s * (1 + 1e-9)
+    assert found.best.step_s <= min_s * (1 + 1e-9)
 
 
 def test_layers_that_take_no_time_may_be_inside_a_host_as_well() -> None:

@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
@@ -19,12 +20,12 @@ from tests.search.instances import instance, with_gradients
 PRESET = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=64)
 
 
-@pytest.mark.parametrize("least_holders", [2, 4])
-def test_every_layer_has_as_many_holders_as_are_asked_for(least_holders: int) -> None:
+@pytest.mark.parametrize("min_holders", [2, 4])
+def test_every_layer_has_as_many_holders_as_are_asked_for(min_holders: int) -> None:
     costs = CostModel(PRESET, device("h100-80g").cluster(16).without([7, 14]))
-    found = find_plan(costs, least_holders=least_holders)
+    found = find_plan(costs, min_holders=min_holders)
     fewest = [each.plan.placement.fewest_holders for each in (found.best, *found.alternatives)]
-    assert min(fewest) >= least_holders
+    assert min(fewest) >= min_holders
     unconstrained = fastest_without(7, 14)
     assert found.best.step_s >= unconstrained.step_s
     assert found.bound_s <= unconstrained.step_s
@@ -44,13 +45,13 @@ def test_a_plan_with_so_many_holders_is_found_if_there_is_one(seed: int, kinds: 
     costs = with_gradients(costs, rng) if seed % 2 else costs
     steps_s = []
     for least in (1, 2, 3, 4):
-        found = find_plan(costs, least_holders=least, effort=effort)
+        found = find_plan(costs, min_holders=least, effort=effort)
         assert found.best.plan.placement.fewest_holders >= least
         steps_s.append(found.best.step_s)
     if effort is None:
         assert steps_s == sorted(steps_s)
     with pytest.raises(InfeasibleError, match="no plan was found in which every layer has 5 holders"):
-        find_plan(costs, least_holders=5, effort=effort)
+        find_plan(costs, min_holders=5, effort=effort)
 
 
 def on_hosts(hosts: int, each: int, *, slower: float) -> CostModel:

@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from chameleon_ft.search.mixes.equal_depths import promising_layouts
-from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler
+from chameleon_ft.search.mixes.mix_search import promising_layouts
+from chameleon_ft.search.pipelines.bounds import SyncLowerBound
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch
 from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.sync_bounds import SyncLowerBound
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
+from chameleon_ft.search.result import SearchOptions
 from tests.search.instances import instance, with_gradients
 
 
@@ -21,7 +20,7 @@ from tests.search.instances import instance, with_gradients
 def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, fewest: int) -> None:
     rng = random.Random(seed)
     costs = with_gradients(instance(rng, workers=7, layers=5, micro_batches=6, kinds=1, memory=False), rng)
-    options = SearchOptions(least_holders=fewest)
+    options = SearchOptions(min_holders=fewest)
     pool = WorkerPool.of(costs.cluster)
     searches = [
         PipelineSearch(PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options), options)

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.workload import LayerCost, Workload

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import estimate_sync
+from chameleon_ft.cost.step import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.schedule.program import operations_from, records_by_code
-from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, hops_of
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, hops_of
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.gradient_sync import GradientSync
-from chameleon_ft.search.placement.hosts import _by_pipeline, _by_stage, _orders_of_hosts
+from chameleon_ft.search.placement.candidates import GradientSync, _by_pipeline, _by_stage, _orders_of_hosts
+from chameleon_ft.search.result import SearchOptions
 from chameleon_ft.workload import TiedParameters
 from tests.examples import examples
 from tests.search.instances import instance

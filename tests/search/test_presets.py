@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.estimate import estimate_step
-from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.profiles import read_profile
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import find_plan
+from chameleon_ft.storage.profiles import read_profile
 
 
 def preset(model: str, name: str, workers: int, micro_batches: int) -> CostModel:
@@ -83,5 +84,5 @@ def test_a_plan_with_slow_workers_is_no_slower_than_one_without_them(slow: dict[
     hosts = {worker: f"host{worker // 8}" for worker in range(32)}
     costs = CostModel(profile.workload(128), profile.cluster(hosts, speeds=slow))
     left = CostModel(costs.workload, costs.cluster.without(slow))
-    with_them, without = (find_plan(each, least_holders=2).best.step_s for each in (costs, left))
+    with_them, without = (find_plan(each, min_holders=2).best.step_s for each in (costs, left))
     assert with_them <= without

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import InfeasibleError, find_plan

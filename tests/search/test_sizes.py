@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import BoundFamily, InfeasibleError, SizeFigures, find_plan, find_plan_of_sizes
 from tests.examples import examples
@@ -60,18 +61,18 @@ def several(seed: int, *, workers: int = 4, layers: int = 3) -> list[CostModel]:
 @given(seed=seeds)
 def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
     costs = several(seed)
-    least_s = {each.workload.micro_batch_size: Exhaustive(each).least_s() for each in costs}
-    if min(least_s.values()) == math.inf:
+    min_s = {each.workload.micro_batch_size: Exhaustive(each).min_s() for each in costs}
+    if min(min_s.values()) == math.inf:
         with pytest.raises(InfeasibleError):
             find_plan_of_sizes(costs, effort=None)
         return
     found = find_plan_of_sizes(costs, effort=None)
-    assert found.best.step_s <= min(least_s.values()) * (1 + 1e-9)
+    assert found.best.step_s <= min(min_s.values()) * (1 + 1e-9)
     assert (found.exhaustive, found.family) == (True, BoundFamily.PIPELINES)
     assert found.bound_s <= found.best.step_s * (1 + 1e-9)
     assert [each.micro_batch_size for each in found.sizes] == [1, 2, 4]
     for each in found.sizes:
-        own_s = least_s[each.micro_batch_size]
+        own_s = min_s[each.micro_batch_size]
         assert each.bound_s <= own_s * (1 + 1e-9)
         if each.step_s is None:
             assert own_s >= found.best.step_s * (1 - 1e-9)

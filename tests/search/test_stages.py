@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, Preference, list_schedule
@@ -125,7 +125,7 @@ def test_unknown_memory_allows_everything() -> None:
     costs = instance(random.Random(1), workers=2, layers=3, micro_batches=4, kinds=1, memory=False)
     stages = Stages(costs, [WorkerClass(1.0, None)], split_backward=True)
     assert not stages.limited
-    assert stages.fits.all(where=~stages.fits.transpose(0, 2, 1) & (stages.least_bytes(0) >= 0))
+    assert stages.fits.all(where=~stages.fits.transpose(0, 2, 1) & (stages.min_bytes(0) >= 0))
     limits = stages.limits((0, 0), (1, 3), (0, 0), 4)
     assert limits is not None
     assert limits[0].tolist() == [4, 3]
@@ -134,7 +134,7 @@ def test_unknown_memory_allows_everything() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_one_byte_less_than_a_stage_needs_is_too_little(split: bool) -> None:
     costs = instance(random.Random(7), workers=1, layers=3, micro_batches=2, kinds=1, memory=False)
-    needed = int(Stages(costs, [WorkerClass(1.0, 2**40)], split_backward=split).least_bytes(0)[0, 3])
+    needed = int(Stages(costs, [WorkerClass(1.0, 2**40)], split_backward=split).min_bytes(0)[0, 3])
     # With so much room nothing has to be recomputed; with the least, as much as there is.
     least = min(
         int(Stages(costs, [WorkerClass(1.0, memory)], split_backward=split).fits[0, 0, 3]) * memory or 2**40

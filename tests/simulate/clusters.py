@@ -6,8 +6,7 @@ import random
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from chameleon_ft.workload import LayerCost, Workload
 
 LINK = Link(latency_s=1e-5, bytes_per_s=50e9)

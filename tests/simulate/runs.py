@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, TrainConfig
-from chameleon_ft.observe import CostsFrom, FailureRecord, GenerationPlan, RunDirectory, StepRecord
+from chameleon_ft.events.records import FailureRecord, StepRecord
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import CostsFrom, GenerationPlan
 from tests.simulate.clusters import costs
 
 PLAN = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)

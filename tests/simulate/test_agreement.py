@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.simulate import MODELS, generate_trace
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate

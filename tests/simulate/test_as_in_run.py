@@ -11,8 +11,7 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.simulate.clusters import cluster, workload
 
 # A micro-batch takes 6 x 30 ms; n workers that hold everything reduce 6 x 200 MB over links of 50 GB/s.

@@ -6,20 +6,20 @@ import random
 
 import pytest
 
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import LossRisk, reroute, risk_of
-from chameleon_ft.recovery.loss_risk import host_numbers
+from chameleon_ft.recovery.failure_model import host_numbers
 from chameleon_ft.schedule import best_program
 from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     arranged,
+    layer_rings,
     layout_of_plan,
     layout_step,
+    move_to,
 )
-from chameleon_ft.simulate.by_class.layer_rings import layer_rings
-from chameleon_ft.simulate.by_class.move import move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines
 from chameleon_ft.simulate.by_class.step_times import StepTimes
 from chameleon_ft.transfer import transfer_s, transfer_to

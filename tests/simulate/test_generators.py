@@ -28,8 +28,7 @@ from chameleon_ft.simulate.traces.generators import (
     Weibull,
     generate_trace,
 )
-from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Trace, TraceStatistics, trace_statistics
 from tests.simulate.live import live_at
 
 DAY_S = 86_400.0
@@ -91,7 +90,7 @@ def bursts() -> list[TraceStatistics]:
 
 
 def test_most_down_at_once_is_near_the_measurement(bursts: list[TraceStatistics]) -> None:
-    most = [each.most_hosts_down for each in bursts]
+    most = [each.max_hosts_down for each in bursts]
     assert min(most) < 30 < 35 <= max(most)
 
 
@@ -204,7 +203,7 @@ def test_at_every_rate_only_hosts_that_are_up_fail() -> None:
     model = FaultModel(faults_per_1000_host_days=2000.0)
     trace = generate_trace(model, hosts=5, duration_s=50 * DAY_S, seed=0)
     assert min(len(live_at(trace, time_s)) for time_s, _ in trace.groups()) == 0
-    assert trace_statistics(trace).most_hosts_down == 5
+    assert trace_statistics(trace).max_hosts_down == 5
 
 
 def test_spot_hosts_come_and_go_as_measured() -> None:

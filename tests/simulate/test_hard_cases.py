@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.presets import Recompute, derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import Recompute, device, model_shape
 from chameleon_ft.recovery import DecisionContext, FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
@@ -19,8 +20,7 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners import exact_planner
 from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.examples import examples
 from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
@@ -155,7 +155,7 @@ def test_the_roomiest_cut_needs_least_memory() -> None:
 
     def needed(cut_points: tuple[int, ...]) -> int:
         own = PipelineClass(replace(roomy, cut_points=cut_points, recompute=Recompute.FULL))
-        return pipelines._least_bytes(own, 100)
+        return pipelines._min_bytes(own, 100)
 
     assert all(needed(roomy.cut_points) <= needed(cut.cut_points) for cut in timed)
 
@@ -186,7 +186,7 @@ def test_a_job_waits_for_workers_and_resumes_as_soon_as_the_model_fits(exact_up_
 
 
 def test_few_decisions_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_planner, "_MOST_CACHED", 3)
+    monkeypatch.setattr(exact_planner, "_MAX_CACHED", 3)
     remembered = Decisions()
     before = context(dp=3, pp=2)
 

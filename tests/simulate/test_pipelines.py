@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.cost.presets import Recompute
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.simulate.by_class.fastest_mix import Mixes
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
 from chameleon_ft.simulate.by_class.published import EstimatedMixes, EstimatedTimes
-from chameleon_ft.simulate.by_class.step_times import StepTimes
+from chameleon_ft.simulate.by_class.step_times import Mixes, StepTimes
 from tests.simulate.clusters import cluster, costs, workload
 
 CUTS = [Cut((6,)), Cut((3, 6)), Cut((2, 6)), Cut((2, 4, 6))]

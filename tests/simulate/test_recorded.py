@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import CostsFrom
 from chameleon_ft.plan import Plan
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.recorded import (
@@ -21,6 +20,7 @@ from chameleon_ft.simulate.recorded import (
     recorded_run,
     trace_of_changes,
 )
+from chameleon_ft.storage.plans import CostsFrom
 from tests.simulate.clusters import costs
 from tests.simulate.live import live_at
 from tests.simulate.runs import PLAN, config, decision, failure, prepared, recorded, started

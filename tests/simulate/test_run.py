@@ -19,8 +19,7 @@ from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.simulate.clusters import cluster, costs, random_trace, workload
 
 BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)

@@ -9,19 +9,19 @@ from statistics import fmean
 import pytest
 
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.estimate import estimate_parts, estimate_step, lost_share_s
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_parts, estimate_step, lost_share_s
 from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
-from chameleon_ft.recovery.salvaged_step import complete_step
+from chameleon_ft.recovery.salvage import complete_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.schedule import replay as timeline_of
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.simulate.accounting.account import Account, Change
 from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.progress import progress_at
 from tests.simulate.clusters import cluster, costs, workload
 from tests.simulate.test_as_in_run import ASSUMED, FAST_S, PREPARED_S, SLOW_S, WINDOW_S, replayed, samples

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.sweep import SWEPT, Lead, Point, Scene, Sweep, sweep, varied
+from chameleon_ft.simulate.run import SWEPT, Lead, Point, Scene, Sweep, simulate, sweep, varied
 from tests.simulate.clusters import cluster, random_trace, workload
 
 WORKERS = 40

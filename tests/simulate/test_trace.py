@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.events import Event, Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Event, Fault, Trace
 from tests.simulate.live import live_at
 from tests.simulate.traces import DURATION_S, GRID, GRID_S, Case, cases, speeds, trace_of
 

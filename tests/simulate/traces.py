@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 
 GRID_S = 0.5
 LAST = 40

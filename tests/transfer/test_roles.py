@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
-from chameleon_ft.transfer import Holding, assign_roles, least_moved_bytes, remap_plan
+from chameleon_ft.transfer import Holding, assign_roles, min_moved_bytes, remap_plan
 from tests.strategies import plans
 from tests.transfer.instances import held_by, layers_of, moves
 
@@ -45,7 +45,7 @@ def test_no_other_roles_move_less_or_give_one_worker_less_to_receive(move: Move,
         if all(workers[w].kind == place.kind for w, place in zip(chosen, places.values(), strict=True))
     ]
     assert outcome(roles, move, sizes) == min(outcome(each, move, sizes) for each in every)
-    assert least_moved_bytes(workers, places, layers_of(sizes)) == outcome(roles, move, sizes)[0]
+    assert min_moved_bytes(workers, places, layers_of(sizes)) == outcome(roles, move, sizes)[0]
 
 
 @given(moves(), st.data())

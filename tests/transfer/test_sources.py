@@ -25,7 +25,7 @@ def largest_send(sends: Iterable[tuple[int, int]]) -> int:
     return max(sent.values(), default=0)
 
 
-def least_largest_send(demands: list[int], holders: dict[int, list[int]], sizes: list[int]) -> int:
+def min_largest_send(demands: list[int], holders: dict[int, list[int]], sizes: list[int]) -> int:
     """The best there is; each entry of `demands` is a layer to be sent once."""
     choices = product(*(holders[number] for number in demands))
     return min(largest_send(zip(chosen, (sizes[n] for n in demands), strict=True)) for chosen in choices)
@@ -63,7 +63,7 @@ def test_every_missing_layer_arrives_once_from_a_holder(
         assert set(message.layers) <= held_by(live[message.source])
         assert message.num_bytes == sum(sizes[number] for number in message.layers)
     sent = largest_send((message.source, message.num_bytes) for message in found)
-    least = least_largest_send([n for each in missing.values() for n in each], holders_of(live), sizes)
+    least = min_largest_send([n for each in missing.values() for n in each], holders_of(live), sizes)
     assert least <= sent
     if len(set(sizes)) == 1:
         assert least == sent
@@ -88,7 +88,7 @@ def test_whatever_was_chosen_first_equal_layers_are_evened_out_to_the_least(
     senders = loads.senders()
     assert {number: sum(copies.values()) for number, copies in senders.items()} == Counter(wanted)
     sent = largest_send((worker, 2 * n) for copies in senders.values() for worker, n in copies.items())
-    assert sent == least_largest_send(wanted, holders, [2] * 5)
+    assert sent == min_largest_send(wanted, holders, [2] * 5)
 
 
 def test_a_chain_over_two_holders_makes_the_largest_send_less() -> None:

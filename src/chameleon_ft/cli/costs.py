@@ -14,11 +14,9 @@ from typing import Annotated, Final
 import tyro
 
 from chameleon_ft.cli.arguments import OptionalStr, given_flags, metavar
-from chameleon_ft.cli.run_config import absolute_job
-from chameleon_ft.cli.starting import prepare_data_of
+from chameleon_ft.cli.starting import absolute_job, prepare_data_of
 from chameleon_ft.config import RunConfig
-from chameleon_ft.errors import ConfigError
-from chameleon_ft.presets import (
+from chameleon_ft.cost.presets import (
     DEVICES,
     MODELS,
     PRECISIONS,
@@ -31,14 +29,9 @@ from chameleon_ft.presets import (
     model_shape,
     state_policy,
 )
-from chameleon_ft.profiles import (
-    Profile,
-    cached_profile,
-    derived_profile,
-    profile_cache,
-    profile_cache_file,
-    read_profile,
-)
+from chameleon_ft.cost.profile import Profile, derived_profile
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.storage.profiles import cached_profile, profile_cache, profile_cache_file, read_profile
 
 AUTO: Final = "auto"
 """Value of --micro-batch-size that chooses the best size."""
@@ -178,7 +171,7 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, token
     Raises as `measure_profile` does, and DataError.
     """
     # Imported here because it loads torch.
-    from chameleon_ft.runtime.profiling.profile import measure_profile
+    from chameleon_ft.worker.profiling.profile import measure_profile
 
     config = config.model_copy(update={"job": absolute_job(config.job)})
     with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
@@ -196,7 +189,7 @@ def measured_or_cached(config: RunConfig, path: Path) -> Profile:
 
     Prints the profile's origin on standard error. Raises as `measured_profile` does.
     """
-    from chameleon_ft.runtime.inspection import inspect_job
+    from chameleon_ft.worker.inspection import inspect_job
 
     fingerprint = inspect_job(config).profiled_as(config)
     file = profile_cache_file(profile_cache(os.environ), fingerprint, backend=config.backend)

@@ -16,7 +16,7 @@ from typing import Final, NoReturn, TextIO
 
 import chameleon_ft
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, LiveRunError
-from chameleon_ft.runtime.process import Terminated, terminations
+from chameleon_ft.host.fork_server import Terminated, terminations
 
 _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "train on this machine": {

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture import require_picture
 from chameleon_ft.plan import Plan
+from chameleon_ft.report.picture import Lane, require_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +25,7 @@ class Output:
     """Standard output: framed tables on a terminal, plain text elsewhere. Text is never parsed as markup."""
 
     def __init__(self) -> None:
-        from chameleon_ft.observe.terminal import output
+        from chameleon_ft.report.terminal import output
 
         self._console, self._box = output()
 
@@ -47,7 +46,7 @@ class Output:
         """Print (name, value) rows; a value may be a rich renderable, and an empty name continues the previous row."""
         from rich.markup import escape
 
-        from chameleon_ft.observe.terminal import facts_table
+        from chameleon_ft.report.terminal import facts_table
 
         table = facts_table()
         for row in rows:
@@ -154,10 +153,10 @@ def write_schedule(
 ) -> None:
     """Write a schedule as a picture and as a trace, each if its path is given; see `draw_schedule`, `write_trace`."""
     if picture is not None:
-        from chameleon_ft.observe.schedule_picture import draw_schedule
+        from chameleon_ft.report.schedule_picture import draw_schedule
 
         draw_schedule(picture, title=title, plan=plan, pipelines=pipelines, lanes=lanes, lost=lost)
     if trace is not None:
-        from chameleon_ft.observe.trace import write_trace
+        from chameleon_ft.report.trace import write_trace
 
         write_trace(trace, plan=plan, pipelines=pipelines, lanes=lanes)

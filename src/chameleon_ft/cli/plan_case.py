@@ -1,25 +1,167 @@
-"""The cases that the arguments of `chameleon plan` describe: workers, work, and the costs of both."""
+"""The cases that the arguments of `chameleon plan` describe: workers, work, and the costs of both.
+
+The batches that `chameleon plan` predicts: the same samples of a step in micro-batches of several sizes.
+
+The arguments of `chameleon plan`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Optional
 
-from chameleon_ft.cli.costs import measured_or_cached, profile_of
-from chameleon_ft.cli.host_arguments import hosts_of
-from chameleon_ft.cli.plan_arguments import PlanArguments
-from chameleon_ft.cli.plan_batches import PlanBatch, plan_batches
-from chameleon_ft.cli.run_config import read_config_values
-from chameleon_ft.config import Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
+import tyro
+
+from chameleon_ft.cli.arguments import USUAL_HOSTS, Hosts, OptionalInt, OptionalPath, Switch, hosts_of, metavar
+from chameleon_ft.cli.costs import AUTO, NO_PRESET, Preset, measured_or_cached, profile_of
+from chameleon_ft.cli.starting import read_config_values
+from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
+from chameleon_ft.cost.memory import SnapshotChoice, SnapshotRule, choose_snapshots
+from chameleon_ft.cost.presets import PRECISIONS, ModelShape, device, state_policy
+from chameleon_ft.cost.profile import Profile, derived_profile
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.presets import PRECISIONS, ModelShape, device, state_policy
-from chameleon_ft.profiles import Profile, derived_profile, profile_of_run
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.storage.profiles import profile_of_run, read_profile
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Predict a step: its time and that of every operation, the memory of every worker, and lower bounds.
+
+    With CONFIG, for that run, by the profile that it names or --profile; without a profile, its layers are measured
+    once on this machine, which takes some seconds. Without CONFIG, for a layout of a published --model on a known
+    --device, or of a --profile. The exit code is 1 if the plan does not fit the memory of its workers.
+    """
+
+    config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
+    """TOML file of a run, as for `chameleon train`; or a job, as for `chameleon run`."""
+    profile: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        metavar(
+            "PATH",
+            "Profile of the model of CONFIG; or without CONFIG, instead of --model and --device. Give one profile for "
+            "each micro-batch size to choose the best of several sizes.",
+        ),
+    ] = ()
+    preset: Preset = NO_PRESET
+    dp: OptionalInt = None
+    """Pipelines of the layout."""
+    pp: OptionalInt = None
+    """Stages of each pipeline."""
+    micro_batches: OptionalInt = None
+    """Micro-batches of a step, over all pipelines; without CONFIG, 16 for each of --dp if not given."""
+    global_batch_size: OptionalInt = None
+    """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
+    split_backward: Switch = False
+    """Run the two halves of the backward separately, whatever CONFIG says."""
+    hosts: Hosts = USUAL_HOSTS
+    snapshots: Annotated[
+        Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
+        metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
+    ] = None
+    workers: OptionalInt = None
+    """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
+    planner: Annotated[
+        Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
+        metavar(
+            "{layout,chameleon,paper,oobleck}",
+            "layout: equal pipelines, rerouted around failed workers as by --policy reroute; chameleon: the best plan "
+            "that a search finds, rerouting included; paper, oobleck: the choice of the published planners, for "
+            "comparison. By default the layout, if there is one.",
+        ),
+    ] = None
+    slow: Annotated[str, metavar("WORKER=SPEED[,...]")] = ""
+    """Workers that are slower than the others, such as 7=0.6."""
+    failed: Annotated[str, metavar("WORKER[,WORKER ...]")] = ""
+    """Plan for the loss of these workers."""
+    picture: OptionalPath = None
+    """Draw the schedule: .svg, .png or .pdf."""
+    trace: OptionalPath = None
+    """Write the schedule as a trace for ui.perfetto.dev."""
+    json: Switch = False
+    """Print the prediction as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBatch:
+    """One batch to predict: its micro-batches, and the file of their profile; None if the arguments do not say."""
+
+    micro_batch_size: int | None
+    micro_batches: int | None
+    profile: Path | None
+
+
+def plan_batches(given: PlanArguments) -> list[PlanBatch]:
+    """Return the batch at each micro-batch size, all of the same samples: --global-batch-size, or those of CONFIG."""
+    preset, profiles = given.preset, given.profile
+    files = _profiles_by_size(profiles) if len(profiles) > 1 else {}
+    if files and preset.micro_batch_size is not None:
+        raise ConfigError(
+            f"--micro-batch-size {preset.micro_batch_size}: the profiles that are given are of "
+            f"{', '.join(map(str, sorted(files)))}; leave it out"
+        )
+    only_profile = profiles[0] if profiles else None
+    sizes = tuple(sorted(files)) or preset.sizes
+    samples = given.global_batch_size
+    if preset.micro_batch_size != AUTO and len(sizes) < 2 and samples is None:
+        return [PlanBatch(preset.size, given.micro_batches, only_profile)]
+    if given.micro_batches is not None:
+        raise ConfigError(
+            f"--micro-batches {given.micro_batches}: follow from the samples of a step and the micro-batch size; "
+            "leave it out, and give the samples by --global-batch-size"
+        )
+    batch, dp = Batch(micro_batch_size=1), given.dp or 1
+    if given.config is not None:
+        values = read_config_values(given.config)
+        batch = parse_config(Batch, values.get("batch", {}), source=f"{given.config}, batch")
+        if given.workers is None and given.dp is None:
+            dp = parse_config(Parallel, values.get("parallel", {}), source=f"{given.config}, parallel").dp
+        samples = samples or batch.samples
+    elif only_profile is not None:
+        batch = Batch(micro_batch_size=read_profile(only_profile).fingerprint.micro_batch_size)
+    if samples is None:
+        raise ConfigError(
+            "several micro-batch sizes are compared for the same samples in a step; say how many by --global-batch-size"
+        )
+    if preset.micro_batch_size == AUTO:
+        # Powers of two of which there are as many for each pipeline; one in any case.
+        powers = [2**exponent for exponent in range(1, samples.bit_length())]
+        sizes = (1, *(size for size in powers if samples % (size * dp) == 0))
+    return [
+        PlanBatch(size, _micro_batches(samples, size), files.get(size, only_profile))
+        for size in sizes or (batch.micro_batch_size,)
+    ]
+
+
+def _profiles_by_size(profiles: tuple[Path, ...]) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    first = read_profile(profiles[0]).fingerprint
+    for path in profiles:
+        profile = read_profile(path)
+        # The model is not compared: its boundaries, which identify it, have other sizes for other micro-batches.
+        profile.require({"dtype": first.dtype, "device": first.device, "threads": first.threads})
+        size = profile.fingerprint.micro_batch_size
+        if size in found:
+            raise ConfigError(
+                f"--profile {path}: is of micro-batches of {size}, as {found[size]} is; give one of each size"
+            )
+        found[size] = path
+    return found
+
+
+def _micro_batches(samples: int, size: int) -> int:
+    if samples % size:
+        near = max(each for each in range(1, min(size, samples) + 1) if samples % each == 0)
+        raise ConfigError(
+            f"a micro-batch size of {size} does not divide the {samples} samples of a step; take {near}, or another "
+            "number of samples by --global-batch-size"
+        )
+    return samples // size
+
 
 _MICRO_BATCHES_OF_A_PIPELINE: Final = 16  # unless given
 
@@ -218,7 +360,7 @@ def _settled(config: RunConfig) -> RunConfig:
     if config.owners is None or isinstance(config, TrainConfig) or config.is_emulated:
         return config
     # Loads torch, and is the only way to know the optimizer of the job.
-    from chameleon_ft.runtime.inspection import inspect_job
+    from chameleon_ft.worker.inspection import inspect_job
 
     return inspect_job(config).settled(config)
 
@@ -251,7 +393,7 @@ def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None
     profile = profile_of_run(config)
     if not config.is_emulated:
         # Loads torch, and is the only way to know the layers of the job.
-        from chameleon_ft.runtime.inspection import inspect_job
+        from chameleon_ft.worker.inspection import inspect_job
 
         # Device and versions are not compared: the run may be on another machine than this one.
         job = inspect_job(config).profiled_as(config)

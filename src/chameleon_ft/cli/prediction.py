@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from chameleon_ft.cli.plan_case import PlanCase
+from chameleon_ft.cost.step import StepEstimate, estimate_step, total_work_bound_s
 from chameleon_ft.errors import ConfigError, NoHolderError
-from chameleon_ft.estimate import StepEstimate, estimate_step, total_work_bound_s
 from chameleon_ft.plan import Plan
-from chameleon_ft.plan.detours import disjoint_pipelines
+from chameleon_ft.plan.layouts import disjoint_pipelines
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program

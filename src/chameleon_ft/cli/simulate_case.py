@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Optional, get_type_hints
 
 from chameleon_ft.cli.arguments import (
+    USUAL_HOSTS,
+    Hosts,
     OptionalFloat,
     OptionalInt,
     OptionalPath,
     OptionalStr,
     Switch,
     given_flags,
+    hosts_of,
     metavar,
 )
 from chameleon_ft.cli.costs import NO_PRESET, Preset, profile_of
-from chameleon_ft.cli.host_arguments import USUAL_HOSTS, Hosts, hosts_of
 from chameleon_ft.config import Parallel
+from chameleon_ft.cost.memory import MIN_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import LEAST_SNAPSHOT_COST, expected_snapshot_s
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.readable import damage_named
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
 from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for, trace_statistics
@@ -35,8 +35,9 @@ from chameleon_ft.simulate.recorded import (
     recorded_run,
     trace_of_changes,
 )
-from chameleon_ft.simulate.run import SIMULATED_POLICIES
-from chameleon_ft.simulate.sweep import MOST_VARIED, SWEPT, Scene
+from chameleon_ft.simulate.run import MAX_VARIED, SIMULATED_POLICIES, SWEPT, Scene
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import damage_named
 
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
@@ -146,7 +147,7 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     # As runs decide by default.
     as_in_runs = Parameters(
         snapshot_every=None,
-        snapshot_cost_s=LEAST_SNAPSHOT_COST * expected_snapshot_s(workload, cluster),
+        snapshot_cost_s=MIN_SNAPSHOT_COST * expected_snapshot_s(workload, cluster),
         host_memory_bytes=math.inf if host_bytes is None else host_bytes,
     )
     model = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
@@ -224,8 +225,8 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
     for flag, value in (("--rate", given.rate), ("--days", given.days)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{flag} {value:g}: should be a number above 0")
-    if not 1 / MOST_VARIED <= given.rate <= MOST_VARIED:
-        raise ConfigError(f"--rate {given.rate:g}: should be a number from {1 / MOST_VARIED:g} to {MOST_VARIED:g}")
+    if not 1 / MAX_VARIED <= given.rate <= MAX_VARIED:
+        raise ConfigError(f"--rate {given.rate:g}: should be a number from {1 / MAX_VARIED:g} to {MAX_VARIED:g}")
     per_host = given.hosts.workers_per_host
     if given.trace is not None:
         if given.generate is not None:

@@ -1,36 +1,59 @@
 """Preparation of a run from a command line: checks its configuration and inputs, and makes or opens its directory.
 
 Modules that load numpy or torch are imported lazily, because `--help` must not wait for them.
+
+Checks before a run starts: its address, its inputs, and the checkpoint that it resumes from.
+
+The configuration of a run, from a file or an earlier run and the flags of a command.
+
+Modules that load numpy or torch are imported lazily, because `--help` must not wait for them.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_with_flags
-from chameleon_ft.cli.foreign_flags import refuse_foreign_flags
-from chameleon_ft.cli.live_runs import refuse_live_run
-from chameleon_ft.cli.run_config import configured
-from chameleon_ft.cli.start_checks import (
-    FIXED,
-    FIXED_BY_FORK,
-    check_address,
-    check_inputs,
-    newest_checkpoint,
-    require_same_model,
+from chameleon_ft.cli.arguments import (
+    OptionalPath,
+    OptionalStr,
+    Switch,
+    metavar,
+    parse_with_flags,
+    refuse_foreign_flags,
 )
-from chameleon_ft.cli.stores import fetch_run, has_checkpoints, is_url, require_same_store, require_store
-from chameleon_ft.config import Forked, RunConfig, Store, TrainConfig, parse_config, read_recorded_toml, read_toml
+from chameleon_ft.cli.watched import (
+    fetch_run,
+    has_checkpoints,
+    is_url,
+    refuse_live_run,
+    require_same_store,
+    require_store,
+)
+from chameleon_ft.config import (
+    LLAMA_JOB,
+    Control,
+    Forked,
+    RunConfig,
+    Store,
+    TrainConfig,
+    config_type,
+    parse_config,
+    parse_fields,
+    read_recorded_toml,
+    read_toml,
+)
 from chameleon_ft.errors import (
     ChameleonError,
     CheckpointError,
@@ -39,11 +62,161 @@ from chameleon_ft.errors import (
     LeaseError,
     LiveRunError,
 )
-from chameleon_ft.observe import RunDirectory, checkpoint_storage, link_checkpoint, sound_checkpoint
-from chameleon_ft.observe.run_lock import RunLock
+from chameleon_ft.protocol.address import address_of_host, tls_context
+from chameleon_ft.storage.checkpoints import link_checkpoint, sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_start_plan
+from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
+from chameleon_ft.storage.run_lock import RunLock
+from chameleon_ft.storage.run_storage import checkpoint_storage
+from chameleon_ft.storage.stores import Storage
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+FIXED: Final = ("job", "model", "data", "optimizer", "seed", "batch", "precision", "fp32_modules")
+"""Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
+FIXED_BY_FORK: Final = tuple(key for key in FIXED if key not in ("optimizer", "batch"))
+"""Those that a forked run has to keep, too."""
+
+
+def require_same_model(config: RunConfig, directory: RunDirectory, *, fixed: Sequence[str]) -> None:
+    """Raise CheckpointError if `config` changes one of the `fixed` keys of the run in `directory`."""
+    stored, wanted = (value.model_dump(include=set(fixed)) for value in (directory.config(), config))
+    for key in fixed:
+        before, now = stored.get(key), wanted.get(key)
+        if before == now:
+            continue
+        name = key
+        if isinstance(before, dict) and isinstance(now, dict):
+            field = next(field for field in before if before[field] != now[field])
+            name, before, now = f"{key}.{field}", before[field], now[field]
+        remedy = f"keep {key} unchanged, or begin a new run"
+        if key not in FIXED_BY_FORK:
+            remedy += ", or continue from its state in a new directory by --fork --output-dir DIRECTORY"
+        raise CheckpointError(
+            f"--resume {directory.path}: its checkpoint was written with {name} = {before}, not {now}; {remedy}"
+        )
+
+
+def newest_checkpoint(config: RunConfig, directory: RunDirectory, *, checkpoints: Storage) -> int:
+    """Return the step of the newest checkpoint that can be read; raise if there is none, or no step is left."""
+    newest, damages = sound_checkpoint(checkpoints)
+    if newest is None:
+        found = f" ({'; '.join(damages.values())})" if damages else ""
+        raise CheckpointError(
+            f"--resume {directory.path}: it has no complete checkpoint to resume from{found}; begin a new run, and do "
+            "not set checkpoint.every to 0 if it should survive the loss of its coordinator"
+        )
+    if newest >= config.steps:
+        raise ConfigError(
+            f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to continue"
+        )
+    return newest
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise ConfigError if the profile or the plan that `config` names cannot be used with it."""
+    if config.profile is not None:
+        profile = profile_of_run(config)
+        if config.is_emulated:
+            costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
+    read_start_plan(config)
+
+
+def check_address(control: Control) -> None:
+    """Raise ConfigError if the coordinator cannot listen on the address, or workers cannot connect to it."""
+    host = f'control.host = "{control.host}"'
+    if control.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{host}: means every address of this host, but the workers need a single one; give the address at "
+            "which the other machines reach this host"
+        )
+    own = address_of_host(control.host)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(own, control.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Like the server, accept a port whose last connection is still in TIME_WAIT.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f"{host}: {error.strerror}; give an address of this host") from None
+    except UnicodeError:
+        raise ConfigError(f"{host}: is not a host name; give an address of this host") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"control.port = {control.port}: is in use on {control.host}; choose another, or 0 for any free port"
+            ) from None
+        raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
+
+
+def configured(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
+    """Return the validated configuration: `values`, read from `source`, overridden by `flags`.
+
+    Paths become absolute, so that the configuration does not depend on the working directory.
+    """
+    config = overridden(values, flags, job=job, source=source)
+    changes: dict[str, Any] = {"job": absolute_job(config.job)}
+    for name in ("profile", "plan"):
+        if (path := getattr(config, name)) is not None:
+            changes[name] = _absolute_path(path)
+    if (tls := config.control.tls) not in ("off", "generate"):
+        directory = _absolute_path(Path(tls))
+        tls_context(directory, server=True)
+        changes["control"] = config.control.model_copy(update={"tls": str(directory)})
+    if isinstance(config, TrainConfig) and config.data.path:
+        path = _absolute_path(Path(config.data.path))
+        changes["data"] = config.data.model_copy(update={"path": str(path)})
+    return config.model_copy(update=changes)
+
+
+def overridden(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
+    """Return the validated configuration with all paths as they are given; see `configured`."""
+    job = job or flags.get("job") or values.get("job", LLAMA_JOB)
+    model = config_type({**values, "job": job})
+    parse_fields(model, values, source=source)
+    merged = dict(values)
+    for key, value in flags.items():
+        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if flags else source)
+
+
+def read_config_values(file: Path) -> dict[str, Any]:
+    """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
+
+    Raises ConfigError if the file cannot be read, or a value is of a wrong type or out of range.
+    """
+    script = Path(str(file).partition(":")[0])
+    if script.suffix != ".py":
+        values, source = read_toml(file), file
+    else:
+        beside = script.with_suffix(".toml")
+        values, source = {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}, beside
+    parse_fields(config_type(values), values, source=str(source))
+    return values
+
+
+def absolute_job(reference: str) -> str:
+    """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
+    from chameleon_ft.job import check_job_reference
+
+    check_job_reference(reference)
+    location, colon, function = reference.rpartition(":")
+    if not colon:
+        location, function = reference, ""
+    if location.endswith(".py"):
+        location = str(_absolute_path(Path(location)))
+    return f"{location}{colon}{function}"
+
+
+def _absolute_path(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # an unknown ~user
+        raise ConfigError(f"{path}: {error}; write the path out") from None
+
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
 

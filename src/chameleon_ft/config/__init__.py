@@ -5,16 +5,24 @@ Importing this package imports neither torch nor anything that reads a clock or 
 
 from __future__ import annotations
 
-from chameleon_ft.config.devices import BACKENDS, DEVICES, Backend, BackendName, DeviceKind, DeviceName
-from chameleon_ft.config.failures import LASTING_KINDS, SLOWNESS, Failure, FailureKind, FailurePhase
-from chameleon_ft.config.files import config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
-from chameleon_ft.config.run import LLAMA_JOB, MOST_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.run import LLAMA_JOB, MAX_WORKERS, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
 from chameleon_ft.config.sections import (
+    BACKENDS,
+    DEVICES,
+    LASTING_KINDS,
+    SLOWNESS,
+    Backend,
+    BackendName,
     Batch,
     Control,
+    DeviceKind,
+    DeviceName,
     Emulation,
+    Failure,
+    FailureKind,
+    FailurePhase,
     Health,
     Parallel,
     PolicyName,
@@ -23,14 +31,22 @@ from chameleon_ft.config.sections import (
     Timelines,
     Timeouts,
 )
-from chameleon_ft.config.validation import config_type, parse_config, parse_fields
+from chameleon_ft.config.validation import (
+    config_to_toml,
+    config_type,
+    load_config,
+    parse_config,
+    parse_fields,
+    read_recorded_toml,
+    read_toml,
+)
 
 __all__ = [
     "BACKENDS",
     "DEVICES",
     "LASTING_KINDS",
     "LLAMA_JOB",
-    "MOST_WORKERS",
+    "MAX_WORKERS",
     "SLOWNESS",
     "STAND_IN_JOB",
     "Backend",

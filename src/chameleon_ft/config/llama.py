@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from chameleon_ft.config.section import Section
+from chameleon_ft.config.sections import Section
 
 
 class LlamaConfig(Section):

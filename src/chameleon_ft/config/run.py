@@ -8,30 +8,34 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field
 
-from chameleon_ft.config.devices import BACKENDS, DEVICES, BackendName, DeviceName
-from chameleon_ft.config.failures import LASTING_KINDS, Failure
 from chameleon_ft.config.llama import Data, LlamaConfig, Optimizer
 from chameleon_ft.config.saved_state import Checkpoint, Forked, Snapshots, Store
-from chameleon_ft.config.section import Section
 from chameleon_ft.config.sections import (
+    BACKENDS,
+    DEVICES,
+    LASTING_KINDS,
+    BackendName,
     Batch,
     Control,
+    DeviceName,
     Emulation,
+    Failure,
     Health,
     Parallel,
     Preflight,
     Recovery,
+    Section,
     Timelines,
     Timeouts,
 )
 
-LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
+LLAMA_JOB = "chameleon_ft.models.llama:llama_job"
 """Reference of the default job of `chameleon train`."""
 
 STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
 """Reference of the job for emulated devices: nearly empty layers, as many as the profile has."""
 
-MOST_WORKERS: Final = 100_000
+MAX_WORKERS: Final = 100_000
 """Of a run or a prediction: a mistyped number would fill the memory of the machine."""
 
 
@@ -53,7 +57,7 @@ class RunConfig(Section):
         description="Rights on that directory, as for chmod: by default nothing in it can be read by other users.",
     )
     workers: int = Field(
-        default=4, ge=1, le=MOST_WORKERS, description="Worker processes; must equal parallel.dp * parallel.pp."
+        default=4, ge=1, le=MAX_WORKERS, description="Worker processes; must equal parallel.dp * parallel.pp."
     )
     steps: int = Field(default=100, ge=1, description="Optimizer steps, numbered from 0.")
     horizon_steps: int | None = Field(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from chameleon_ft.config.section import Section
+from chameleon_ft.config.sections import Section
 
 
 def _steps_or_auto(every: object) -> object:

@@ -1,24 +1,76 @@
-"""Sections of a configuration: layout, batch, recovery, timeouts, health, timelines, emulation and control."""
+"""Sections of a configuration: layout, batch, recovery, timeouts, health, timelines, emulation and control.
+
+The base of all sections of a configuration: frozen and strict, with relations between fields that are checked.
+
+Failures that a configuration injects: in which phase of which step a worker fails, and how.
+
+The devices that workers compute on, and the backends that send tensors between them: one registry of both.
+
+It holds names and facts. `chameleon_ft.worker.device` finds the devices of a host through torch, and
+`chameleon_ft.worker.communicators` makes the communicators of a backend.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Final, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from chameleon_ft.config.section import Section
-from chameleon_ft.workload import MOST_MICRO_BATCHES
+from chameleon_ft.workload import MAX_MICRO_BATCHES
+
+_LONGEST_S: Final = 1e9  # 32 years
+
+RELATION_ERROR: Final = "relation"
+"""Type of the error that lists the relations between fields that do not hold."""
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, refuses unknown keys and values of another type.
+
+    A section overrides `problems` to state what its fields must satisfy together; all of them are reported at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what to change) for every relation between fields that does not hold."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _relations_hold(self) -> Self:
+        found = [*self._endless_times(), *self.problems()]
+        if found:
+            summary = "; ".join(f"{field}: {message}" for field, message in found)
+            # A validator can raise only one error, so all problems travel in its context.
+            problems = [(field, self._value_at(field), message) for field, message in found]
+            raise PydanticCustomError(RELATION_ERROR, "{summary}", {"summary": summary, "problems": problems})
+        return self
+
+    def _endless_times(self) -> Iterator[tuple[str, str]]:
+        """Yield the times that clocks cannot count."""
+        for name, value in self:
+            if name.endswith("_s") and isinstance(value, float) and value > _LONGEST_S:
+                yield name, f"should be {_LONGEST_S:g} at most"
+
+    def _value_at(self, key: str) -> object:
+        """Return the value at a key such as failures[0].worker."""
+        value: Any = self
+        for part in re.findall(r"\w+", key):
+            value = value[int(part)] if part.isdecimal() else getattr(value, part)
+        return value
+
 
 PolicyName = Literal[
     "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
 _USUAL_OWNERS: Final = 2  # one may be lost
-_MOST_IN_A_MICRO_BATCH: Final = 1_000_000
-_MOST_READS: Final = 100  # that may be slow, one after the other, while another worker waits for a message
+_MAX_IN_A_MICRO_BATCH: Final = 1_000_000
+_MAX_READS: Final = 100  # that may be slow, one after the other, while another worker waits for a message
 _ENDPOINT: Final = r"([^\s,/@:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}"
 _LEASE: Final = re.compile(
     rf"files|kubernetes(://[a-z0-9]([-a-z0-9]{{0,61}}[a-z0-9])?)?|etcds?://{_ENDPOINT}(,{_ENDPOINT})*(/[^\s?#]*)?"
@@ -65,9 +117,9 @@ class Batch(Section):
     """The global batch: the samples of one optimizer step."""
 
     micro_batches: int = Field(
-        default=8, ge=1, le=MOST_MICRO_BATCHES, description="Micro-batches of one step, over all pipelines."
+        default=8, ge=1, le=MAX_MICRO_BATCHES, description="Micro-batches of one step, over all pipelines."
     )
-    micro_batch_size: int = Field(default=2, ge=1, le=_MOST_IN_A_MICRO_BATCH, description="Samples of one micro-batch.")
+    micro_batch_size: int = Field(default=2, ge=1, le=_MAX_IN_A_MICRO_BATCH, description="Samples of one micro-batch.")
 
     @property
     def samples(self) -> int:
@@ -173,7 +225,7 @@ class Timeouts(Section):
     @property
     def transport_s(self) -> float:
         """Seconds after which a communication library gives up a message: never before a detector would."""
-        return self.first_step_s + _MOST_READS * self.sample_read_s
+        return self.first_step_s + _MAX_READS * self.sample_read_s
 
     def message_timeout_s(self, longest_step_s: float, *, at_least_s: float = 0.0) -> float:
         """Return `collective_timeout_s`; if that is 0, the time for steps that take up to `longest_step_s`."""
@@ -237,17 +289,17 @@ class Preflight(Section):
         description="Whether a host needs the versions of Python, torch, Chameleon and the device driver that the run "
         "has.",
     )
-    least_free_memory: float = Field(
+    min_free_memory: float = Field(
         default=0.8, ge=0, le=1, description="Least free share of an accelerator's memory, which other jobs may occupy."
     )
-    least_speed: float = Field(
+    min_speed: float = Field(
         default=0.5,
         ge=0,
         le=1,
         description="Least speed of matrix products and of copies in memory, as a share of the median of the hosts "
         "that were admitted before; 0 admits hosts of any speed.",
     )
-    most_clock_error_s: float = Field(
+    max_clock_error_s: float = Field(
         default=5.0,
         gt=0,
         description="Largest difference between the clocks of a host and of the coordinator, in seconds.",
@@ -273,7 +325,7 @@ class Emulation(Section):
         description="Seconds per second of the profile; larger values hide the time of the machine itself.",
     )
     workers_per_host: int = Field(default=8, ge=1, description="Workers of an emulated host.")
-    least_message_s: float = Field(
+    min_message_s: float = Field(
         default=2e-3,
         ge=0,
         description="Minimum seconds until the first byte of a message arrives; hides the machine's own latency.",
@@ -322,3 +374,127 @@ class Control(Section):
         raise PydanticCustomError(
             "lease", "should be files, etcd://HOST:PORT, etcds://HOST:PORT, kubernetes or kubernetes://NAMESPACE"
         )
+
+
+FailurePhase = Literal[
+    "forward",
+    "backward",
+    "sync",
+    "vote",
+    "optimizer",
+    "gather",
+    "recovery",
+    "rest",
+    "preparation",
+    "transfer",
+    "confirm",
+    "switch",
+    "checkpoint",
+    "snapshot",
+]
+FailureKind = Literal["kill", "hang", "disconnect", "slow", "slow-link", "corrupt", "nan"]
+SLOWNESS: Final = ("slow", "slow-link")
+"""Kinds of failures that have a factor."""
+LASTING_KINDS: Final = (*SLOWNESS, "corrupt", "nan")
+"""Kinds of failures that a worker survives."""
+
+
+class Failure(Section):
+    """A failure to inject: `worker` fails, or becomes slow, in `phase` of `step`."""
+
+    step: int = Field(ge=0, description="Step in which it happens, counted from 0.")
+    worker: int = Field(ge=0, description="Worker that fails, counted from 0.")
+    phase: FailurePhase = Field(default="forward", description="Phase of the step or of a recovery in which it fails.")
+    kind: FailureKind = Field(
+        default="kill",
+        description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut; slow: from then on it "
+        "computes at `factor` of its speed; slow-link: from then on its links have `factor` of their bandwidth; "
+        "corrupt: a random bit of a parameter or of the optimizer's state flips; nan: an element of its gradient is "
+        "not a number, once.",
+    )
+    factor: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Of kind slow or slow-link: the speed, or bandwidth, as a share of the usual one; 1 ends it.",
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.kind in SLOWNESS and self.factor is None:
+            yield "factor", f'is missing; kind = "{self.kind}" needs a share of what is usual, such as 0.5'
+        if self.kind not in SLOWNESS and self.factor is not None:
+            yield (
+                "factor",
+                f'only the kinds slow and slow-link have a factor, not "{self.kind}"; remove it, or change the kind',
+            )
+
+
+DeviceName: TypeAlias = Literal["cpu", "cuda", "npu", "xpu", "emulated"]
+BackendName: TypeAlias = Literal["gloo", "nccl", "hccl", "xccl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A library that sends tensors between workers.
+
+    Attributes:
+        receives_block: whether a wait for a message blocks the host, so that an interrupted rank knows which messages
+            its results were made from. Steps are salvaged, and layers move while a run trains, only if it does.
+        shares_devices: whether two workers can use one device.
+        missing: work that is left to do before there are communicators of this backend; empty if there are.
+    """
+
+    receives_block: bool = False
+    shares_devices: bool = False
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """A kind of device.
+
+    Attributes:
+        title: what it is, in words.
+        backends: names of those that can send its tensors, the default first.
+        is_accelerator: whether torch has the device under this name in `torch.accelerator`.
+        package: package that adds the device to torch; empty if torch has it.
+        run_on: backend -> hardware that real runs of this project were made on.
+    """
+
+    title: str
+    backends: tuple[BackendName, ...]
+    is_accelerator: bool = True
+    package: str = ""
+    run_on: Mapping[BackendName, str] = field(default_factory=dict)
+
+
+_NOT_WRITTEN: Final = (
+    "its communicators are not written, because how to interrupt an operation that hangs has to be tried on such a "
+    "device"
+)
+
+BACKENDS: Final[Mapping[BackendName, Backend]] = {
+    "gloo": Backend(receives_block=True, shares_devices=True),
+    "nccl": Backend(),
+    "hccl": Backend(missing=_NOT_WRITTEN),
+    "xccl": Backend(missing=_NOT_WRITTEN),
+}
+
+DEVICES: Final[Mapping[DeviceName, DeviceKind]] = {
+    "cpu": DeviceKind(
+        title="CPU", backends=("gloo",), is_accelerator=False, run_on={"gloo": "AMD EPYC, two cores, torch 2.13.0"}
+    ),
+    "cuda": DeviceKind(
+        title="NVIDIA GPU",
+        backends=("gloo", "nccl"),
+        run_on={"gloo": "NVIDIA H200, one that four ranks share, torch 2.11.0"},
+    ),
+    "npu": DeviceKind(title="Ascend NPU", backends=("gloo", "hccl"), package="torch_npu"),
+    "xpu": DeviceKind(title="Intel GPU", backends=("gloo", "xccl")),
+    "emulated": DeviceKind(
+        title="emulated device",
+        backends=("gloo",),
+        is_accelerator=False,
+        run_on={"gloo": "AMD EPYC, two cores, torch 2.13.0"},
+    ),
+}

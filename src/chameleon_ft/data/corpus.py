@@ -2,27 +2,331 @@
 
 A text is copied once into the run directory, as bytes. The workers, `verify` and a resumed run map this file, so they
 see the same samples even if the source has changed. A token file is used in place, and recognised by its fingerprint.
+
+Text as training data, one token per byte: the files of a text, and its bytes.
+
+Files of token ids, mapped into memory, so that all processes share the pages and read only what they need.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Callable
+import struct
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.data.text import BYTE_VOCABULARY, SkippedFile, TextFiles, find_text, write_text
-from chameleon_ft.data.tokens import Tokens, check_ids, fingerprint, open_tokens
 from chameleon_ft.errors import DataError
 
 if TYPE_CHECKING:
     from chameleon_ft.config import TrainConfig
+
+
+BYTE_VOCABULARY = 256
+"""Number of token ids of a text."""
+
+_SEPARATOR = b"\n"
+_CHUNK_BYTES = 1 << 20
+_STDLIB_BYTES = 8 << 20
+# Installed packages differ between machines, and tests contain deliberately broken text.
+_STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedFile:
+    """A file that is left out of a text, and the reason."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """The non-empty files of a text, in order, and its length, which includes a newline between two files."""
+
+    files: tuple[Path, ...]
+    num_bytes: int
+    skipped: tuple[SkippedFile, ...] = ()
+
+
+def find_text(path: Path | None, *, is_excluded: Callable[[Path], bool]) -> TextFiles:
+    """Find the text of a file, or of all files of a folder and its subfolders in the order of their names.
+
+    Files and folders whose names begin with a dot, and subfolders for which `is_excluded` holds, are ignored. Files of
+    a folder that are empty, cannot be read or are not UTF-8 are skipped and listed. Without a path it is the source
+    text of Python's standard library, up to 8 MiB.
+
+    Raises:
+        DataError: there is no such path, or no text in it.
+    """
+    if path is None:
+        return _standard_library()
+    if path.is_file():
+        found = _inspect((path,))
+        if found.skipped:
+            raise DataError(f"data.path {path}: {found.skipped[0].reason}; give a UTF-8 text, a folder or a token file")
+        return found
+    if not path.is_dir():
+        state = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise DataError(f"data.path {path} {state}: give a text file, a folder of text or a token file")
+    found = _inspect(_walk(path, is_excluded))
+    if not found.files:
+        content = f"{len(found.skipped)} files, none of them UTF-8 text" if found.skipped else "no files"
+        raise DataError(f"data.path {path} holds {content}: give a folder with text in it")
+    return found
+
+
+def write_text(text: TextFiles, out: BinaryIO) -> None:
+    """Write the bytes of `text` to `out`. Raises DataError if the files have changed since they were found."""
+    written = 0
+    for index, path in enumerate(text.files):
+        if index:
+            written += out.write(_SEPARATOR)
+        for chunk in _chunks(path):
+            written += out.write(chunk)
+    if written != text.num_bytes:
+        raise DataError(f"the text changed while it was read ({text.num_bytes} bytes, then {written}): start again")
+
+
+def _standard_library() -> TextFiles:
+    root = Path(sysconfig.get_path("stdlib"))
+    files: list[Path] = []
+    total = 0
+    for path in _walk(root, lambda folder: folder.name in _STDLIB_EXCLUDED):
+        if path.suffix == ".py" and path.is_file():
+            total += path.stat().st_size + len(_SEPARATOR)
+            if total > _STDLIB_BYTES:
+                break
+            files.append(path)
+    found = _inspect(files)
+    if not found.files:
+        raise DataError(
+            f"there is no source text of the standard library in {root}: set data.path to a text of your own"
+        )
+    return TextFiles(found.files, found.num_bytes)  # the skipped files are empty ones of Python itself
+
+
+def _walk(root: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield all files below `root` that are not hidden, in an order that depends only on names.
+
+    Folders that are not entered because they are links or unreadable follow at the end, to be reported.
+    """
+    not_entered: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=lambda error: not_entered.append(Path(error.filename))):
+        visible = [Path(folder, name) for name in sorted(subfolders) if not name.startswith(".")]
+        included = [path for path in visible if not is_excluded(path)]
+        subfolders[:] = [path.name for path in included]  # os.walk enters what is left in this list
+        not_entered.extend(path for path in included if path.is_symlink())
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+    yield from not_entered
+
+
+def _inspect(paths: Iterable[Path]) -> TextFiles:
+    files: list[Path] = []
+    skipped: list[SkippedFile] = []
+    total = 0
+    for path in paths:
+        try:
+            size = _text_size(path)
+        except UnicodeDecodeError:
+            skipped.append(SkippedFile(path, "is not UTF-8 text"))
+        except OSError as error:
+            skipped.append(SkippedFile(path, f"cannot be read ({error.strerror})"))
+        except ValueError as error:
+            skipped.append(SkippedFile(path, str(error)))
+        else:
+            total += size + (len(_SEPARATOR) if files else 0)
+            files.append(path)
+    return TextFiles(tuple(files), total, tuple(skipped))
+
+
+def _text_size(path: Path) -> int:
+    """Return the length of a text in bytes. Raises ValueError if the file is not a text, OSError if unreadable."""
+    if path.is_dir():
+        raise ValueError("is a folder that is linked or cannot be listed")
+    if not path.is_file():
+        raise ValueError("is not a regular file")  # opening a pipe would wait for a writer
+    size = 0
+    for text in codecs.iterdecode(_chunks(path), "utf-8"):
+        if "\0" in text:
+            raise ValueError("holds zero bytes, so it is not text")
+        size += len(text.encode())
+    if not size:
+        raise ValueError("is empty")
+    return size
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.integer[Any]]]"
+"""Token ids in one dimension."""
+
+_CHUNK_TOKENS = 1 << 22
+_FINGERPRINT_BYTES = 1 << 20
+_HEADER_BYTES: Final = 256 * 4
+_HEADER_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}
+"""Element types by the first number of the headers of llm.c."""
+_INDEX_MAGIC: Final = b"MMIDIDX\x00\x00"
+_INDEX_HEAD: Final = struct.Struct("<QBQQ")
+"""Version, code of the element type, number of sequences and of documents."""
+_INDEX_DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_NUMPY_MAGIC: Final = b"\x93NUMPY"
+_NO_IDS: Final = {
+    b"PK\x03\x04": "an archive, such as .npz or .pt",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b\x08": "a compressed file",
+    b"\x28\xb5\x2f\xfd": "a compressed file",
+    b"\x89HDF": "an HDF5 file",
+}
+"""Files that are often taken for one of ids, by their first bytes."""
+
+
+def open_tokens(path: Path, dtype: str) -> Tokens:
+    """Map the ids in `path`, read-only: a numpy file, or ids of type `dtype` in native byte order.
+
+    The latter are raw, as of nanoGPT; or follow a header of 256 int32 (a number of the format, its version, the number
+    of ids) as of llm.c; or have the index of Megatron-LM beside them, which must name that type.
+
+    Raises:
+        DataError: the file is missing, empty or unreadable, or is not a one-dimensional array of integers; or its
+            header, or its index, tells another type or length than it has.
+    """
+    if not path.is_file():
+        state = "is not a file" if path.exists() else "does not exist"
+        raise DataError(f"data.path {path} {state}: give a token file (.bin of raw ids, or .npy)")
+    try:
+        num_bytes = path.stat().st_size
+        tokens = _map_file(path, np.dtype(dtype), num_bytes) if num_bytes else np.array((), np.uint8)
+    except OSError as error:
+        raise DataError(f"data.path {path} cannot be read ({error.strerror or error})") from None
+    if not tokens.size:
+        raise DataError(f"data.path {path} is empty: give a file with token ids in it")
+    return tokens
+
+
+def _map_file(path: Path, dtype: np.dtype[Any], num_bytes: int) -> Tokens:
+    tokens: Tokens
+    with path.open("rb") as file:
+        start = file.read(_HEADER_BYTES)
+    if start.startswith(_INDEX_MAGIC):
+        raise DataError(f"data.path {path} is an index of Megatron-LM, without tokens: give the .bin file beside it")
+    if found := next((kind for magic, kind in _NO_IDS.items() if start.startswith(magic)), None):
+        raise DataError(f"data.path {path} is {found}, and no file of token ids: give a .npy file, or one of raw ids")
+    if path.suffix == ".npy" or start.startswith(_NUMPY_MAGIC):
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"data.path {path} is not a numpy file of numbers ({error})") from None
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise DataError(
+                f"data.path {path} holds {tokens.dtype.name} of shape {tokens.shape}: give integers in one dimension"
+            )
+        return tokens
+    offset = _header_bytes(path, start, dtype, num_bytes)
+    if num_bytes % dtype.itemsize:
+        raise DataError(
+            f"data.path {path} has {num_bytes} bytes, which is not a whole number of {dtype.name} ids "
+            f"({dtype.itemsize} bytes each): set data.dtype to the type it was written with"
+        )
+    _check_index(path.with_suffix(".idx"), path, dtype, num_bytes)
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset) if num_bytes > offset else np.array((), np.uint8)
+    return tokens
+
+
+def _header_bytes(path: Path, start: bytes, dtype: np.dtype[Any], num_bytes: int) -> int:
+    """Return the bytes of the header of a file that begins with `start`; 0 if it has none. Raises DataError."""
+    if len(start) < _HEADER_BYTES:
+        return 0
+    magic, _, count, *rest = np.frombuffer(start, "<i4").tolist()
+    body = num_bytes - _HEADER_BYTES
+    # Others use this header with numbers of their own.
+    is_header = magic in _HEADER_DTYPES or (magic and count > 0 and not any(rest) and body in (2 * count, 4 * count))
+    if not is_header:
+        return 0
+    written = _HEADER_DTYPES.get(magic, "uint16" if body == 2 * count else "uint32")
+    if body != count * np.dtype(written).itemsize:
+        raise DataError(
+            f"data.path {path} has a header for {count:,} ids of {written}, and {body:,} bytes after it: it is cut "
+            "short or damaged; write it again"
+        )
+    if dtype.itemsize != np.dtype(written).itemsize:
+        raise DataError(f"data.path {path} has a header for ids of {written}: set data.dtype to {written}")
+    return _HEADER_BYTES
+
+
+def _check_index(index: Path, path: Path, dtype: np.dtype[Any], num_bytes: int) -> None:
+    """Raise DataError if there is an index of Megatron-LM for a file of ids, and it tells another type or length."""
+    if not index.is_file():
+        return
+    with index.open("rb") as file:
+        head = file.read(len(_INDEX_MAGIC) + _INDEX_HEAD.size)
+        if not head.startswith(_INDEX_MAGIC) or len(head) < len(_INDEX_MAGIC) + _INDEX_HEAD.size:
+            return
+        _, code, sequences, _ = _INDEX_HEAD.unpack(head[len(_INDEX_MAGIC) :])
+        # Those of multimodal data have other lists after the lengths.
+        lengths = np.fromfile(file, "<i4", sequences)
+    written = _INDEX_DTYPES.get(code, "no integers")
+    if written != dtype.name:
+        raise DataError(
+            f"data.path {path} has the index {index}, which says that its ids are {written}: set data.dtype"
+        )
+    if num_bytes != (count := int(lengths.sum(dtype=np.int64))) * dtype.itemsize:
+        raise DataError(
+            f"data.path {path} has {num_bytes:,} bytes, and its index {index} says that it has {count:,} ids of "
+            f"{written}: one of the two is cut short or damaged; write both again"
+        )
+
+
+def check_ids(tokens: Tokens, vocab_size: int, *, source: str) -> None:
+    """Check, a chunk at a time, that every id is in [0, vocab_size).
+
+    Raises:
+        DataError: one is not; the message states its position or the required vocabulary size.
+    """
+    limits = np.iinfo(tokens.dtype)
+    if limits.min >= 0 and limits.max < vocab_size:
+        return
+    largest = 0
+    for start in range(0, tokens.size, _CHUNK_TOKENS):
+        chunk = tokens[start : start + _CHUNK_TOKENS]
+        if limits.min < 0 and chunk.min() < 0:
+            at = start + int(chunk.argmin())
+            raise DataError(
+                f"{source}: token {at} is {tokens[at]}, and ids begin at 0; is data.dtype {tokens.dtype.name} right?"
+            )
+        largest = max(largest, int(chunk.max()))
+    if largest >= vocab_size:
+        raise DataError(
+            f"{source} has token ids up to {largest}, and model.vocab_size is {vocab_size}: set it to {largest + 1} "
+            f"or more, or correct data.dtype if the ids are not {tokens.dtype.name}"
+        )
+
+
+def fingerprint(tokens: Tokens) -> str:
+    """Return a short hash of the number of ids, their type, and the first and the last MiB.
+
+    It detects a replaced or truncated file without reading all of it, but not a change in the middle.
+    """
+    count = max(1, _FINGERPRINT_BYTES // tokens.itemsize)
+    digest = blake2b(f"{tokens.dtype.str},{tokens.size};".encode("ascii"), digest_size=16)
+    digest.update(np.ascontiguousarray(tokens[:count]).tobytes())
+    digest.update(np.ascontiguousarray(tokens[-count:]).tobytes())
+    return digest.hexdigest()
+
 
 _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 

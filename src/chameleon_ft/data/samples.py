@@ -14,7 +14,7 @@ from chameleon_ft.data.order import SampleOrder, read_sample
 from chameleon_ft.errors import DataError
 
 if TYPE_CHECKING:
-    from chameleon_ft.data.tokens import Tokens
+    from chameleon_ft.data.corpus import Tokens
     from chameleon_ft.job import Dataset, TensorPair
 
 

@@ -1,4 +1,7 @@
-"""The agent of a host, with its ranks, and maybe a coordinator that stands by."""
+"""The agent of a host, with its ranks, and maybe a coordinator that stands by.
+
+One rank, started by a cluster's own launcher.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from typing import NoReturn
 
-from chameleon_ft.control.agent import Agent
-from chameleon_ft.control.wire.address import CoordinatorAccess
-from chameleon_ft.control.wire.messages import Examine, Exit
-from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.events.records import RunStatus
+from chameleon_ft.host.agent import Agent
+from chameleon_ft.host.fork_server import SAME_SIGNAL_S, exit_immediately
 from chameleon_ft.launch import processes
 from chameleon_ft.launch.coordinator import DEPOSED
-from chameleon_ft.observe import RunDirectory, RunStatus
-from chameleon_ft.runtime.process import SAME_SIGNAL_S
+from chameleon_ft.protocol.address import CoordinatorAccess, own_address
+from chameleon_ft.protocol.messages import Examine, Exit
+from chameleon_ft.protocol.parts import HostReport
+from chameleon_ft.storage.files import RunDirectory
 
 
 def run_agent(
@@ -188,3 +193,20 @@ class _HostedStandby:
         """Send it a signal, unless it has ended."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
+
+
+def work(access: CoordinatorAccess, *, environ: Mapping[str, str]) -> NoReturn:
+    """Be one rank, started by a launcher that sets RANK and LOCAL_RANK; ends the process.
+
+    Raises:
+        ControlError: the coordinator cannot be joined.
+    """
+    from chameleon_ft.worker.rank import rank_main
+
+    code = rank_main(
+        access,
+        worker=int(environ["RANK"]),
+        host=own_address(environ.get("CHAMELEON_HOST"), towards=access.address),
+        local_index=int(environ["LOCAL_RANK"]),
+    )
+    exit_immediately(code)

@@ -17,16 +17,15 @@ from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
-from chameleon_ft.control.host_process import is_stopped, read_stat
 from chameleon_ft.errors import ControlError
-from chameleon_ft.launch.forked_process import describe_end
-from chameleon_ft.launch.processes import load_solvers, signals_deferred
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
+from chameleon_ft.host.processes import is_stopped, read_stat
+from chameleon_ft.launch.processes import describe_end, load_solvers, signals_deferred
 
 _NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 _ATTEMPTS: Final = 3
 _LOOK_EVERY_S: Final = 0.5
-_MOST_IDLE_LOOKS: Final = 60  # in which a process with work has used no processor time
+_MAX_IDLE_LOOKS: Final = 60  # in which a process with work has used no processor time
 _SPAWN: Final = get_context("spawn")
 
 
@@ -97,8 +96,8 @@ class BackgroundProcess(Executor):
         self._idle_looks = self._idle_looks + 1 if self._unfinished and used_ticks == self._used_ticks else 0
         if stopped and self._was_stopped:  # a debugger may stop it for a moment
             self._why_killed = "was stopped"
-        elif self._idle_looks > _MOST_IDLE_LOOKS:
-            self._why_killed = f"used no processor time for {_MOST_IDLE_LOOKS * _LOOK_EVERY_S:.0f} s"
+        elif self._idle_looks > _MAX_IDLE_LOOKS:
+            self._why_killed = f"used no processor time for {_MAX_IDLE_LOOKS * _LOOK_EVERY_S:.0f} s"
         self._was_stopped, self._used_ticks = stopped, used_ticks
         if self._why_killed:
             self._process.kill()

@@ -1,7 +1,11 @@
-"""A run on one machine: a launcher with the coordinator and the agent, each of which it replaces when it is lost."""
+"""A run on one machine: a launcher with the coordinator and the agent, each of which it replaces when it is lost.
+
+The coordinator and the agent of a run on one machine, in processes that are forked from its launcher.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -9,36 +13,174 @@ import secrets
 import signal
 import socket
 import time
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Final
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.journal import LastEntry
-from chameleon_ft.control.wire.address import address_of_host, join_address
-from chameleon_ft.control.wire.server import listening_socket
+from chameleon_ft.coordinator.coordinator import Coordinator
+from chameleon_ft.coordinator.journal import LastEntry
 from chameleon_ft.errors import ChameleonError, ConfigError, DeposedError
-from chameleon_ft.launch.coordinator import EXIT_CODES
-from chameleon_ft.launch.forked_process import ForkedProcess, describe_end, received
-from chameleon_ft.launch.local_processes import ALIVE, ALONE, STANDS_BY, run_agent, run_coordinator, run_next_agent
+from chameleon_ft.events.records import RunStatus
+from chameleon_ft.host.fork_server import SAME_SIGNAL_S, Lifeline, receive
+from chameleon_ft.launch.agent import create_agent
+from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, is_succeeded, serve_run, until_lost
 from chameleon_ft.launch.processes import (
+    FORK,
+    ForkedProcess,
+    describe_end,
+    inspect,
     load_solvers,
+    received,
     signals_deferred,
     signals_not_lost,
     signals_passed_to,
+    start_fork_server,
     unattended,
 )
 from chameleon_ft.launch.start import RunStart, tls_directory
-from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
-from chameleon_ft.observe.terminal import TerminalView
-from chameleon_ft.runtime.process import SAME_SIGNAL_S, Lifeline
+from chameleon_ft.protocol.address import CoordinatorAccess, address_of_host, join_address
+from chameleon_ft.protocol.server import listening_socket
+from chameleon_ft.report.terminal import TerminalView
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from chameleon_ft.storage.recorder import Recorder
 
-_MOST_DEATHS: Final = 3
+ALIVE: Final = b"alive"
+"""Sent by a coordinator once it leads, and as the answer to the same message while its event loop runs."""
+STANDS_BY: Final = b"stands by"
+"""Sent by a coordinator once the one that leads knows of it."""
+ALONE: Final = b"alone"
+"""The last message of a coordinator that was to leave the run to one that stands by, if none of these leads."""
+
+
+def run_coordinator(
+    start: RunStart,
+    control: ControlAddress,
+    listener: socket.socket,
+    signals: Sequence[signal.Signals],
+    pipe: Connection,
+    *,
+    takes_over: bool,
+    gives_way: bool,
+) -> None:
+    """Coordinate the run, in place of one that is lost if it takes over, and send how it ended.
+
+    Args:
+        gives_way: whether to take over only after another coordinator, which stands by now, has led the run.
+    """
+
+    @asynccontextmanager
+    async def obey(_: ControlAddress, coordinator: Coordinator, interrupts: InterruptCount) -> AsyncIterator[None]:
+        def obey_order(order: object) -> None:
+            match order:
+                case signal.SIGINT:
+                    interrupts.request("launcher")
+                case signal.Signals():
+                    coordinator.terminate(order)
+                case str():
+                    coordinator.end("failed", order)
+                case bytes():
+                    pipe.send(order)
+
+        # The first one may have reached the coordinator before.
+        for number in signals[1:] if coordinator.state.ending else signals:
+            obey_order(number)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), lambda: obey_order(received(pipe)))
+        pipe.send(ALIVE)
+        yield
+        loop.remove_reader(pipe.fileno())
+
+    async def coordinated() -> RunStatus | bytes:
+        if gives_way and not await is_succeeded(start, control, listener):
+            return ALONE
+        stands_by = partial(pipe.send, STANDS_BY)
+        leadership = await until_lost(start, control, listener, announced=stands_by) if takes_over else None
+        if isinstance(leadership, str):
+            return leadership
+        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
+        return await serve_run(
+            start,
+            control,
+            listener=listener,
+            view=view,
+            beside=obey,
+            processes=FORK,
+            leadership=leadership,
+            terminate=Coordinator.terminate,  # all workers of the run are on this machine, and end with it
+        )
+
+    control = replace(control, pid=os.getpid())
+    outcome: RunStatus | bytes | ChameleonError
+    try:
+        outcome = asyncio.run(coordinated())
+    except ChameleonError as error:
+        outcome = error
+    pipe.send(outcome)
+
+
+def run_agent(
+    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
+) -> None:
+    """Send the job in numbers; once told to, serve the run. Send the error if that fails."""
+
+    async def answer() -> None:
+        start_fork_server()
+        pipe.send(await inspect(config, workers=config.workers))
+        await receive(pipe)
+
+    try:
+        asyncio.run(answer())
+    except ChameleonError as error:
+        pipe.send(error)
+    else:
+        run_next_agent(config, control, listener, lifeline, pipe)
+
+
+def run_next_agent(
+    config: RunConfig, control: ControlAddress, listener: socket.socket, lifeline: Lifeline, pipe: Connection
+) -> None:
+    """Serve the run; drain the workers at a signal, and end after them. Send the error if that fails."""
+    listener.close()
+
+    async def serve() -> None:
+        # It may begin while the coordinator is being replaced.
+        access = replace(CoordinatorAccess.of(control), patience_s=config.timeouts.reconnect_s)
+        agent = create_agent(
+            access,
+            workers=config.workers,
+            lifeline=lifeline.descriptor,
+        )
+        serving = asyncio.ensure_future(agent.serve())
+
+        def obey() -> None:
+            loop.remove_reader(pipe.fileno())
+            number = received(pipe)
+            if isinstance(number, signal.Signals) and not agent.drain(number):
+                serving.cancel()
+
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pipe.fileno(), obey)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            pass
+        finally:
+            agent.kill_all()
+
+    try:
+        asyncio.run(serve())
+    except ChameleonError as error:
+        pipe.send(error)
+
+
+_MAX_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
-_MOST_SIGNALS: Final = 2
+_MAX_SIGNALS: Final = 2
 """Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
 _ASKS: Final = 5  # within the lease
 _AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
@@ -207,13 +349,13 @@ class _Launcher:
         """
         coordinator.process.join()
         why = self._end_reason or describe_end(coordinator.process)
-        if (deaths := self._coordinator_deaths.count()) < _MOST_DEATHS:
+        if (deaths := self._coordinator_deaths.count()) < _MAX_DEATHS:
             self._start_coordinator()
             print(f"the coordinator was ended by {why}; another one continues the run", flush=True)
             return None
         self._too_many_deaths = f"{deaths} coordinators have died without a step between them, the last one by {why}"
         # Once: the next one dies although it only waits for those that stand by.
-        if deaths == _MOST_DEATHS and (others := _standbys(self._start.run)):
+        if deaths == _MAX_DEATHS and (others := _standbys(self._start.run)):
             print(f"{self._too_many_deaths}; the run is left to the one that stands by at {others}", flush=True)
             self._start_coordinator(gives_way=True)
             return None
@@ -235,7 +377,7 @@ class _Launcher:
 
     def _replace_agent(self) -> bool:
         """Start another agent in place of one that was killed; return False if too many have been."""
-        if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MOST_DEATHS:
+        if (self._agent.process.exitcode or 0) >= 0 or self._agent_deaths.count() >= _MAX_DEATHS:
             return False
         why, config = describe_end(self._agent.process), self._start.config
         self._agent = ForkedProcess(partial(run_next_agent, config, self._control, self._listener, self._lifeline))
@@ -267,7 +409,7 @@ class _Launcher:
         number = 1 + sum(after > before + SAME_SIGNAL_S for before, after in itertools.pairwise(self._signalled_s))
         has_begun, lease_s = self._silent_s is not None, self._start.config.control.lease_s
         is_termination = self._signals[-1] != signal.SIGINT
-        if number <= _MOST_SIGNALS and has_begun:
+        if number <= _MAX_SIGNALS and has_begun:
             return
         if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():
             if not self._is_draining:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Final, TextIO, cast, get_args
 
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
-from chameleon_ft.control.fault_injection import inject
-from chameleon_ft.control.requests import checkpoint, drain, stop
-from chameleon_ft.control.wire.address import join_address, split_address
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory, replace_file
-from chameleon_ft.runtime.process import Terminated
+from chameleon_ft.host.fork_server import Terminated
+from chameleon_ft.launch.live_run import checkpoint, drain, inject, stop
+from chameleon_ft.protocol.address import join_address, split_address
+from chameleon_ft.storage.files import RunDirectory, replace_file
 
 _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 _NICENESS: Final = 10  # ranks that compute on all cores come first
@@ -204,9 +203,9 @@ def serve_page(
     """
     import uvicorn
 
-    from chameleon_ft.observe.live.watcher import RunWatcher
-    from chameleon_ft.observe.page.app import page_app
-    from chameleon_ft.observe.page.metrics import exposition
+    from chameleon_ft.report.follower import RunWatcher
+    from chameleon_ft.report.page.app import page_app
+    from chameleon_ft.report.page.metrics import exposition
 
     log = logging.getLogger("uvicorn")  # a browser's mistakes are not for the terminal of the run
     log.addHandler(logging.FileHandler(run.logs / "page.log", delay=True))
@@ -249,7 +248,7 @@ def serve_page(
 
 
 def _main(path: str, host: str, descriptor: str) -> None:
-    from chameleon_ft.runtime.process import end_with_parent
+    from chameleon_ft.host.fork_server import end_with_parent
 
     end_with_parent()
     os.nice(_NICENESS)

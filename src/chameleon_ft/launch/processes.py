@@ -1,8 +1,12 @@
-"""Signals and pipes of the processes of a run, and the fork server."""
+"""Signals and pipes of the processes of a run, and the fork server.
+
+Processes that are forked from a launcher, each with a pipe to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import os
@@ -12,32 +16,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache, partial
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Final, TextIO, cast
 
 from chameleon_ft.clock import unix_s
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.wire.messages import Examine
-from chameleon_ft.control.wire.parts import HostReport
 from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.host.fork_server import ForkServer, end_with_parent, exit_immediately, receive, terminations
+from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.protocol.messages import Examine
+from chameleon_ft.protocol.parts import HostReport
 from chameleon_ft.recovery import warm_up
-from chameleon_ft.runtime.fork_server import ForkServer, receive
-from chameleon_ft.runtime.process import terminations
 
-RANK: Final = "chameleon_ft.runtime.rank:spawned_rank_main"
+RANK: Final = "chameleon_ft.worker.rank:spawned_rank_main"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_INSPECTION: Final = "chameleon_ft.runtime.inspection:inspection_main"
-_EXAMINATION: Final = "chameleon_ft.runtime.preflight:examination_main"
+_INSPECTION: Final = "chameleon_ft.worker.inspection:inspection_main"
+_EXAMINATION: Final = "chameleon_ft.worker.preflight:examination_main"
 _EXAMINATION_S: Final = 60.0
 
 
 @cache
 def start_fork_server() -> ForkServer:
     """Start a fork server that loads everything a rank needs; all runs of this process share it."""
-    return ForkServer("chameleon_ft.runtime.preload", SIGNALS)
+    return ForkServer("chameleon_ft.worker.preload", SIGNALS)
 
 
 @cache
@@ -222,3 +227,61 @@ async def _answer_of(function: str, **arguments: Any) -> Any:
         finally:
             process.kill()
             await process.wait()
+
+
+FORK: Final = get_context("fork")
+
+
+class ForkedProcess:
+    """A process that is forked from this one, with a pipe to it."""
+
+    def __init__(self, target: Callable[[Connection], None]) -> None:
+        self.pipe, theirs = FORK.Pipe()
+        self.process: BaseProcess = FORK.Process(target=_run, args=(target, self.pipe, theirs))
+        with signals_deferred():  # it has the handlers of this process at first
+            self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        """Return what the process sends, or raise it if it is an error."""
+        found = received(self.pipe)
+        if found is None:
+            raise ControlError(f"the agent of this machine was ended by {describe_end(self.process)}")
+        if isinstance(found, ChameleonError):
+            raise found
+        return found
+
+    def begin(self) -> None:
+        """Let the process continue after its answer. If it has ended, `pipe` is at its end."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+
+    def kill(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def received(pipe: Connection) -> Any:
+    """Return the next message of a process; None once it has ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def describe_end(process: BaseProcess) -> str:
+    """Wait for the end of a process, and return a description of its signal or its exit code."""
+    process.join()
+    code = process.exitcode or 0
+    return signal.Signals(-code).name if code < 0 else f"an error (exit code {code})"
+
+
+def _run(target: Callable[[Connection], None], launchers: Connection, pipe: Connection) -> None:
+    end_with_parent()
+    launchers.close()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    target(pipe)
+    exit_immediately(0)

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Final, Self
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.start_plan import read_start_plan
-from chameleon_ft.control.wire.tls import generate_certificates
+from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.job_record import ACCEPTABLE, JobRecord
-from chameleon_ft.observe import RunDirectory, checkpoint_storage, read_mark, sound_checkpoint
 from chameleon_ft.plan import Plan
-from chameleon_ft.profiles import Profile, profile_of_run
+from chameleon_ft.protocol.address import generate_certificates
+from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.storage.checkpoints import read_mark, sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_start_plan
+from chameleon_ft.storage.profiles import profile_of_run
+from chameleon_ft.storage.run_storage import checkpoint_storage
 
 _NAMED: Final = 5
 """Changes that a refusal names."""

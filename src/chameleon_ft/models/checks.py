@@ -1,4 +1,7 @@
-"""Checks of the functions of a job by a call or two of each, before any worker is started."""
+"""Checks of the functions of a job by a call or two of each, before any worker is started.
+
+The outputs of a job's layers, found by running them, and what a forward may not do.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from threading import Timer
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +25,291 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.job_record import Fact, JobRecord
 from chameleon_ft.keys import generator_lock
-from chameleon_ft.models.build import build_on_meta
+from chameleon_ft.models.build import (
+    OtherGenerators,
+    build_layer,
+    build_on_meta,
+    changed,
+    content_of,
+    digest,
+    digests_beside_state,
+    gradient_bytes,
+    marks_of_state,
+    seed_forward,
+)
 from chameleon_ft.models.job_record import sketch
-from chameleon_ft.models.kept import content_of, digest
-from chameleon_ft.models.outputs import untracked_leaf
-from chameleon_ft.models.precision import loss_of, terms_of
+from chameleon_ft.models.precision import cast_layer, kept_by_name, loss_of, terms_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from chameleon_ft.job import Job
+
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_ROUNDING: Final = 1e-3  # relative, at least; some kernels of accelerators sum in any order
+
+
+def boundary_specs(
+    job: Job,
+    micro_batch_size: int,
+    *,
+    device: torch.device = _CPU,
+    seed: int = 0,
+    hints: list[str] | None = None,
+    ran: Callable[[int, torch.Tensor], object] = lambda layer, output: None,
+) -> tuple[BoundarySpec, ...]:
+    """Return the output of each layer for a micro-batch of `micro_batch_size` samples, first layer to last.
+
+    It is `job.boundaries` if set, with bfloat16 for float32 under bf16, and otherwise found by running one micro-batch
+    through the layers on `device`, as a worker does. Only one layer is in memory at a time, and layers with the same
+    factory and the same kind of input run once. The meta device computes nothing, but does not see what depends on the
+    device or on values, such as autocast.
+
+    Args:
+        hints: gets a sentence on each buffer whose values bfloat16 rounds.
+        ran: called with each layer that has run, and its output.
+
+    Raises:
+        ConfigError: the dataset does not hold pairs of tensors of one shape; or the named layer cannot be built or run,
+            does not return one tensor, or depends on more than its input, its parameters and torch's generator.
+    """
+    inputs = _first_inputs(job, micro_batch_size, seed)
+    if job.boundaries is not None:
+        stated = tuple(job.boundaries(micro_batch_size))
+        if not all(isinstance(each, BoundarySpec) for each in stated):
+            raise ConfigError("`boundaries` returns a list of BoundarySpec, one for the output of each layer")
+        if len(stated) != job.num_layers:
+            raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
+        cast = {torch.float32: torch.bfloat16} if job.precision.is_lower else {}
+        return tuple(BoundarySpec(spec.shape, cast.get(spec.dtype, spec.dtype)) for spec in stated)
+    boundary = inputs.to(device)
+    specs: list[BoundarySpec] = []
+    outputs: dict[tuple[int, BoundarySpec, bool], torch.Tensor] = {}  # the blocks of a model mostly share one factory
+    for layer, factory in enumerate(job.layers):
+        key = (id(factory), BoundarySpec.of(boundary), layer == 0)
+        if key not in outputs:
+            outputs[key] = _output(job, layer, boundary, seed=seed, hints=[] if hints is None else hints)
+            ran(layer, outputs[key])
+        boundary = outputs[key]
+        specs.append(BoundarySpec.of(boundary))
+    return tuple(specs)
+
+
+def _first_inputs(job: Job, micro_batch_size: int, seed: int) -> torch.Tensor:
+    order = SampleOrder(len(job.dataset), seed)
+    sample: Any = read_sample(job.dataset, order.ids(0, 1)[0], seed=seed)  # a user's dataset may hold anything
+    match sample:
+        case (torch.Tensor(), torch.Tensor()):
+            pass
+        case _:
+            message = "the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)"
+            raise ConfigError(message)
+    try:
+        inputs, _ = load_micro_batch(job.dataset, order, 0, micro_batch_size)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the dataset's samples cannot be stacked to a micro-batch ({error}); let __getitem__(i) return tensors of "
+            "one shape for all i, for example by padding"
+        ) from error
+    return inputs
+
+
+def _output(job: Job, layer: int, boundary: torch.Tensor, *, seed: int, hints: list[str]) -> torch.Tensor:
+    """Build a layer, and run it with gradients, as a worker does; return its output without its graph."""
+    device = boundary.device
+    module = build_on_meta(job, layer) if device == _META else _build_alike(job, layer, seed).to(device).train()
+    name, buffers = f"layer {layer} ({type(module).__name__})", dict(module.named_buffers())
+    cast_layer(module, job.precision, is_first=layer == 0)
+    for key, buffer in module.named_buffers():
+        hint = (
+            f"bf16 rounds the buffer {key!r} of {type(module).__name__}; name it in fp32_modules to keep it in float32"
+        )
+        if device != _META and hint not in hints and not torch.equal(buffer.to(buffers[key].dtype), buffers[key]):
+            hints.append(hint)
+    if kept := sorted(kept_by_name(module, job.precision)):
+        name += f" with {kept[0]!r} in float32 by fp32_modules"
+    if layer:
+        boundary = boundary.requires_grad_(boundary.is_floating_point() or boundary.is_complex())
+    given, boundary = boundary, boundary.clone()  # no leaf, so a layer that changes it in place runs, and is refused
+    state, beside = marks_of_state(module), digests_beside_state(module)
+    run = partial(_run, module, name=name, layer=layer, seed=seed)
+    with generator_lock:  # another thread may read a sample, for which it seeds them
+        generators = OtherGenerators()
+        output = run(boundary)
+        used = generators.used_since()
+    if used:
+        raise ConfigError(
+            f"{name} draws numbers from `{used}` in its forward, which differ between workers; draw them from torch, "
+            "whose generator is seeded before each run of a layer"
+        )
+    if boundary._version:
+        raise ConfigError(
+            f"{name} changes its input in place, which torch refuses on a worker whose layers begin there, and which a "
+            "layer that is run again would find changed; return a new tensor, for example by inplace=False or x = x + y"
+        )
+    if found := changed(state, marks_of_state(module)):
+        raise ConfigError(
+            f"{name} changes {found[0]!r} of its state in its forward, which would come out differently on each worker "
+            "that holds it; compute it from the input and the parameters each time"
+        )
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"{name} returned {type(output).__name__}: a layer returns one tensor; pack several into one, or put both "
+            "users of them into the same layer"
+        )
+    _require_gradients(job, layer, module, given, output, run)
+    output = output.detach()
+    if found := changed(beside, after := digests_beside_state(module)):
+        # A cache, or what is left of one input, is the same after the same input; a count or a mean is not.
+        with contextlib.suppress(ConfigError):
+            run(2 * boundary.flip(0) + 1 if boundary.is_floating_point() else boundary.flip(0))
+        again = run(boundary)
+        if output.is_meta or _is_close(output, again):
+            found = changed(after, digests_beside_state(module))
+        if found:
+            raise ConfigError(
+                f"{name} changes {found[0]!r} in its forward, of which each worker would have another value, and its "
+                "output may depend on it; let it depend on nothing but its input, its parameters and torch's generator"
+            )
+    return output
+
+
+def _require_gradients(
+    job: Job,
+    layer: int,
+    module: nn.Module,
+    given: torch.Tensor,
+    output: torch.Tensor,
+    run: Callable[[torch.Tensor], Any],
+) -> None:
+    """Raise ConfigError if something would not be trained that seems to be meant to.
+
+    A layer that does not choose by values what it computes, as a mixture of experts does, also runs on the meta device,
+    and always uses the parameters that it uses there. Only one that is used nowhere is refused.
+    """
+    name, graph = f"layer {layer} ({type(module).__name__})", _graph_of(output)
+    for key, value in ((key, value) for part in module.modules() for key, value in vars(part).items()):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.grad_fn not in graph:
+            raise ConfigError(
+                f"{name} keeps {key!r}, of which no gradient is computed, because only what the last layer returns is "
+                "part of the loss; return what is to be trained, and keep other values by detach()"
+            )
+    if (leaf := untracked_leaf(output, lambda: run(given), own=[given, *module.parameters()])) is not None:
+        raise ConfigError(
+            f"{name} computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient and is none of its "
+            "parameters, so it would not be trained; register it, as nn.Parameter or by nn.ModuleList, or freeze it by "
+            "requires_grad_(False)"
+        )
+    idle = _without_gradient(module, given, output, is_first=layer == 0)
+    if idle and not given.is_meta:
+        idle &= _without_gradient_on_meta(job, layer, given)
+    if parameters := sorted(idle - job.tied_in(layer) - {""}):
+        raise ConfigError(
+            f"{name} does not use its parameter {parameters[0]!r} for its output, so it would not be trained; leave it "
+            "out, or freeze it by requires_grad_(False)"
+        )
+    last = max(number for number, factory in enumerate(job.layers) if factory is job.layers[layer])
+    if "" in idle and any(gradient_bytes(job)[:last]):
+        raise ConfigError(
+            f"the output of {name} has no gradient by its input, so the layers before it would not be trained; compute "
+            "it from the input without detach(), or freeze their parameters by requires_grad_(False)"
+        )
+
+
+def _without_gradient(module: nn.Module, given: torch.Tensor, output: torch.Tensor, *, is_first: bool) -> set[str]:
+    """Run the backward; return the names of the trained parameters without a gradient, and "" if the input has none."""
+    try:
+        if output.requires_grad:
+            with generator_lock:
+                output.backward(torch.zeros_like(output))
+    except Exception:
+        if output.is_meta:  # not all operations can run there
+            return set()
+        raise
+    idle = {name for name, each in module.named_parameters() if each.requires_grad and each.grad is None}
+    module.zero_grad()
+    return idle if is_first or given.grad is not None else idle | {""}
+
+
+def _without_gradient_on_meta(job: Job, layer: int, given: torch.Tensor) -> set[str]:
+    try:
+        module = build_on_meta(job, layer)
+        cast_layer(module, job.precision, is_first=layer == 0)
+        given = given.detach().to(_META).requires_grad_(given.requires_grad)
+        output = _run(module, given, name="", layer=layer, seed=0)
+        return _without_gradient(module, given, output, is_first=layer == 0)
+    except Exception:  # noqa: BLE001 - of any class: the layer looks at values, or cannot run there
+        return set()
+
+
+def _graph_of(output: torch.Tensor) -> dict[Any, None]:
+    """Return the nodes of the graph that a backward of `output` runs through."""
+    found: dict[Any, None] = {}
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            stack.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def untracked_leaf(
+    output: torch.Tensor, run: Callable[[], torch.Tensor], *, own: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
+    """Return a tensor beside `own` that a backward of `output` would add a gradient to; `run` computes it again."""
+    known = set(map(id, own))
+    strange = {id(leaf): leaf for leaf in _leaves_of(output) if id(leaf) not in known}
+    again = {id(leaf) for leaf in _leaves_of(run())} if strange else set()  # one that is made in it is another then
+    return next((leaf for key, leaf in strange.items() if key in again), None)
+
+
+def _leaves_of(output: torch.Tensor) -> list[torch.Tensor]:
+    return [node.variable for node in _graph_of(output) if hasattr(node, "variable")]
+
+
+def _run(module: nn.Module, boundary: torch.Tensor, *, name: str, layer: int, seed: int) -> Any:
+    device = boundary.device
+    try:
+        # A tensor that forward creates without naming a device would otherwise not fit an input on the meta device.
+        with generator_lock, torch.random.fork_rng(devices=[]), device if device == _META else nullcontext():
+            seed_forward(seed, step=0, micro_batch=0, layer=layer)
+            return module(boundary)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be run on an input of shape {tuple(boundary.shape)} and {boundary.dtype} on the device "
+            f"{device} ({type(error).__name__}: {error}); check that it takes what the layer before it returns, or set "
+            "the job's `boundaries`"
+        ) from error
+
+
+def _build_alike(job: Job, layer: int, seed: int) -> nn.Module:
+    """Build a layer. Raises ConfigError if it gets other values each time, from a generator that is not torch's."""
+    with generator_lock:
+        generators = OtherGenerators()
+        module = build_layer(job, layer, seed)
+        used = generators.used_since()
+    if used:
+        state, again = module.state_dict(), build_layer(job, layer, seed).state_dict()
+        if any(isinstance(value, torch.Tensor) and not torch.equal(value, again[key]) for key, value in state.items()):
+            raise ConfigError(
+                f"the factory of layer {layer} draws numbers from `{used}`, so that each worker would begin with other "
+                "weights; draw them from torch, whose generator is seeded before a layer is built"
+            )
+    return module
+
+
+def _is_close(output: torch.Tensor, again: Any) -> bool:
+    """Return whether two outputs are equal but for rounding."""
+    if not isinstance(again, torch.Tensor) or again.shape != output.shape or again.dtype != output.dtype:
+        return False
+    if not (output.is_floating_point() or output.is_complex()):
+        return torch.equal(output, again)
+    largest = float(output.abs().nan_to_num().max()) if output.numel() else 0.0
+    rounding = max(_ROUNDING, 2 * torch.finfo(output.dtype).eps)
+    return torch.allclose(output, again, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
 
 _ALIKE: Final = 1e-3  # relative
 _READ_SAMPLES: Final = 4  # at least, each twice before a run, which may be slow to read

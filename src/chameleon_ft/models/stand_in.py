@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.optim import adamw
-from chameleon_ft.profiles import Profile, read_profile
+from chameleon_ft.storage.profiles import read_profile
 
 if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig

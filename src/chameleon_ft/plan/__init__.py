@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.plan.layouts import PipelineLayout, data_pipeline_plan, pipelines_plan, split_layers
-from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
-from chameleon_ft.plan.plan import Hop, Plan, Route
+from chameleon_ft.plan.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 
 __all__ = [
     "Hop",

@@ -11,7 +11,7 @@ FORMAT: Final = "chameleon-plan/1"
 _REQUIRED: Final = frozenset({"format", "num_layers", "placement", "routes", "split_backward"})
 _OPTIONAL: Final = frozenset({"recompute", "fused_workers"})
 # Of a worker id: Python refuses to read integers of thousands of digits.
-_MOST_DIGITS: Final = 18
+_MAX_DIGITS: Final = 18
 
 
 def fields_of(text: str) -> dict[str, object]:
@@ -37,7 +37,7 @@ def by_worker(value: object, where: str) -> dict[int, object]:
         raise PlanError(f"{where} must be a JSON object; got {value!r:.60}")
     found: dict[int, object] = {}
     for key, item in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS) or int(key) in found:
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS) or int(key) in found:
             raise PlanError(f"{where} must map worker ids to ranges; got the worker {key!r}")
         found[int(key)] = item
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Final, Self, TypeVar, overload
 
-_MOST_CHANGES: Final = 64
+_MAX_CHANGES: Final = 64
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
@@ -106,7 +106,7 @@ def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
     if len(items) > len(mapping):
         return after
     lineage = mapping._lineage
-    if lineage is None or len(lineage[1]) + len(changes) > _MOST_CHANGES:
+    if lineage is None or len(lineage[1]) + len(changes) > _MAX_CHANGES:
         lineage = object(), {}
         object.__setattr__(mapping, "_lineage", lineage)
     object.__setattr__(after, "_lineage", (lineage[0], {**lineage[1], **dict.fromkeys(changes)}))

@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.placement import LayerRange
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.plan import LayerRange, Plan
 
 GradientKey: TypeAlias = tuple[int, ...]
 """Gradients that are reduced as one: ``(layer,)`` for a layer's own parameters, or all layers that share tied ones."""

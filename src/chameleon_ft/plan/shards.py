@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.placement import Placement
+from chameleon_ft.plan.plan import Placement
 
 UNITS: Final = 1 << 16
 """Units to the vector of a layer's trained parameters."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import Placement
+from chameleon_ft.plan.plan import Placement
 from chameleon_ft.plan.shards import LayerShards, Sharding, Slice
 
 _Indices: TypeAlias = npt.NDArray[np.intp]

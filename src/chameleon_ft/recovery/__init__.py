@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from chameleon_ft.recovery.checkpoints import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, Snapshots, return_gap_s
-from chameleon_ft.recovery.courses import Course
+from chameleon_ft.recovery.context import Course, DecisionContext
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
-from chameleon_ft.recovery.decision_context import DecisionContext
-from chameleon_ft.recovery.failure_model import FailureModel
+from chameleon_ft.recovery.failure_model import FailureModel, HolderSets, LossRisk, risk_of
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
-from chameleon_ft.recovery.loss_risk import HolderSets, LossRisk, risk_of
+from chameleon_ft.recovery.paper import prefers_rerouting
 from chameleon_ft.recovery.policies import POLICIES, Policy
-from chameleon_ft.recovery.proposals.paper import prefers_rerouting
-from chameleon_ft.recovery.proposals.proposal import Proposal
-from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.salvaged_step import SalvagedStep, complete_step
-from chameleon_ft.recovery.scoring import Candidate, best_of, score
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.salvage import SalvagedStep, complete_step
+from chameleon_ft.recovery.scoring import Candidate, Prospect, best_of, score
 from chameleon_ft.recovery.symmetry import LossClass, classes_to_prepare, decide_for_class, remap_decision
 from chameleon_ft.recovery.warm_up import warm_up
 from chameleon_ft.recovery.waves import without_shadow_holders

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from chameleon_ft.cost.memory import SnapshotRule
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SnapshotRule
-from chameleon_ft.recovery.failure_model import FailureModel
-from chameleon_ft.recovery.loss_risk import LossRisk
+from chameleon_ft.recovery.failure_model import FailureModel, LossRisk
 
 LONGEST_BETWEEN_SNAPSHOTS_S: Final = 30 * 86_400.0
 """Most seconds of steps between two snapshots, if the run chooses the interval."""

@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from chameleon_ft.cost.step import total_work_bound_s
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import StallModel, total_work_bound_s
-from chameleon_ft.recovery.courses import Course
-from chameleon_ft.recovery.decision_context import DecisionContext
-from chameleon_ft.recovery.failure_model import FailureModel
-from chameleon_ft.recovery.loss_risk import risk_of
+from chameleon_ft.recovery.context import Course, DecisionContext
+from chameleon_ft.recovery.failure_model import FailureModel, risk_of
 from chameleon_ft.recovery.migration import with_migrations
 from chameleon_ft.recovery.policies import policy_named
-from chameleon_ft.recovery.proposals.proposal import Proposal
-from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.scoring import Candidate, best_of, is_noop, measure, remeasure, score
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.scoring import Candidate, Prospect, best_of, is_noop, measure, remeasure, score
 
 STAY: Final = "stay"
 """Name of the candidate to continue unchanged, which exists as long as no worker is lost."""

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from chameleon_ft.recovery.courses import CourseDraft
-from chameleon_ft.recovery.decision_context import DecisionContext
+from chameleon_ft.recovery.context import CourseDraft, DecisionContext
 from chameleon_ft.recovery.scoring import Candidate
 from chameleon_ft.recovery.waves import Wave, present_draft, waves_to
 from chameleon_ft.schedule import CostModel

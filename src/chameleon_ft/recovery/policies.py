@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery.decision_context import DecisionContext
-from chameleon_ft.recovery.proposals.on_workers import ProposalsOnWorkers
-from chameleon_ft.recovery.proposals.proposal import Proposal
+from chameleon_ft.recovery.context import DecisionContext
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.proposals import ProposalsOnWorkers
 
 Kind: TypeAlias = Literal[
     "reroute",  # Peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost.

@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery.courses import Course
+from chameleon_ft.recovery.context import Course, DecisionContext
 from chameleon_ft.recovery.decision import Decision, decide
-from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Message, Transfer, remap_placement, remap_plan

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan.layouts import data_pipeline_plan
+from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.decision import decide
-from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
-from chameleon_ft.estimate import peak_bytes_of, received_layers, workload_memory
+from chameleon_ft.cost.memory import workload_memory
+from chameleon_ft.cost.step import peak_bytes_of
+from chameleon_ft.cost.transition import received_layers
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
-from chameleon_ft.recovery.courses import CourseDraft
-from chameleon_ft.recovery.decision_context import DecisionContext
+from chameleon_ft.recovery.context import CourseDraft, DecisionContext
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import reroute
 from chameleon_ft.transfer import Transfer, sums_s, transfer_to

@@ -11,12 +11,10 @@ from chameleon_ft.schedule.best import (
     pipeline_schedule,
 )
 from chameleon_ft.schedule.check import check_program, check_rest
-from chameleon_ft.schedule.costs import CostModel, PipelineTimes
 from chameleon_ft.schedule.list_scheduler import InFlightLimit, default_limits
+from chameleon_ft.schedule.network import CostModel, PipelineTimes, TimedOperation, Timeline, replay
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
-from chameleon_ft.schedule.rest import ScheduledRest, rest_schedules
-from chameleon_ft.schedule.rest_operations import Resend
-from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
+from chameleon_ft.schedule.rest import Resend, ScheduledRest, rest_schedules
 
 __all__ = [
     "CostModel",

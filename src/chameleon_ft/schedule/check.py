@@ -13,7 +13,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.rest import RestOfStep
 from chameleon_ft.schedule.program import Program, operations_from, records_by_code
 from chameleon_ft.schedule.records import Booleans, Integers, Records
-from chameleon_ft.schedule.rest_operations import Resend, RestOperations, rest_operations
+from chameleon_ft.schedule.rest import Resend, RestOperations, rest_operations
 
 _FORWARD = 0  # as records have it
 # By the number of a kind: F, B and I, W.

@@ -11,9 +11,8 @@ import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
-from chameleon_ft.schedule.components import HopPath, distinct_paths
 from chameleon_ft.schedule.network import Network
-from chameleon_ft.schedule.records import Floats, Integers
+from chameleon_ft.schedule.records import Floats, HopPath, Integers, distinct_paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,24 +4,169 @@ Every hop of every route gets a number, its *slot*: routes in order, hops of a r
 slots before and after on a route are `slot - 1` and `slot + 1`. Workers are numbered 0, 1, ... in ascending order of
 their ids. A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
 Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot + 2n for W.
+
+Seconds of operations and messages, one by one and as the times of a pipeline's stages.
+
+When each operation starts and ends, predicted by replaying a program under a cost model.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, Plan, RecomputedLayers
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.errors import PlanError, ProgramError
+from chameleon_ft.plan import Hop, LayerRange, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule.components import Component, HopPath, components, records_of_routes
-from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
-from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
+from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.schedule.records import (
+    CHANNEL,
+    OPERATION,
+    SLOT,
+    Component,
+    HopPath,
+    Integers,
+    Records,
+    components,
+    records_of_routes,
+)
+from chameleon_ft.workload import Workload, is_recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The cost model: a workload's layer times on a cluster's workers and links."""
+
+    workload: Workload
+    cluster: Cluster
+
+    def operation_s(self, worker: int, operation: Operation) -> float:
+        """Return the seconds of `operation` on `worker`: `compute_s` of its kind and layers."""
+        return self.compute_s(worker, operation.kind, operation.layers, recompute=operation.recompute)
+
+    def compute_s(
+        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: RecomputedLayers | None = None
+    ) -> float:
+        """Return the seconds of an operation: the fixed overhead, and the layers' times over the worker's speed.
+
+        The first hop of a route has no input gradient to compute: with split backward its I does nothing, and its W is
+        the whole backward. The operation that begins the backward (B, I, or the W of a first hop) recomputes the layers
+        in `recompute`, except the model's first and last layer.
+
+        Raises PlanError when the workload has too few layers, ConfigError when the cluster lacks the worker.
+        """
+        if layers.stop > len(self.workload.layers):
+            raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")
+        costs = self.workload.layers[layers.start : layers.stop]
+        times_s: list[float] = []
+        if kind is OperationKind.FORWARD:
+            times_s += [cost.forward_s for cost in costs]
+        elif kind is OperationKind.WEIGHT_GRAD and layers.start:
+            times_s += [cost.weight_grad_s for cost in costs]
+        elif kind is OperationKind.INPUT_GRAD and layers.start:
+            times_s += [cost.input_grad_s for cost in costs] + self._recompute_s(layers, recompute)
+        elif kind is not OperationKind.INPUT_GRAD:
+            for cost in costs:
+                fused_s = cost.fused_backward_s
+                times_s += (cost.input_grad_s, cost.weight_grad_s) if fused_s is None else (fused_s,)
+            times_s += self._recompute_s(layers, recompute)
+        # fsum rounds once, so that stages of equal layers cost exactly the same wherever they are.
+        return self.workload.operation_overhead_s + math.fsum(times_s) / self.cluster.worker(worker).speed
+
+    def _recompute_s(self, layers: LayerRange, recompute: RecomputedLayers | None) -> list[float]:
+        """Seconds of recomputing each of these layers."""
+        costs = self.workload.layers
+        part = None if recompute is None else recompute.intersection(layers)
+        return [
+            costs[layer].forward_s if layer in part.full else costs[layer].selective_s
+            for layer in part or ()
+            if part is not None and is_recomputed(layer, len(costs))
+        ]
+
+    def pace(self, worker: int) -> float:
+        """Return a number that is equal for workers on which equal operations take equally long."""
+        return self.cluster.worker(worker).speed
+
+    def message_s(self, src: int, dst: int, num_bytes: float) -> float:
+        """Return the seconds from the start of a send until it has arrived; zero between a worker and itself."""
+        return 0.0 if src == dst else self.cluster.link(src, dst).message_s(num_bytes)
+
+    def all_reduce_s(self, layers: LayerRange, holders: Collection[int], num_bytes: int) -> float:
+        """Return the seconds in which `holders` sum the gradients of a segment, which begins with these layers."""
+        return self.cluster.ring_all_reduce_s(holders, num_bytes)
+
+    def message_bytes(self, layer: int) -> int:
+        """Return the bytes of the activation after `layer`, which are those of its gradient."""
+        return self.workload.layers[layer].output_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """Seconds of each stage of a pipeline, first to last, for one micro-batch.
+
+    Attributes:
+        forward_s: of F at each stage (f).
+        backward_s: of B, or with split backward of I (b).
+        weight_grad_s: of W (w); zeros with fused backward.
+        message_s: between a stage and the next, in one direction (c); one fewer than there are stages.
+
+    Raises:
+        PlanError: no stages, or lists whose lengths do not fit.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_grad_s: tuple[float, ...]
+    message_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        depth, *others = map(len, (self.forward_s, self.backward_s, self.weight_grad_s, self.message_s))
+        if depth < 1 or others != [depth, depth, depth - 1]:
+            raise PlanError(
+                "a pipeline of p stages needs p forward, backward and weight-gradient times and p - 1 message times; "
+                f"got {depth}, {others[0]}, {others[1]} and {others[2]}"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Stages (p)."""
+        return len(self.forward_s)
+
+
+def pipeline_times(
+    hops: Sequence[Hop],
+    costs: CostModel,
+    *,
+    split_backward: bool = False,
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
+) -> PipelineTimes:
+    """Return the times of a route's hops, each on its worker; `recompute` is that of the plan.
+
+    Raises:
+        PlanError: no hops, or unknown layers.
+        ConfigError: the cluster lacks a worker.
+    """
+
+    def times_s(kind: OperationKind) -> tuple[float, ...]:
+        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute.get(hop.worker)) for hop in hops)
+
+    return PipelineTimes(
+        forward_s=times_s(OperationKind.FORWARD),
+        backward_s=times_s(OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD),
+        weight_grad_s=times_s(OperationKind.WEIGHT_GRAD) if split_backward else (0.0,) * len(hops),
+        message_s=tuple(
+            costs.message_s(hop.worker, after.worker, costs.message_bytes(hop.layers.stop - 1))
+            for hop, after in pairwise(hops)
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,4 +403,99 @@ def operations_of_slots(slots: Records, *, split_backward: bool) -> Records:
     if split_backward:
         weight_grads["needs"] = count + number
         weight_grads["duration_s"] = slots["weight_s"]
+    return found
+
+
+class TimedOperation(NamedTuple):
+    """An operation on a worker with its start and end, in seconds since the start of the step."""
+
+    worker: int
+    operation: Operation
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The operations of a step with their times, worker by worker, each worker's in the order it runs them."""
+
+    operations: tuple[TimedOperation, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the step to the end of its last operation; zero when there are none."""
+        return max((timed.end_s for timed in self.operations), default=0.0)
+
+    def of(self, worker: int) -> tuple[TimedOperation, ...]:
+        """Return the operations of one worker, in its order."""
+        return tuple(timed for timed in self.operations if timed.worker == worker)
+
+    def busy_s(self, worker: int) -> float:
+        """Return the seconds that one worker computes."""
+        return math.fsum(timed.end_s - timed.start_s for timed in self.of(worker))
+
+
+def replay(program: Program, costs: CostModel) -> Timeline:
+    """Replay `program` under `costs`: an operation starts when its worker is free and its input is there.
+
+    The result is the longest path over the operations, exact for the cost model: messages take time but delay neither
+    end. `check_program` checks whether sends and receives match in order.
+
+    Raises:
+        ProgramError: operations wait for each other forever, or for one that no worker runs.
+    """
+    by_worker = program.operations
+    operations = [*chain.from_iterable(by_worker.values())]
+    workers = [worker for worker, own in by_worker.items() for _ in own]
+    if not operations:
+        return Timeline(())
+    # Imported here: importing a kernel loads numba, and most users of this module run none.
+    from chameleon_ft.schedule._kernels.replay import longest_path
+
+    found = longest_path(_needs(workers, operations, costs), np.arange(len(operations)), np.array(program.starts))
+    starts_s, ends_s = (times_s.tolist() for times_s in found)
+    if min(ends_s) < 0:
+        orders = (range(*own) for own in pairwise(program.starts))
+        never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
+        stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
+        raise ProgramError(f"the program never ends: no operation will make what is needed by {stuck}")
+    return Timeline(tuple(map(TimedOperation, workers, operations, starts_s, ends_s)))
+
+
+def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
+    """`OPERATION` of each operation, of which `workers` has the worker.
+
+    An output is identified by whether it is a gradient, its micro-batch, and its hop. W needs the output of I, because
+    what I leaves for it is there at the same time.
+    """
+    forward, weight_grad = OperationKind.FORWARD, OperationKind.WEIGHT_GRAD
+    makers = {
+        (operation.kind is not forward, operation.micro_batch, operation.hop): number
+        for number, operation in enumerate(operations)
+        if operation.kind is not weight_grad
+    }
+    # Operations and messages have few different times.
+    compute_s = cache(costs.compute_s)
+
+    @cache
+    def message_s(maker: int, worker: int, layer: int) -> float:
+        return costs.message_s(maker, worker, costs.message_bytes(layer))
+
+    needs, delay_s, duration_s = [-1] * len(operations), [0.0] * len(operations), [0.0] * len(operations)
+    for number, (worker, operation) in enumerate(zip(workers, operations, strict=True)):
+        kind, layers, micro_batch, hop = operation.kind, operation.layers, operation.micro_batch, operation.hop
+        duration_s[number] = compute_s(worker, kind, layers, recompute=operation.recompute)
+        if kind is forward:
+            if operation.first:
+                continue
+            made_by = (False, micro_batch, hop - 1)
+        elif kind is weight_grad:
+            made_by = (True, micro_batch, hop)
+        else:
+            made_by = (False, micro_batch, hop) if operation.last else (True, micro_batch, hop + 1)
+        needs[number] = needed = makers.get(made_by, number)
+        if workers[needed] != worker:
+            delay_s[number] = message_s(workers[needed], worker, (layers.start if kind is forward else layers.stop) - 1)
+    found = np.empty(len(operations), OPERATION)
+    found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
     return found

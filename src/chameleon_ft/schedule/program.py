@@ -18,8 +18,7 @@ import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule.components import distinct_paths, records_of_routes
-from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records, distinct_paths, records_of_routes
 
 
 class OperationKind(StrEnum):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from chameleon_ft.search.baselines.oobleck import oobleck_plan
 from chameleon_ft.search.baselines.paper import paper_plan
 from chameleon_ft.search.baselines.planned_layouts import BaselinePlan, equal_layouts
-from chameleon_ft.search.detours import reroute
+from chameleon_ft.search.detours import reroute, shared_hops
 from chameleon_ft.search.find import find_plan, find_plan_of_sizes
 from chameleon_ft.search.infeasible import InfeasibleError
-from chameleon_ft.search.options import DEFAULT_EFFORT
 from chameleon_ft.search.recut import recut_plan
-from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures, pareto_front
-from chameleon_ft.search.sharing import shared_hops
+from chameleon_ft.search.result import DEFAULT_EFFORT, BoundFamily, FoundPlan, SearchResult, SizeFigures, pareto_front
 
 __all__ = [
     "DEFAULT_EFFORT",

@@ -13,11 +13,10 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
-from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.pipelines.worker_classes import merged_clusters
 from chameleon_ft.search.placement.candidates import evaluated, figures, predicted
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
-from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
+from chameleon_ft.search.result import DEFAULT_EFFORT, FoundPlan, SearchOptions, SearchResult, SizeFigures, pareto_front
 
 _FEW_SLOW: Final = 1 / 8  # the largest share of the workers that a plan leaves idle because they are slow
 
@@ -28,7 +27,7 @@ def find_plan(
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
     others_in_flight_limits: Mapping[int, InFlightLimit] | None = None,
-    least_holders: int = 1,
+    min_holders: int = 1,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
     """Return the fastest plan found for the workers of `costs.cluster`: pipelines, or one of `others`.
@@ -43,7 +42,7 @@ def find_plan(
         others: plans to compare with, by name, such as a rerouted one.
         others_in_flight_limits: in-flight limits under `others`, if a run imposes them. By default memory alone limits
             them, or `default_limits` where memory does not suffice for that.
-        least_holders: least number of holders of every layer. With two, the plan survives the loss of any one worker;
+        min_holders: least number of holders of every layer. With two, the plan survives the loss of any one worker;
             the more there are, the less of its work each of its peers takes over. Bounds cover all plans.
         effort: approximate number of operations to schedule before the search stops; None for no limit. A complete
             search follows if the model and the cluster are small. Bounds take additional time.
@@ -55,14 +54,14 @@ def find_plan(
     """
     _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_in_flight_limits)
-    options = SearchOptions.of(effort, least_holders=least_holders)
+    options = SearchOptions.of(effort, min_holders=min_holders)
     search = _search(costs, current, options)
     plans = search.plans
     found = [*plans, *_without_slow_workers(costs, current, options), *others_found]
-    if least_holders > 1:
-        found = [each for each in found if each.plan.placement.fewest_holders >= least_holders]
+    if min_holders > 1:
+        found = [each for each in found if each.plan.placement.fewest_holders >= min_holders]
         if plans and not found:
-            raise InfeasibleError(f"no plan was found in which every layer has {least_holders} holders")
+            raise InfeasibleError(f"no plan was found in which every layer has {min_holders} holders")
     if not found:
         raise infeasible_error(search.costs)
     best, *alternatives = pareto_front(found, figures)
@@ -104,7 +103,7 @@ def _search(costs: CostModel, current: Placement | None, options: SearchOptions)
         return replace(first, plans=plans)
     holders, mixes = first.plans[0].plan.placement.fewest_holders, first.mixes
     while holders:
-        least = replace(options, least_holders=max(options.least_holders, holders))
+        least = replace(options, min_holders=max(options.min_holders, holders))
         other = _search_all(with_shares(costs, holders), current, least)
         plans += _fitting(other.plans, costs, current)
         mixes += other.mixes

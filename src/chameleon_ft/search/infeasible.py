@@ -44,7 +44,7 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
     capacity = max(worker.memory_bytes or 0 for worker in cluster.workers)
     # Bytes of each stage, by first layer and the one after the last, with a capacity that none exceeds.
     needed_bytes = np.minimum(
-        *(Stages(costs, [WorkerClass(1.0, 2**60)], split_backward=split).least_bytes(0) for split in (False, True))
+        *(Stages(costs, [WorkerClass(1.0, 2**60)], split_backward=split).min_bytes(0) for split in (False, True))
     )
     missing = _missing_bytes(costs, capacity, most=int(needed_bytes[0, -1]))
     for number, layer in enumerate(layers):

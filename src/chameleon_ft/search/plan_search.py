@@ -11,27 +11,30 @@ from itertools import islice, pairwise, product
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.cost.step import total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.infeasible import fitting_pipeline
-from chameleon_ft.search.mixes.equal_depths import promising_layouts
 from chameleon_ft.search.mixes.knapsack import is_exact
-from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix, shapes_of
-from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix, promising_layouts, shapes_of
+from chameleon_ft.search.pipelines.bounds import SyncLowerBound, has_gradients, numbers_of_pipelines
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
 from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.sync_bounds import SyncLowerBound, has_gradients, numbers_of_pipelines
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import Candidate, figures
-from chameleon_ft.search.placement.exhaustive import ExhaustiveSearch
-from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
-from chameleon_ft.search.placement.hosts import assigned_workers, smaller_clusters, worker_choices
-from chameleon_ft.search.placement.polish import Polish
+from chameleon_ft.search.placement.candidates import (
+    Candidate,
+    GradientSync,
+    PlacedPipelines,
+    assigned_workers,
+    figures,
+    links_are_equal,
+    smaller_clusters,
+    worker_choices,
+)
+from chameleon_ft.search.placement.polish import ExhaustiveSearch, Polish
 from chameleon_ft.search.recut import recut
-from chameleon_ft.search.result import FoundPlan, pareto_front
+from chameleon_ft.search.result import FoundPlan, SearchOptions, pareto_front
 
 # Mixes of each search that are placed on workers, as candidates for the best plan and its alternatives.
 _MIXES_PLACED: Final = 2
@@ -116,9 +119,9 @@ class PlanSearch:
         # Workers may be faster than the slowest of their group.
         return [each.found_on(self._real_costs) for each in self._with_programs([*front, *self._recut()])]
 
-    def bound(self, most_s: float) -> float:
-        """Return a lower bound, in seconds, on the pipelines that take no longer than `most_s`."""
-        self._bounded(self._bounding_searches(most_s), most_s)
+    def bound(self, max_s: float) -> float:
+        """Return a lower bound, in seconds, on the pipelines that take no longer than `max_s`."""
+        self._bounded(self._bounding_searches(max_s), max_s)
         return self.bound_s
 
     def _certify(self) -> None:
@@ -132,12 +135,12 @@ class PlanSearch:
         # Bounds are exact up to the rounding of sums.
         self.bound_s *= 1 - ROUNDING
 
-    def _found(self, most_s: float = math.inf) -> list[Candidate]:
-        """Return plans on workers that take less than `most_s`, and set the bound of plans up to that."""
+    def _found(self, max_s: float = math.inf) -> list[Candidate]:
+        """Return plans on workers that take less than `max_s`, and set the bound of plans up to that."""
         by_layout = self._with_sync and len(self._pool.classes) == 1
         found = self._of_layouts() if by_layout else []
-        best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(most_s, 1))
-        best_s = min(best_s, most_s)
+        best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(max_s, 1))
+        best_s = min(best_s, max_s)
         # The least bound usually belongs to about as many pipelines as the best layout has.
         searches = sorted(self._bounding_searches(best_s), key=lambda search: _distance(search, number))
         searches = self._bounded(searches, best_s)
@@ -155,15 +158,15 @@ class PlanSearch:
         shapes = [shape for shape in search.shapes if shallow <= len(shape) <= deep]
         return self._mix_search(search.pipelines, sync=search.sync, pipeline_range=search.pipeline_range, shapes=shapes)
 
-    def _bounding_searches(self, most_s: float) -> list[MixSearch]:
-        """Return searches that together cover all pipelines that take no longer than `most_s`.
+    def _bounding_searches(self, max_s: float) -> list[MixSearch]:
+        """Return searches that together cover all pipelines that take no longer than `max_s`.
 
         In each of them, all mixes have at least as many pipelines as layers are to have holders, or all have fewer.
         """
-        asked = self._options.least_holders
+        asked = self._options.min_holders
         if not self._with_sync and asked == 1:
             return [self._mix_search(self._searches)]
-        least = SyncLowerBound(self._costs, most_s)
+        least = SyncLowerBound(self._costs, max_s)
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
         ranges = [(1, 1), *numbers_of_pipelines(most)]
         if len(self._pool.classes) > 1 or not self._with_sync:
@@ -175,9 +178,9 @@ class PlanSearch:
             if own[0] <= own[1]
         ]
 
-    def _bounded(self, searches: Iterable[MixSearch], most_s: float) -> list[MixSearch]:
+    def _bounded(self, searches: Iterable[MixSearch], max_s: float) -> list[MixSearch]:
         """Return the searches in order of their bounds, and set `bound_s`; only the least bound need be exact."""
-        self.bound_s = most_s
+        self.bound_s = max_s
         bounds_s: dict[MixSearch, float] = {}
         for search in searches:
             bounds_s[search] = search.bound_s if search.reaches(self.bound_s) else math.inf
@@ -231,7 +234,7 @@ class PlanSearch:
             if found and (self._spent() > most or too_many):
                 self.exhaustive = False
                 break
-            has_few = search.pipeline_range is not None and search.pipeline_range[1] < self._options.least_holders
+            has_few = search.pipeline_range is not None and search.pipeline_range[1] < self._options.min_holders
             if has_few or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
@@ -366,15 +369,15 @@ def _with_survivor(chosen: Sequence[Candidate], placed: Sequence[Candidate]) -> 
     return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
-def bound_of_best_workers_s(costs: CostModel, most_s: float = math.inf) -> float:
-    """Return a bound on all pipelines up to `most_s`, as if every worker had the speed and the memory of the best."""
+def bound_of_best_workers_s(costs: CostModel, max_s: float = math.inf) -> float:
+    """Return a bound on all pipelines up to `max_s`, as if every worker had the speed and the memory of the best."""
     workers = costs.cluster.workers
     speed = max(worker.speed for worker in workers)
     sizes = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
     memory = max(sizes) if len(sizes) == len(workers) else None
     equals = tuple(replace(worker, speed=speed, memory_bytes=memory) for worker in workers)
     cluster = Cluster(equals, costs.cluster.intra_host, costs.cluster.inter_host)
-    bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(most_s)
+    bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(max_s)
     return max(bound_s, total_work_bound_s(costs)) * (1 - ROUNDING)
 
 

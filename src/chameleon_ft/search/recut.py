@@ -15,19 +15,16 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import state_bytes
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.pipelines.bounds import CutPoints
-from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, merged_clusters
-from chameleon_ft.search.placement.candidates import Candidate
-from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines
+from chameleon_ft.search.placement.candidates import Candidate, GradientSync, PlacedPipelines
 from chameleon_ft.search.placement.polish import Polish
-from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search.result import DEFAULT_EFFORT, FoundPlan, SearchOptions
 
 # Share by which the bound of a cut that moves less may exceed the least bound.
 _NEAR: Final = 0.02

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from chameleon_ft.simulate.accounting.oracle import ORACLE
+from chameleon_ft.simulate.accounting.account import ORACLE
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Results, Throughput
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
-from chameleon_ft.simulate.sweep import Scene, Sweep, sweep
-from chameleon_ft.simulate.traces.events import Event, Fault
+from chameleon_ft.simulate.run import SIMULATED_POLICIES, Scene, Sweep, simulate, sweep
 from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
 from chameleon_ft.simulate.traces.generators import (
     MODELS,
@@ -21,8 +19,7 @@ from chameleon_ft.simulate.traces.generators import (
     Weibull,
     generate_trace,
 )
-from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Event, Fault, Trace, TraceStatistics, trace_statistics
 
 __all__ = [
     "MODELS",

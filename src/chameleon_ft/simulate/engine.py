@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chameleon_ft.recovery import Checkpoints, FailureModel, Snapshots
-from chameleon_ft.simulate.accounting.account import Account, Change, Migration
-from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
+from chameleon_ft.simulate.accounting.account import Account, Change, KnownRates, Migration, live_of
 from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResult, Throughput
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState, WorkersPlan
-from chameleon_ft.simulate.traces.events import Event
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Event, Trace
 
 
 @dataclass(slots=True)

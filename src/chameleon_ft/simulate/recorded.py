@@ -10,17 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import StallModel, estimate_step
-from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, read_generation_plans
-from chameleon_ft.observe.decisions import DecisionStory, decision_stories
+from chameleon_ft.events.decisions import DecisionStory, decision_stories
+from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.symmetry import loss_classes
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import GenerationPlan, read_generation_plans
 
 # Losses with smaller gaps are found before anything is decided.
 _AT_ONCE_S: Final = 0.25

@@ -12,7 +12,7 @@ from itertools import accumulate, chain, combinations, pairwise
 from typing import Final
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.plan import LayerRange, Placement
 from chameleon_ft.plan.rest import GradientKey
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.workload import Workload

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from chameleon_ft.transfer.migration import pull_s, sums_s
 from chameleon_ft.transfer.roles import (
     Holding,
     assign_roles,
     holdings_of,
-    least_moved_bytes,
+    min_moved_bytes,
     missing_between,
     moved_bytes,
     remap_placement,
@@ -15,7 +14,15 @@ from chameleon_ft.transfer.roles import (
     worker_kinds,
 )
 from chameleon_ft.transfer.sources import Message, choose_sources
-from chameleon_ft.transfer.transfer import Transfer, message_rounds, plan_transfer, transfer_s, transfer_to
+from chameleon_ft.transfer.transfer import (
+    Transfer,
+    message_rounds,
+    plan_transfer,
+    pull_s,
+    sums_s,
+    transfer_s,
+    transfer_to,
+)
 
 __all__ = [
     "Holding",
@@ -24,8 +31,8 @@ __all__ = [
     "assign_roles",
     "choose_sources",
     "holdings_of",
-    "least_moved_bytes",
     "message_rounds",
+    "min_moved_bytes",
     "missing_between",
     "moved_bytes",
     "plan_transfer",

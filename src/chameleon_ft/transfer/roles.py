@@ -10,11 +10,10 @@ from itertools import accumulate, chain
 import numpy as np
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.schedule.components import distinct_paths
-from chameleon_ft.schedule.records import Integers
+from chameleon_ft.schedule.records import Integers, distinct_paths
 from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.workload import LayerCost
 
@@ -107,9 +106,7 @@ def assign_roles(
     return dict(sorted(roles.items()))
 
 
-def least_moved_bytes(
-    workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
-) -> int:
+def min_moved_bytes(workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]) -> int:
     """Return the bytes that workers lack for their places in total under the roles of `assign_roles`."""
     problems = (_problem(mine, theirs, layers) for mine, theirs in _by_kind(workers, places))
     return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.errors import NoHolderError, PlanError
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer.roles import Holding, groups_of
 from chameleon_ft.workload import LayerCost

@@ -17,7 +17,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
 
 if TYPE_CHECKING:
     from ray._private.node import Node

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from chameleon_ft.runtime.process import end_with
+from chameleon_ft.host.fork_server import end_with
 from tests.launch.ray.clusters import RAY, end_all, quiet_environment, wait_until
 
 if TYPE_CHECKING:

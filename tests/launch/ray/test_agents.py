@@ -14,9 +14,9 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayError
 
-from chameleon_ft.launch.ray import agents
-from chameleon_ft.launch.ray.nodes import Node, NodeRequest
-from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.launch.ray import actors as agents
+from chameleon_ft.launch.ray.cluster import Node, NodeRequest
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 
 REQUEST = NodeRequest(num_nodes=1, workers_per_node=2, resources={"CPU": 2.0})
 CONTROL = ControlAddress(address="10.0.0.1:4000", token="secret", pid=1)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from chameleon_ft.config import Checkpoint, Optimizer, Parallel, Recovery
-from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints
+from chameleon_ft.storage.checkpoints import complete_checkpoints
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.run_storage import checkpoint_storage
 from tests.configs import unhurried, write_config
 from tests.harness import Command, Ended, assert_as_the_plain_loop, small_config
 from tests.launch.ray.clusters import actors_of, drain, node_that_does_not_see, ray_cluster, wait_until
@@ -115,7 +117,7 @@ def test_a_node_is_examined_and_gets_a_copy_of_a_run_directory_that_it_does_not_
     command = ("ray", file, "--address", str(small_cluster.address), *flags)
     with node_that_does_not_see(hidden, small_cluster, cpus=1):
         with Command(
-            *command, "--preflight.most-clock-error-s", "1e-9", "--store.url", store, own_interpreter=True
+            *command, "--preflight.max-clock-error-s", "1e-9", "--store.url", store, own_interpreter=True
         ) as unfit:
             assert unfit.wait() == 1, unfit.printed
         assert "is not admitted: its clock is" in unfit.printed

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray import directory
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.launch.ray import cluster as directory
+from chameleon_ft.storage.files import RunDirectory
 from tests.harness import create_run, small_config
 
 

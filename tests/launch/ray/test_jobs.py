@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Checkpoint, Optimizer, Parallel
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 from tests.configs import unhurried, write_config
 from tests.harness import Ended, assert_as_the_plain_loop, small_config
 from tests.launch.ray.clusters import actors_of, wait_until

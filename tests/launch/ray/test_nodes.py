@@ -8,7 +8,7 @@ import pytest
 
 from chameleon_ft.config import Parallel, TrainConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray.nodes import ClusterOptions, Node, NodeRequest
+from chameleon_ft.launch.ray.cluster import ClusterOptions, Node, NodeRequest
 
 CPUS = [Node(id=str(number), address=f"10.0.0.{number}", resources={"CPU": 8.0}) for number in range(1, 4)]
 GPUS = [Node(id="4", address="10.0.0.4", resources={"CPU": 32.0, "GPU": 4.0})]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import PipelineLayout, RecomputedLayers, Route, pipelines_plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 

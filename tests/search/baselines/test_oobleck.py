@@ -79,7 +79,7 @@ def test_templates_are_the_best_of_all_cuts(seed: int, fault_tolerance: int, rec
     templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
     workers, layers = len(costs.cluster.workers), len(costs.workload.layers)
     least = {nodes: template_least_s(costs, nodes, recompute=recompute) for nodes in range(1, min(workers, layers) + 1)}
-    possible = [nodes for nodes, least_s in least.items() if least_s < math.inf]
+    possible = [nodes for nodes, min_s in least.items() if min_s < math.inf]
     fewest = min(possible, default=0)
     assert list(templates) == [
         nodes for nodes in possible if nodes == fewest or nodes <= workers - fault_tolerance * fewest
@@ -111,7 +111,7 @@ def test_the_combination_is_the_best_of_all(seed: int, fault_tolerance: int, hos
     costs = CostModel(costs.workload, Cluster(workers, Link(0.01, 40.0), Link(0.5, 20.0) if slow else FREE))
     chosen = oobleck_plan(costs, fault_tolerance=fault_tolerance)
 
-    least_s = {
+    min_s = {
         recompute: min(
             (
                 max(template_s(costs, template, share, recompute=recompute) for template, share in mix)
@@ -123,18 +123,18 @@ def test_the_combination_is_the_best_of_all(seed: int, fault_tolerance: int, hos
         for recompute in (False, True)
     }
     if chosen is None:
-        assert min(least_s.values()) == math.inf
+        assert min(min_s.values()) == math.inf
         return
     plan = chosen.found.plan
     recompute = bool(plan.recompute)
-    assert chosen.estimate_s == pytest.approx(least_s[recompute], rel=1e-9)
+    assert chosen.estimate_s == pytest.approx(min_s[recompute], rel=1e-9)
     templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
     pipelines = pipelines_of(chosen)
     assert len(pipelines) > fault_tolerance
     slowest_s = max(
         template_s(costs, templates[len(own)], share, recompute=recompute) for own, share in pipelines.items()
     )
-    assert slowest_s + sync_s(costs, len(pipelines)) == pytest.approx(least_s[recompute], rel=1e-9)
+    assert slowest_s + sync_s(costs, len(pipelines)) == pytest.approx(min_s[recompute], rel=1e-9)
     for own in pipelines:
         ranges = [plan.placement.ranges_of(worker)[0] for worker in own]
         assert tuple(each.stop for each in ranges) == templates[len(own)].cut_points

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import estimate_step
-from chameleon_ft.estimate.paper import pipeline_step_s
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.paper import pipeline_step_s
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import BaselinePlan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
-from tests.estimate.programs import stage_bytes
+from tests.cost.programs import stage_bytes
 from tests.examples import examples
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.instances import instance
@@ -128,15 +129,15 @@ def test_it_chooses_as_exhaustive_search_does(seed: int) -> None:
 
     workload = costs.workload
     mixes = shares(len(costs.cluster.workers), len(workload.layers), workload.micro_batches)
-    least_s = min((max(time_s(*each) for each in mix) for mix in mixes), default=math.inf)
+    min_s = min((max(time_s(*each) for each in mix) for mix in mixes), default=math.inf)
     chosen = paper_plan(costs)
-    if least_s == math.inf:
+    if min_s == math.inf:
         assert chosen is None
         return
     assert chosen is not None
-    assert chosen.estimate_s == pytest.approx(least_s, rel=1e-9)
+    assert chosen.estimate_s == pytest.approx(min_s, rel=1e-9)
     mix = [(len(workers), share) for workers, share in pipelines_of(chosen).items()]
-    assert max(time_s(*each) for each in mix) == pytest.approx(least_s, rel=1e-9)
+    assert max(time_s(*each) for each in mix) == pytest.approx(min_s, rel=1e-9)
 
 
 @settings(max_examples=examples(60), deadline=None)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import estimate_step
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.cost.derive import derive_workload
+from chameleon_ft.cost.presets import device, model_shape
+from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import equal_layouts
 from tests.examples import examples

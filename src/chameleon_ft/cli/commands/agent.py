@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from chameleon_ft.cli.arguments import OptionalStr, Switch, metavar, parse_arguments
-from chameleon_ft.cli.torchrun import TorchrunArguments, refuse_foreign_arguments
+from chameleon_ft.cli.joining import TorchrunArguments, refuse_foreign_arguments
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--nnodes {nodes}: the run begins with {begins_with} workers, and {nodes} machines with {workers} each "
             f"have {nodes * workers}; change one of these numbers, or leave out --nnodes"
         )
-    from chameleon_ft.launch import run_agent
+    from chameleon_ft.launch.agent import run_agent
 
     return run_agent(
         access,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
     run = RunDirectory.open(given.run)
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.requests import checkpoint, count_events, wait_until_saved
+    from chameleon_ft.launch.live_run import checkpoint, count_events, wait_until_saved
 
     before = count_events(run)
     committed = checkpoint(run)

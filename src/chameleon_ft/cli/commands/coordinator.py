@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Page, Switch, metavar, page_beside, with_page_address
 from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.live_runs import lost_run, refuse_live_run
-from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
 from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
+from chameleon_ft.cli.watched import lost_run, refuse_live_run
 from chameleon_ft.errors import ConfigError, LiveRunError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 _POLL_S: Final = 1.0
 
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--take-over {given.take_over}: the run continues as it is; leave out all but --page")
         lost = lost_run(given.take_over)
         with page_beside(given.page) as shown, shown(lost):
-            from chameleon_ft.launch import take_over
+            from chameleon_ft.launch.coordinator import take_over
 
             return take_over(lost.own(lost.config()), run=lost)
     if given.standby is not None:
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
 def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
     with page_beside(given.page) as shown:
         prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-        from chameleon_ft.launch import coordinate
+        from chameleon_ft.launch.coordinator import coordinate
 
         with shown(prepared.directory):
             return prepared.start(coordinate)
@@ -101,7 +100,7 @@ def _stand_by(path: Path, *, host: str | None, page: str | None) -> int:
         if _StandbyArguments(run=path).find_coordinator() is None:
             return 0
         directory = RunDirectory.open(path)
-        from chameleon_ft.launch import stand_by
+        from chameleon_ft.launch.coordinator import stand_by
 
         with shown(directory):
             return stand_by(directory.own(directory.config()), run=directory, host=host)

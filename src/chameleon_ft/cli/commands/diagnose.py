@@ -11,12 +11,12 @@ from typing import Final
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.conditions import conditions
-from chameleon_ft.observe.diagnosis import Culprit, Diagnosis, diagnose
-from chameleon_ft.observe.readable import describe_damage, readable_events
-from chameleon_ft.observe.records import DETECTED_BY
+from chameleon_ft.events.records import DETECTED_BY
 from chameleon_ft.quantities import duration, listed
+from chameleon_ft.report.conditions import conditions
+from chameleon_ft.report.diagnosis import Culprit, Diagnosis, diagnose
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import describe_damage, readable_events
 
 _TITLES: Final[Mapping[str, str]] = {
     "slow": "Slow",

@@ -10,8 +10,8 @@ from tyro.conf import UseAppendAction
 
 from chameleon_ft.cli.arguments import OptionalStr, RunPath, Switch, metavar, parse_arguments
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
 from chameleon_ft.quantities import listed
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if (negative := min(given.worker, default=0)) < 0:
         raise ConfigError(f"--worker {negative}: workers are numbered from 0")
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.requests import count_events, drain, wait_until_out
+    from chameleon_ft.launch.live_run import count_events, drain, wait_until_out
 
     before = count_events(run)
     leaving = drain(run, workers=given.worker, host=given.host)

@@ -11,8 +11,7 @@ from typing import Any, Final
 from chameleon_ft.cli.arguments import OptionalInt, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FailureRecord, OutcomeRecord, RunDirectory
-from chameleon_ft.observe.decisions import (
+from chameleon_ft.events.decisions import (
     CountedOnSnapshots,
     DecisionEvent,
     DecisionStory,
@@ -22,9 +21,10 @@ from chameleon_ft.observe.decisions import (
     UsedCorrections,
     decision_stories,
 )
-from chameleon_ft.observe.readable import describe_damage, readable_events
-from chameleon_ft.observe.records import DETECTED_BY
+from chameleon_ft.events.records import DETECTED_BY, FailureRecord, OutcomeRecord
 from chameleon_ft.quantities import ROUNDING, counted, data_size, duration, listed
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import describe_damage, readable_events
 
 _NOTICEABLE_S = 5e-4  # of a stall
 _TRIGGERS: Final = {"loss": "lost", "join": "joined", "review": "review", "drain": "leaving", "slow": "slow"}

@@ -11,7 +11,7 @@ import tyro
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, RunPath, metavar, parse_arguments
 from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 _PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
 _KINDS = (
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.kind not in SLOWNESS and given.factor is not None:
         raise ConfigError(f"--factor {given.factor}: only --kind slow and slow-link have a factor, not {given.kind}")
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.fault_injection import inject
+    from chameleon_ft.launch.live_run import inject
 
     phase: FailurePhase | None = given.phase
     if phase is None and given.kind in ("corrupt", "nan"):  # between two operations

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, OptionalStr, Switch, metavar
-from chameleon_ft.cli.run_config import overridden
-from chameleon_ft.cli.starting import ConfigFile, parse_start
+from chameleon_ft.cli.starting import ConfigFile, overridden, parse_start
 from chameleon_ft.config import read_toml
-from chameleon_ft.deploy import KubernetesRun, Machines, to_yaml, with_reachable_host
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.launch.kubernetes import KubernetesRun, to_yaml
+from chameleon_ft.launch.slurm import Machines, with_reachable_host
 
 
 @dataclass(frozen=True, kw_only=True)

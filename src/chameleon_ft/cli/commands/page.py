@@ -7,9 +7,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated
 
-from chameleon_ft.cli.arguments import RunPath, metavar, parse_arguments
-from chameleon_ft.cli.page_flag import DEFAULT_ADDRESS
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.cli.arguments import DEFAULT_ADDRESS, RunPath, metavar, parse_arguments
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True)

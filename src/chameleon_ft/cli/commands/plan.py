@@ -11,14 +11,13 @@ from typing import Final
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
-from chameleon_ft.cli.plan_arguments import PlanArguments
-from chameleon_ft.cli.plan_case import PlanCase, plan_cases
+from chameleon_ft.cli.plan_case import PlanArguments, PlanCase, plan_cases
 from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
+from chameleon_ft.cost.memory import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
-from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
+from chameleon_ft.report.picture import Lane
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.workload import is_recomputed
 
@@ -163,8 +162,8 @@ def _snapshot_facts(snapshots: SnapshotChoice, case: PlanCase) -> Iterator[tuple
     if snapshots.refusal:
         yield "", f"none are taken: {snapshots.refusal}"
     elif case.host_bytes is None and case.snapshots.every == "auto":
-        most_bytes = max(host_bytes(snapshots.memory, case.hosts).values())
-        yield "", f"taken if {data_size(most_bytes / SNAPSHOT_SHARE)} are available on the host that needs most"
+        max_bytes = max(host_bytes(snapshots.memory, case.hosts).values())
+        yield "", f"taken if {data_size(max_bytes / SNAPSHOT_SHARE)} are available on the host that needs most"
 
 
 def _describe_backward(plan: Plan) -> str:

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--workers {given.workers}: should be 1 or more")
     if given.device == "emulated":
         raise ConfigError("--device emulated: such devices are on no machine; name the one to examine")
-    from chameleon_ft.control.wire.messages import Examine
-    from chameleon_ft.runtime.preflight import examine
+    from chameleon_ft.protocol.messages import Examine
+    from chameleon_ft.worker.preflight import examine
 
     report = examine(
         Examine(

@@ -17,13 +17,14 @@ import tyro
 from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_arguments
 from chameleon_ft.cli.costs import NO_PRESET, Preset, measured_profile
 from chameleon_ft.cli.output import Output, require_places
-from chameleon_ft.cli.run_config import read_config_values
+from chameleon_ft.cli.starting import read_config_values
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import config_type, parse_config
-from chameleon_ft.control.wire.address import TOKEN_VARIABLE
+from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.profiles import Profile, write_profile
+from chameleon_ft.protocol.address import TOKEN_VARIABLE
 from chameleon_ft.quantities import data_size, duration
+from chameleon_ft.storage.profiles import write_profile
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(ProfileArguments, arguments, command="profile")
     _check(given)
     if given.serve is not None:
-        from chameleon_ft.runtime.profiling.links import serve_link
+        from chameleon_ft.worker.profiling.links import serve_link
 
         serve_link(given.serve, token=_serving_token(), tell=lambda text: print(text, flush=True))
         return 0
@@ -172,7 +173,7 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         facts.append(("all-reduce", f"{measured}; {duration(ring_s)} by the ring formula"))
     if profile.times:
         slowest = max((layer.forward for layer in profile.times), key=lambda forward: forward.median_s)
-        spread = f"{duration(slowest.least_s)} to {duration(slowest.largest_s)}"
+        spread = f"{duration(slowest.min_s)} to {duration(slowest.largest_s)}"
         median = f"median of {slowest.count}: {duration(slowest.median_s)}"
         facts.append(("spread", f"F of the slowest layer takes {spread}, {median}"))
     capacity = "not checked" if profile.memory_bytes is None else data_size(profile.memory_bytes)

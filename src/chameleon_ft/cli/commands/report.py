@@ -10,12 +10,14 @@ from typing import Any, Final
 from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, RunPath, Switch, parse_arguments
 from chameleon_ft.cli.output import Output, require_places, tell_written, write_schedule
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
-from chameleon_ft.observe.comparison import GenerationComparison, compare_generations
-from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.readable import describe_damage, readable_events, readable_steps
-from chameleon_ft.plan.detours import home_pipelines
+from chameleon_ft.plan.layouts import home_pipelines
 from chameleon_ft.quantities import duration, in_ranges
+from chameleon_ft.report.comparison import GenerationComparison, compare_generations
+from chameleon_ft.report.picture import Lane
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import read_generation_plans
+from chameleon_ft.storage.readable import describe_damage, readable_events, readable_steps
+from chameleon_ft.storage.timelines import read_recorded_steps
 
 _SOURCES: Final = {
     "profile": "its profile",
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     plans, recorded = read_generation_plans(run.plans), read_recorded_steps(run.timelines)
     events, damaged = readable_events(run)
     if given.failure is not None and given.picture is not None:
-        from chameleon_ft.observe.failure_picture import draw_failure
+        from chameleon_ft.report.failure_picture import draw_failure
 
         draw_failure(given.picture, run, given.failure, plans, recorded)
         damaged += readable_steps(run)[1]

@@ -9,10 +9,8 @@ from typing import Annotated
 
 import tyro
 
-from chameleon_ft.cli.arguments import OptionalStr, metavar
-from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
-from chameleon_ft.cli.run_config import absolute_job
-from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
+from chameleon_ft.cli.arguments import OptionalStr, Page, metavar, page_beside, with_page_address
+from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, absolute_job, parse_start, prepare_run
 from chameleon_ft.errors import ConfigError
 
 
@@ -46,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         file = beside
     with page_beside(given.page) as shown:
         prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
-        from chameleon_ft.launch import train
+        from chameleon_ft.launch.local import train
 
         with shown(prepared.directory):
             return prepared.start(train)

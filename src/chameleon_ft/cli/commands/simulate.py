@@ -15,10 +15,9 @@ from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, chos
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, duration, rate
 from chameleon_ft.simulate import save_trace, trace_statistics
-from chameleon_ft.simulate.accounting.oracle import ORACLE
+from chameleon_ft.simulate.accounting.account import ORACLE
 from chameleon_ft.simulate.accounting.results import PolicyResult, Results
-from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.sweep import Point, Sweep, sweep
+from chameleon_ft.simulate.run import Point, Sweep, simulate, sweep
 
 _WIDE: Final = 110  # characters of a line that has room for all columns
 _DAY_S: Final = 86_400.0
@@ -155,7 +154,7 @@ def _show_heading(out: Output, case: SimulateCase) -> None:
     out.text(
         f"{counted(figures.faults, f'{host} failure')} on {counted(figures.hosts, host)}{per_day}; "
         f"{figures.availability:.1%} of the workers up on average{slow}, at worst "
-        f"{counted(figures.most_hosts_down, host)} down"
+        f"{counted(figures.max_hosts_down, host)} down"
     )
 
 

@@ -14,12 +14,11 @@ from typing import Annotated, Any
 from tyro.conf import UseAppendAction
 
 from chameleon_ft.cli.arguments import OptionalInt, OptionalStr, Switch, metavar
-from chameleon_ft.cli.run_config import configured
-from chameleon_ft.cli.starting import ConfigFile, parse_start
+from chameleon_ft.cli.starting import ConfigFile, configured, parse_start
 from chameleon_ft.config import read_toml
-from chameleon_ft.deploy import WRITTEN_BY, BatchScript, Machines, with_reachable_host
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.launch.slurm import WRITTEN_BY, BatchScript, Machines, with_reachable_host
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)

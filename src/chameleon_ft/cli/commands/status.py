@@ -10,9 +10,11 @@ from chameleon_ft.cli.arguments import Switch, parse_arguments
 from chameleon_ft.cli.output import Output
 from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import StoreError
-from chameleon_ft.observe import RunDirectory, checkpoint_storage, damage_of
-from chameleon_ft.observe.live.facts import facts_of
-from chameleon_ft.observe.readable import describe_damage
+from chameleon_ft.report.facts import facts_of
+from chameleon_ft.storage.checkpoints import damage_of
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import describe_damage
+from chameleon_ft.storage.run_storage import checkpoint_storage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.storage.files import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(StopArguments, arguments, command="stop")
     run = RunDirectory.open(given.run)
     run.read_control()  # raises if the run is not live
-    from chameleon_ft.control.requests import stop, wait_until_over
+    from chameleon_ft.launch.live_run import stop, wait_until_over
 
     stop(run, at_once=given.now)
     how = "at once" if given.now else "after this step with a checkpoint"

@@ -10,10 +10,10 @@ from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalStr, RunPath, metavar, parse_arguments
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory
-from chameleon_ft.observe.live.watcher import RunWatcher
-from chameleon_ft.observe.readable import describe_damage
-from chameleon_ft.observe.sinks.registry import SINKS
+from chameleon_ft.report.follower import RunWatcher
+from chameleon_ft.report.sinks.registry import SINKS
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import describe_damage
 
 _EVERY_S: Final = 1.0
 

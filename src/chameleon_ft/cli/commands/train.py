@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.page_flag import Page, page_beside, with_page_address
+from chameleon_ft.cli.arguments import Page, page_beside, with_page_address
 from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     given, flags = parse_start(TrainArguments, with_page_address(arguments), command="train")
     with page_beside(given.page) as shown:
         prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
-        from chameleon_ft.launch import train
+        from chameleon_ft.launch.local import train
 
         with shown(prepared.directory):
             return prepared.start(train)

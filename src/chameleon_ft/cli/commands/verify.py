@@ -19,8 +19,10 @@ from chameleon_ft.cli.arguments import (
 )
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import check_job_reference
-from chameleon_ft.observe import RunDirectory, checkpoint_storage, complete_checkpoints, read_mark
-from chameleon_ft.observe.readable import readable_steps
+from chameleon_ft.storage.checkpoints import complete_checkpoints, read_mark
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.readable import readable_steps
+from chameleon_ft.storage.run_storage import checkpoint_storage
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.progress import track
 
-    from chameleon_ft.runtime.device import require_devices
-    from chameleon_ft.runtime.inspection import load_examined, users_errors
     from chameleon_ft.verify import TOLERANCES, UsersLoop, Verification, repeat_run
+    from chameleon_ft.worker.device import require_devices
+    from chameleon_ft.worker.inspection import load_examined, users_errors
 
     torch.set_num_threads(run.config().threads)
     require_devices(run.config().model_copy(update={"backend": "gloo"}), 1)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.live.facts import facts_of
-from chameleon_ft.observe.live.watcher import RunWatcher
-from chameleon_ft.observe.readable import describe_damage
-from chameleon_ft.observe.story import Notice, notices_of, record_of
+from chameleon_ft.report.facts import facts_of
+from chameleon_ft.report.follower import RunWatcher
+from chameleon_ft.report.terminal import Notice, notices_of, record_of
+from chameleon_ft.storage.readable import describe_damage
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -68,7 +68,7 @@ class _Screen:
         from rich.console import Group
         from rich.text import Text
 
-        from chameleon_ft.observe.terminal import TONES, facts_table
+        from chameleon_ft.report.terminal import TONES, facts_table
 
         for name, line in self._watcher.update_readable():
             if name == "events":

@@ -36,6 +36,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"RANK = {rank}: should be lower than WORLD_SIZE = {world_size}")
     if (access := given.find_coordinator()) is None:
         return 0
-    from chameleon_ft.launch import work
+    from chameleon_ft.launch.agent import work
 
     return work(access, environ=environ)

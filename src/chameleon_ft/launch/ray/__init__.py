@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray.nodes import ClusterOptions
+from chameleon_ft.launch.ray.cluster import ClusterOptions
 
 if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig
-    from chameleon_ft.observe import RunDirectory
+    from chameleon_ft.storage.files import RunDirectory
 
 __all__ = ["ClusterOptions", "train"]
 

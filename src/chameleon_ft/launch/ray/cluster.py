@@ -1,16 +1,30 @@
-"""The Ray cluster: connecting to it, its nodes, and the placement group of a run."""
+"""The Ray cluster: connecting to it, its nodes, and the placement group of a run.
+
+The nodes that a run asks Ray for, and what a cluster lacks of them.
+
+The run directory on Ray: a copy on nodes that do not share it, their checkpoints, and notes of spare nodes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import io
+import json
 import logging
+import math
 import os
+import secrets
+import shutil
 import socket
+import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
 
 import ray
 from ray._private.state import state  # Ray's own libraries learn from it which nodes are drained
@@ -18,10 +32,153 @@ from ray.exceptions import RayError
 from ray.util import get_placement_group, list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from chameleon_ft.control.wire.address import split_address
+from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray.nodes import Node, NodeRequest
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.protocol.address import split_address
+from chameleon_ft.storage.files import RunDirectory, replace_file
+
+_RESOURCES: Final = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
+"""Device -> the resource of Ray that counts such devices."""
+_MAX_SHOWN: Final = 4
+_MIN_AMOUNT: Final = 0.0001  # that Ray reserves
+_FOLLOWING: Final = ("CPU", *dict.fromkeys(_RESOURCES.values()), "object_store_memory")
+"""Resources that are not given by name: they follow from the workers of a node, or Ray does not reserve them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The Ray cluster of a run, and the share of it that the run takes.
+
+    Attributes:
+        address: host:port of the head; auto: that of RAY_ADDRESS, or else the cluster that runs on this machine.
+        workers_per_node: None spreads the workers over the nodes that there are, or over all of their accelerators.
+        cpus_per_worker: CPUs that Ray reserves for a worker.
+        resources: custom resources that a node must have, and how much of each is reserved on it; memory in bytes.
+        wait_s: how long to wait for nodes with all of that.
+    """
+
+    address: str = "auto"
+    workers_per_node: int | None = None
+    cpus_per_worker: float = 1.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.workers_per_node is not None and self.workers_per_node < 1:
+            raise ConfigError(f"--workers-per-node {self.workers_per_node}: should be 1 or more")
+        if not (0 <= self.cpus_per_worker < math.inf and self.wait_s >= 0):
+            raise ConfigError("--cpus-per-worker and --wait: should be 0 or more")
+        if 0 < self.cpus_per_worker < _MIN_AMOUNT:
+            raise ConfigError(f"--cpus-per-worker {self.cpus_per_worker:g}: should be 0, or {_MIN_AMOUNT} or more")
+        for name, amount in self.resources.items():
+            if name in _FOLLOWING or not _MIN_AMOUNT <= amount < math.inf:
+                raise ConfigError(
+                    f"--resource {name}={amount:g}: should be a custom resource, or memory in bytes, and "
+                    f"{_MIN_AMOUNT} or more; CPUs and accelerators follow from the workers of a node"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A live node of a Ray cluster.
+
+    Attributes:
+        address: its IP address; several nodes on one machine have the same one.
+        resources: all that it has, by name, used or not.
+    """
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRequest:
+    """Nodes of one kind.
+
+    Attributes:
+        workers_per_node: workers that each of them runs.
+        resources: what Ray reserves on each, by name.
+    """
+
+    num_nodes: int
+    workers_per_node: int
+    resources: Mapping[str, float]
+
+    @classmethod
+    def of(cls, config: RunConfig, options: ClusterOptions, nodes: Sequence[Node]) -> Self:
+        """Return the request of a run, on a cluster that has these nodes at present.
+
+        Raises:
+            ConfigError: the workers of a node are to be counted by its accelerators, and no node has one; or nothing is
+                to be reserved.
+        """
+        device = _RESOURCES.get(config.device)
+        per_node = options.workers_per_node or _usual_workers(config.workers, device, options, nodes)
+        resources = {"CPU": per_node * options.cpus_per_worker, **options.resources}
+        if device is not None:
+            resources[device] = float(per_node)
+        resources = {name: amount for name, amount in resources.items() if amount}
+        if not resources:
+            raise ConfigError("--cpus-per-worker 0: leaves Ray nothing to reserve; give --resource NAME=AMOUNT, too")
+        return cls(num_nodes=math.ceil(config.workers / per_node), workers_per_node=per_node, resources=resources)
+
+    def is_met_by(self, node: Node) -> bool:
+        """Return whether a node has the resources, used or not."""
+        return all(node.resources.get(name, 0.0) >= amount for name, amount in self.resources.items())
+
+    def lack(self, nodes: Sequence[Node]) -> str:
+        """Describe what a cluster of these nodes lacks."""
+        fitting = sum(map(self.is_met_by, nodes))
+        needed = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)} with {_described(self.resources)} each"
+        if fitting >= self.num_nodes:
+            return f"{needed}: {fitting} of its {len(nodes)} nodes have that, but other work uses some of it"
+        lacking = [
+            f"{node.address} has only {_described({name: node.resources.get(name, 0.0) for name in self.resources})}"
+            for node in nodes
+            if not self.is_met_by(node)
+        ]
+        shown = "; ".join(lacking[:_MAX_SHOWN] + [f"{len(lacking) - _MAX_SHOWN} more"] * (len(lacking) > _MAX_SHOWN))
+        return f"{needed}: {fitting} of its {len(nodes)} nodes have that{f' ({shown})' if shown else ''}"
+
+
+def _usual_workers(workers: int, device: str | None, options: ClusterOptions, nodes: Sequence[Node]) -> int:
+    """Return the workers of each node: so few that they are spread widely, or one for each accelerator of a node.
+
+    If not enough nodes have room for so many, it is another number with which all workers have a place, if there is
+    one.
+    """
+    custom = NodeRequest(num_nodes=1, workers_per_node=1, resources=options.resources)
+    rooms = [_room(node, device, options) for node in nodes if custom.is_met_by(node)]
+    if device is None:
+        numbers = [math.ceil(workers / count) for count in range(len(rooms), 0, -1)]
+        suitable = sum(room >= 1 for room in rooms)
+        fallback = math.ceil(workers / max(1, suitable))
+    else:
+        numbers = sorted({min(workers, int(room)) for room in rooms if room >= 1}, reverse=True)
+        if not numbers:
+            lacking = " and ".join([f"a {device}", *options.resources])
+            raise ConfigError(
+                f"the Ray cluster has no node with {lacking}, so the workers of a node cannot be counted by them; add "
+                "such nodes, give --workers-per-node, or set the device"
+            )
+        fallback = numbers[0]
+    fitting = (each for each in numbers if sum(room >= each for room in rooms) >= math.ceil(workers / each))
+    return next(fitting, fallback)
+
+
+def _room(node: Node, device: str | None, options: ClusterOptions) -> float:
+    """Return for how many workers a node has accelerators, or CPUs if they compute on those."""
+    if device is not None:
+        return math.floor(node.resources.get(device, 0.0))
+    if options.cpus_per_worker == 0:
+        return math.inf
+    return math.floor(node.resources.get("CPU", 0.0) / options.cpus_per_worker + 1e-9)
+
+
+def _described(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+
 
 NAMESPACE: Final = "chameleon"
 _KNOCK_S: Final = 5.0
@@ -179,3 +336,87 @@ async def reserved(request: NodeRequest, *, name: str, wait_s: float) -> Placeme
             has_said = True
             print(f"waiting up to {wait_s:g} s for {lack}", flush=True)
     return group
+
+
+_MARK: Final = ".mark"
+_SPARES: Final = ".spare-nodes"
+_COPY: Final = ".copy"  # in directories that `copy_to` has made
+
+
+def mark(run: RunDirectory) -> str:
+    """Write a mark into a run directory, and return it, by which another node tells that it is this directory."""
+    found = secrets.token_hex(8)
+    replace_file(run.path / _MARK, found, mode=0o644)
+    return found
+
+
+def sees(run: RunDirectory, expected: str) -> bool:
+    """Return whether this node sees the run directory with that mark."""
+    with contextlib.suppress(OSError):
+        return (run.path / _MARK).read_text(encoding="utf-8") == expected
+    return False
+
+
+def keep_spares(run: RunDirectory, nodes: list[str]) -> None:
+    """Note the ids of the nodes that were there when the run began, and that it does not need."""
+    replace_file(run.path / _SPARES, json.dumps(nodes), mode=0o644)
+
+
+def spares(run: RunDirectory) -> set[str]:
+    """Return the ids of the nodes that were there when the run began, and that it did not need."""
+    with contextlib.suppress(OSError, ValueError):
+        return set(json.loads((run.path / _SPARES).read_text(encoding="utf-8")))
+    return set()
+
+
+def packed(run: RunDirectory) -> bytes:
+    """Return an archive of the files that ranks read."""
+    return _archive(run, [run.config_file, run.start_plan_file, run.profile_file, run.path / "data", run.tls])
+
+
+def copy_to(run: RunDirectory, archive: bytes) -> None:
+    """Make the run directory on this node, from an archive of it.
+
+    Raises:
+        ConfigError: the path is taken by something else, or cannot be written.
+    """
+    copy = run.path / _COPY
+    if run.path.exists() and not copy.exists():
+        raise ConfigError(f"{run.path}: exists on a node that does not share it with the others; take another one")
+    try:
+        shutil.rmtree(run.path, ignore_errors=True)
+        for directory in (run.path, run.checkpoints, run.logs):
+            directory.mkdir(parents=True)
+        copy.touch()
+        _extract(run.path, archive)
+    except OSError as error:
+        raise ConfigError(f"{run.path}: cannot be made on a node: {error.strerror or error}") from None
+
+
+def packed_checkpoints(run: RunDirectory) -> bytes | None:
+    """Return an archive of the parts of checkpoints that were written to a copy of the run directory.
+
+    None if this is no copy, or has none.
+    """
+    if not (run.path / _COPY).exists() or not any(run.checkpoints.iterdir()):
+        return None
+    return _archive(run, [run.checkpoints])
+
+
+def keep_checkpoints(run: RunDirectory, archive: bytes) -> None:
+    """Add the parts of checkpoints of another node."""
+    _extract(run.path, archive)
+
+
+def _archive(run: RunDirectory, paths: list[Path]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for path in paths:
+            if path.exists():
+                archive.add(path, arcname=path.relative_to(run.path))
+    return content.getvalue()
+
+
+def _extract(directory: Path, content: bytes) -> None:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        archive.extractall(directory, filter="data")

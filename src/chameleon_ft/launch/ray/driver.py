@@ -12,10 +12,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from chameleon_ft.config import Control, RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.events.records import RunStatus
 from chameleon_ft.launch.coordinator import EXIT_CODES
 from chameleon_ft.launch.processes import signals_passed_to, unattended
+from chameleon_ft.launch.ray.actors import CoordinatorActor, Outcome
 from chameleon_ft.launch.ray.cluster import (
     NAMESPACE,
+    ClusterOptions,
+    NodeRequest,
     connected,
     give_back,
     live_nodes,
@@ -23,14 +27,12 @@ from chameleon_ft.launch.ray.cluster import (
     name_of,
     remove_leftovers,
 )
-from chameleon_ft.launch.ray.coordinator import CoordinatorActor, Outcome
-from chameleon_ft.launch.ray.nodes import ClusterOptions, NodeRequest
-from chameleon_ft.observe import RunDirectory, RunStatus
+from chameleon_ft.storage.files import RunDirectory
 
 _ASK_S: Final = 5.0
 _LOOK_S: Final = 0.2
 _LOGS_S: Final = 1.5  # in which Ray brings the last lines of the coordinator
-_MOST_SIGNALS: Final = 2
+_MAX_SIGNALS: Final = 2
 """Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
 
 
@@ -94,7 +96,7 @@ class _Driver:
 
     def _outcome(self) -> Outcome:
         asked = None
-        while len(self._signals) <= _MOST_SIGNALS:
+        while len(self._signals) <= _MAX_SIGNALS:
             asked = asked or self._coordinator.outcome.remote(_ASK_S)
             if ray.wait([asked], timeout=_LOOK_S)[0]:
                 try:

@@ -80,31 +80,27 @@ def fill_bounds(
         to_end = min(following + row, micro_batches)
         for start in range(size):
             # The least over all layers where the stage may stop, each of the three times for itself.
-            least_first_s = least_s = least_end_s = math.inf
+            min_first_s = min_s = min_end_s = math.inf
             for stop in range(start + 1, size):
                 forward_s = tables.forward_s[kind, start, stop]
                 work_s = forward_s + tables.backward_s[kind, start, stop]
                 all_s = work_s + tables.weight_s[kind, start, stop]
                 # With more layers it takes longer still.
-                if (
-                    work_s >= least_first_s
-                    and micro_batches * work_s >= least_s
-                    and micro_batches * all_s >= least_end_s
-                ):
+                if work_s >= min_first_s and micro_batches * work_s >= min_s and micro_batches * all_s >= min_end_s:
                     break
                 rest_s = bounds.returned_s[row - 1, stop]
                 if rest_s == math.inf:
                     continue
                 stage = Stage(kind, start, stop, micro_batches, to_end, bounds.first_s[row - 1, stop], rest_s)
-                enough = Times(least_first_s, least_s, least_end_s - sync_s[start, stop])
+                enough = Times(min_first_s, min_s, min_end_s - sync_s[start, stop])
                 limit = _limit(tables, limit_s, tables.forward_before_s[start], start, sync_s[start, stop])
                 found, _ = _stage_s(tables, stage, enough, limit)
                 down_s = forward_s + tables.message_s[stop] + bounds.ended_s[row - 1, stop]
-                least_first_s, least_s = min(least_first_s, found.first_s), min(least_s, found.returned_s)
-                least_end_s = min(least_end_s, max(found.ended_s + sync_s[start, stop], down_s))
-            bounds.first_s[row, start] = least_first_s
-            bounds.returned_s[row, start] = least_s
-            bounds.ended_s[row, start] = least_end_s
+                min_first_s, min_s = min(min_first_s, found.first_s), min(min_s, found.returned_s)
+                min_end_s = min(min_end_s, max(found.ended_s + sync_s[start, stop], down_s))
+            bounds.first_s[row, start] = min_first_s
+            bounds.returned_s[row, start] = min_s
+            bounds.ended_s[row, start] = min_end_s
 
 
 @no_refcount_inline

@@ -1,6 +1,6 @@
 """Peak memory of stages and the micro-batches that fit, by number of recomputed layers and kind of recomputation.
 
-`chameleon_ft.estimate.memory` describes the memory model; here each worker has one stage.
+`chameleon_ft.cost.memory` describes the memory model; here each worker has one stage.
 """
 
 from __future__ import annotations

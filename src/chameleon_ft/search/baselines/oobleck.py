@@ -13,7 +13,7 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import SUM_ROUNDING, counted
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines.least_mix import LeastMix, Mix, shared_out
+from chameleon_ft.search.baselines.min_mix import LeastMix, Mix, shared_out
 from chameleon_ft.search.baselines.planned_layouts import (
     BaselinePlan,
     CutPoints,
@@ -114,7 +114,7 @@ def oobleck_plan(
                 link,
                 tuple(templates.items()),
                 workers=len(cluster.workers),
-                least_pipelines=fault_tolerance + 1,
+                min_pipelines=fault_tolerance + 1,
                 depths=depths,
             ):
                 pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
@@ -154,7 +154,7 @@ def _mixes(
     templates: tuple[tuple[int, PipelineTemplate], ...],
     *,
     workers: int,
-    least_pipelines: int,
+    min_pipelines: int,
     depths: tuple[int, ...] | None,
 ) -> list[Mix]:
     """Return the combinations of least estimate, or that of `depths` if templates, micro-batches and memory allow it.
@@ -177,7 +177,7 @@ def _mixes(
             workers=workers,
             micro_batches=workload.micro_batches,
             time_s=time_s,
-            least_pipelines=least_pipelines,
+            min_pipelines=min_pipelines,
             sync_s=sync_s,
         ).mixes()
     if not depths or not of_nodes.keys() >= set(depths) or len(depths) > workload.micro_batches:
@@ -241,7 +241,7 @@ def pipeline_templates(
             break
         if (template := cutter.template(nodes)) is not None:
             found[nodes] = template
-    if not with_room or (most_bytes := memory.capacity_bytes) is None:
+    if not with_room or (max_bytes := memory.capacity_bytes) is None:
         return found
     # Between two steps a node holds its stage with gradients, and receives the state of another such stage.
     layers = costs.workload.layers
@@ -249,7 +249,7 @@ def pipeline_templates(
 
     def has_room(template: PipelineTemplate) -> bool:
         stages = pairwise((0, *template.cut_points))
-        return max(held[stop] - held[start] for start, stop in stages) <= most_bytes
+        return max(held[stop] - held[start] for start, stop in stages) <= max_bytes
 
     fewest = next((nodes for nodes in found if has_room(found[nodes])), 0)
     return {nodes: template for nodes, template in found.items() if nodes >= fewest}
@@ -315,12 +315,12 @@ class _Cutter:
         """Return a cut with this stage at this position and no slower stage; None if none fits."""
         if not self._fits(nodes, position, start, stop):
             return None
-        most_s = self._stage_s(start, stop) * (1 + SUM_ROUNDING)
-        ahead = self._cut(nodes, range(position), 0, start, most_s)
-        after = None if ahead is None else self._cut(nodes, range(position + 1, nodes), stop, self._num_layers, most_s)
+        max_s = self._stage_s(start, stop) * (1 + SUM_ROUNDING)
+        ahead = self._cut(nodes, range(position), 0, start, max_s)
+        after = None if ahead is None else self._cut(nodes, range(position + 1, nodes), stop, self._num_layers, max_s)
         return None if ahead is None or after is None else (*ahead, stop, *after)
 
-    def _cut(self, nodes: int, positions: range, first: int, last: int, most_s: float) -> CutPoints | None:
+    def _cut(self, nodes: int, positions: range, first: int, last: int, max_s: float) -> CutPoints | None:
         """Return stages at these positions for layers `first` to `last`, each as large as memory and the rest allow."""
 
         @cache
@@ -328,9 +328,9 @@ class _Cutter:
             left = positions.stop - position
             if not left:
                 return () if start == last else None
-            if self._until_s[last] - self._until_s[start] + left * self._overhead_s <= left * most_s:
+            if self._until_s[last] - self._until_s[start] + left * self._overhead_s <= left * max_s:
                 for stop in range(last - left + 1, start, -1):
-                    if self._stage_s(start, stop) <= most_s and self._fits(nodes, position, start, stop):
+                    if self._stage_s(start, stop) <= max_s and self._fits(nodes, position, start, stop):
                         rest = cut(position + 1, stop)
                         if rest is not None:
                             return (stop, *rest)

@@ -6,12 +6,12 @@ import math
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
+from chameleon_ft.cost.paper import pipeline_step_s
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines.least_mix import LeastMix
+from chameleon_ft.search.baselines.min_mix import LeastMix
 from chameleon_ft.search.baselines.planned_layouts import (
     BaselinePlan,
     CutPoints,
@@ -60,7 +60,7 @@ def paper_plan(
         workers=workers,
         micro_batches=micro_batches,
         time_s=lambda depth, share: cuts.best(depth, share)[0],
-        least_share=lambda depth: micro_batches * depth // workers,
+        min_share=lambda depth: micro_batches * depth // workers,
     ).mixes()
     layouts = (
         Layout(tuple((cuts.best(*each)[1], each[1]) for each in mix.pipelines), False, mix.time_s) for mix in mixes
@@ -113,8 +113,8 @@ class _EqualCuts:
                 own_s = pipeline_step_s(forward_s=forward_s, backward_s=backward_s, micro_batches=micro_batches)
                 best = min(best, (own_s, taken))
                 return
-            for least_s, stop in nexts(len(taken), start):
-                if least_s < best[0] * (1 - SUM_ROUNDING):
+            for min_s, stop in nexts(len(taken), start):
+                if min_s < best[0] * (1 - SUM_ROUNDING):
                     visit((*taken, stop), stop)
 
         visit((), 0)

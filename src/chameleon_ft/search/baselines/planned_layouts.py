@@ -13,15 +13,14 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
+from chameleon_ft.cost.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.schedule.program import KINDS
 from chameleon_ft.schedule.records import PROGRAM_RECORD
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import predicted
-from chameleon_ft.search.placement.hosts import worker_choices
+from chameleon_ft.search.placement.candidates import predicted, worker_choices
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.workload import Workload
 
@@ -33,7 +32,7 @@ _COMPARE_EFFORT: Final = 10_000
 # Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
 _BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
 # So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
-_LEAST_DEPTHS: Final = 2
+_MIN_DEPTHS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class OneFOneBMemory:
         share = min(micro_batches, to_end + _BUFFERED)
         return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
 
-    def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
+    def max_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Return how many micro-batches a stage can keep in flight, up to `at_most`; 1 at the least."""
         return 1 + bisect_left(
             range(2, at_most + 1),
@@ -199,7 +198,7 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
         memory = memory_of(costs, recompute=bool(plan.recompute))
         for hops, share in Counter(route.hops for route in plan.routes).items():
             for hop in hops:
-                most = memory.most_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
+                most = memory.max_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
                 in_flight[hop.worker] = max(least[hop.worker], most)
     while True:
         in_flight_limits = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
@@ -233,7 +232,7 @@ def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:
                 plan = _fastest(depth, used // depth, costs, split_backward=split_backward)
                 if plan is not None:
                     found[depth] = plan
-        if len(found) >= _LEAST_DEPTHS:
+        if len(found) >= _MIN_DEPTHS:
             break
     return [found[depth] for depth in sorted(found)]
 

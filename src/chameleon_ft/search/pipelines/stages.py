@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.estimate import MessageBuffers
+from chameleon_ft.cost.memory import MessageBuffers
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans, Floats, Integers
@@ -134,7 +134,7 @@ class Stages:
     @cached_property
     def fits(self) -> Booleans:
         """Return which stages a worker of each class can hold, one micro-batch at a time; bool [C, L + 1, L + 1]."""
-        needed = np.stack([self.least_bytes(kind) for kind in range(len(self.classes))])
+        needed = np.stack([self.min_bytes(kind) for kind in range(len(self.classes))])
         most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self.capacities])
         found: Booleans = (needed >= 0) & (needed <= most[:, np.newaxis, np.newaxis])
         return found
@@ -148,7 +148,7 @@ class Stages:
         own = self.tables.options[option]
         return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
 
-    def least_bytes(self, kind: int) -> Integers:
+    def min_bytes(self, kind: int) -> Integers:
         """Return the least bytes that a worker of this class needs for a stage, including message buffers.
 
         Returns:

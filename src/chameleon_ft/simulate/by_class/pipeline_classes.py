@@ -12,12 +12,14 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from chameleon_ft.cluster import Worker
-from chameleon_ft.estimate import PipelineTimes, estimate_parts, pipeline_bound_s, pipeline_times, state_bytes
+from chameleon_ft.cost.presets import Recompute
+from chameleon_ft.cost.step import estimate_parts, pipeline_bound_s
+from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, split_layers
-from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
+from chameleon_ft.schedule.network import PipelineTimes, pipeline_times
 from chameleon_ft.search.find import with_shares
 
 # Most operations scheduled for a program; the first list schedule is always made.
@@ -130,7 +132,7 @@ class Pipelines:
         mirrored = split_layers(self._layer_s[::-1], depth)
         early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
         # The least size of the largest stage, with recomputation and the in-flight micro-batches of 1F1B.
-        most = self._least_stage_bytes(depth, 0, self.num_layers, depth, Recompute.FULL)
+        most = self._min_stage_bytes(depth, 0, self.num_layers, depth, Recompute.FULL)
         least = 1 + bisect_left(range(1, most), True, key=lambda size: bool(self._filled(depth, size)))
         return tuple(Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._filled(depth, least))))
 
@@ -145,8 +147,7 @@ class Pipelines:
             stop = start
             last = self.num_layers - in_flight + 1
             while (
-                stop < last
-                and self._least_stage_bytes(depth, start, stop + 1, in_flight, Recompute.FULL) <= stage_bytes
+                stop < last and self._min_stage_bytes(depth, start, stop + 1, in_flight, Recompute.FULL) <= stage_bytes
             ):
                 stop += 1
             if stop == start:
@@ -201,7 +202,7 @@ class Pipelines:
 
     def fits(self, own: PipelineClass, micro_batches: int) -> bool:
         """Return whether the pipeline fits the memory with the in-flight micro-batches of 1F1B."""
-        if self.memory_bytes is not None and self._least_bytes(own, micro_batches) > self.memory_bytes:
+        if self.memory_bytes is not None and self._min_bytes(own, micro_batches) > self.memory_bytes:
             return False
         return self._fits_under(own, micro_batches, -1)
 
@@ -286,11 +287,11 @@ class Pipelines:
             recomputed_layers(own.cut, hops),
         )
 
-    def _least_bytes(self, own: PipelineClass, micro_batches: int) -> int:
+    def _min_bytes(self, own: PipelineClass, micro_batches: int) -> int:
         """Return a lower bound of the memory of 1F1B: state, and the activations in flight when warm-up ends."""
         depth, recompute = own.cut.depth, own.cut.recompute
         return max(
-            self._least_stage_bytes(depth, stage.start, stage.stop, min(micro_batches, depth - number), recompute)
+            self._min_stage_bytes(depth, stage.start, stage.stop, min(micro_batches, depth - number), recompute)
             + self._redundant_bytes(own.cut, number)
             for number, stage in enumerate(own.cut.stages)
         )
@@ -302,7 +303,7 @@ class Pipelines:
         sizes = self.state_bytes(cut.depth)
         return sum(sizes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
 
-    def _least_stage_bytes(self, depth: int, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
+    def _min_stage_bytes(self, depth: int, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
         activations, held = self._activations[recompute], self.held_before(depth)
         return held[stop] - held[start] + in_flight * (activations[stop] - activations[start])
 

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Final
 
 from chameleon_ft.cluster import Worker
-from chameleon_ft.estimate import paper
-from chameleon_ft.presets import Recompute
+from chameleon_ft.cost import paper
+from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.search.baselines.oobleck import pipeline_templates, reconfigured_pipelines
 from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged

@@ -16,7 +16,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.recovery import LossRisk, Policy
-from chameleon_ft.recovery.loss_risk import host_numbers
+from chameleon_ft.recovery.failure_model import host_numbers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, equal_layouts, find_plan
 from chameleon_ft.simulate.by_class.cluster_layout import (
@@ -24,14 +24,13 @@ from chameleon_ft.simulate.by_class.cluster_layout import (
     ReplayedSteps,
     arranged,
     by_stage,
+    layer_rings,
     layout_of_plan,
     layout_step,
 )
-from chameleon_ft.simulate.by_class.fastest_mix import Mix, Mixes
-from chameleon_ft.simulate.by_class.layer_rings import layer_rings
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines, on_workers
 from chameleon_ft.simulate.by_class.published import oobleck_planner, paper_planner
-from chameleon_ft.simulate.by_class.step_times import StepTimes
+from chameleon_ft.simulate.by_class.step_times import Mix, Mixes, StepTimes
 from chameleon_ft.simulate.parameters import Parameters
 
 # Numbers of copies of each layer that layouts are made with; more copies are hardly ever lost at once.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.picture import require_picture, save_picture
+from chameleon_ft.report.picture import require_picture, save_picture
 from chameleon_ft.simulate.accounting.results import Results
-from chameleon_ft.simulate.sweep import Sweep
+from chameleon_ft.simulate.run import Sweep
 from chameleon_ft.simulate.traces.trace import Trace
 
 __all__ = ["draw_results", "draw_sweep"]
@@ -29,7 +29,7 @@ def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> N
         ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
     """
     require_picture(path)
-    from chameleon_ft.simulate.pictures.results_figure import figure_of_results
+    from chameleon_ft.simulate.pictures.figures import figure_of_results
 
     save_picture(figure_of_results(title, results, trace), path, title=title)
 
@@ -43,7 +43,7 @@ def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
         ConfigError: as `draw_results`, or no value has results.
     """
     require_picture(path)
-    from chameleon_ft.simulate.pictures.sweep_figure import figure_of_sweep
+    from chameleon_ft.simulate.pictures.figures import figure_of_sweep
 
     if not sweep.policies:
         raise ConfigError(

@@ -10,11 +10,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from chameleon_ft.estimate import StallModel
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import LossRisk, prefers_rerouting
-from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
-from chameleon_ft.simulate.by_class.move import Move, move_to
+from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, Move, arranged, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
 from chameleon_ft.simulate.by_class.world import World
@@ -250,8 +249,8 @@ class ProposalsByClass:
         memory_bytes = self._world.pipelines.memory_bytes
         if memory_bytes is None:
             return True
-        trains = self._world.peak_bytes(self._layout, self._state.speeds) if move.most_bytes else 0.0
-        return max(trains + move.most_bytes, move.most_idle_bytes) <= memory_bytes
+        trains = self._world.peak_bytes(self._layout, self._state.speeds) if move.max_bytes else 0.0
+        return max(trains + move.max_bytes, move.max_idle_bytes) <= memory_bytes
 
     def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option[ClusterLayout]]:
         """Return options from the last checkpoint or, if no worker is lost, from one that is written first."""

@@ -10,7 +10,8 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from chameleon_ft.estimate import StallModel, estimate_parts
+from chameleon_ft.cost.step import estimate_parts
+from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import LayerRange, Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import (
@@ -27,7 +28,7 @@ from chameleon_ft.recovery import (
     rescore,
     risk_of,
 )
-from chameleon_ft.recovery.loss_risk import by_host
+from chameleon_ft.recovery.failure_model import by_host
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, fitting_estimate, plan_of_layout
@@ -39,7 +40,7 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 # Bounds the memory, which would otherwise grow with the trace.
-_MOST_CACHED: Final = 64
+_MAX_CACHED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Decisions:
 def _store(cached: OrderedDict[_K, _V], key: _K, value: _V) -> None:
     cached[key] = value
     cached.move_to_end(key)
-    if len(cached) > _MOST_CACHED:
+    if len(cached) > _MAX_CACHED:
         cached.popitem(last=False)
 
 

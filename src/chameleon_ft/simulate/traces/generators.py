@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.events import Fault
-from chameleon_ft.simulate.traces.trace import BURST_GAP_S, Trace
+from chameleon_ft.simulate.traces.trace import BURST_GAP_S, Fault, Trace
 
 _DAY_S = 86_400.0
 _SHORTEST_S = 1.0

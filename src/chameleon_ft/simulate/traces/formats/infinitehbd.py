@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.formats.json_values import JSON_DECODER, errors_at, members, number_in, text_in
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 
 RESOLUTION_S = 8.64
 """Seconds in the last digit of a time, 0.0001 days: duration of a fault that ends at the time it starts."""

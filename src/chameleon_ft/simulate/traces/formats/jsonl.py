@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.events import Event, first_misfit
 from chameleon_ft.simulate.traces.formats.json_values import (
     JSON_DECODER,
     errors_at,
@@ -16,7 +15,7 @@ from chameleon_ft.simulate.traces.formats.json_values import (
     require_hosts,
     text_in,
 )
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Event, Trace, first_misfit
 
 _Value = TypeVar("_Value")
 

@@ -7,9 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.formats.json_values import require_hosts
-from chameleon_ft.simulate.traces.trace import Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 
 
 @dataclass(frozen=True, slots=True)

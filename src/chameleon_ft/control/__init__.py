@@ -1,1 +1,0 @@
-"""The control plane: it tracks the members of a run, detects failures and decides what every worker does next."""

@@ -1,1 +1,0 @@
-"""The control connections: messages, addresses, client and server."""

@@ -1,0 +1,515 @@
+"""Carries out the commands of the state machine: decisions, orders, records and files.
+
+The decisions that the state machine asks for: how to start, and how to continue after a loss.
+
+The orders of generations: worked out from plans, recorded, and sent to workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
+
+from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.coordinator import commands, events
+from chameleon_ft.coordinator.decisions.decisions import DecisionCache, Decisions
+from chameleon_ft.coordinator.decisions.planner import Planner
+from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.peers import Peers, RendezvousStore
+from chameleon_ft.coordinator.run_files import Examined, RunCheckpoints, RunFiles
+from chameleon_ft.coordinator.state.active_plan import ActivePlan
+from chameleon_ft.coordinator.state.checkpoints import describe_unreadable
+from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.cost.profile import Profile
+from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
+from chameleon_ft.plan import Plan
+from chameleon_ft.protocol import messages
+from chameleon_ft.protocol.background_tasks import BackgroundTasks
+from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.plans import GenerationPlan
+from chameleon_ft.storage.recorder import Recorder
+from chameleon_ft.storage.run_storage import checkpoint_storage, record_copies
+
+_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run"
+
+
+class DecisionTasks:
+    """Carries out `Task.DECIDE` and `Task.CONSIDER_SCALE_UP`, at once or in the background.
+
+    Args:
+        resume: whether to begin with a checkpoint.
+        changes: how the job differs from the one that it was written by.
+        now: returns the time.
+        handle: takes an answer that comes later.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        planner: Planner,
+        decisions: Decisions,
+        checkpoints: RunCheckpoints,
+        recorder: Recorder,
+        resume: bool,
+        changes: Sequence[str],
+        now: Callable[[], events.Moment],
+        handle: Callable[[events.Event], None],
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._config = config
+        self._planner = planner
+        self._decisions = decisions
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._resume = resume
+        self._changes = changes
+        self._now = now
+        self._handle = handle
+        self._tasks = tasks
+
+    def decide(self, state: State, damages: Mapping[int, str] | None = None) -> events.Event | None:
+        """Decide on a plan, and if it begins with a checkpoint, on one without visible damage.
+
+        Returns None if the disk does not tell at once whether a checkpoint is damaged; the answer is handled then.
+
+        Args:
+            damages: checkpoints that have been found damaged meanwhile, and how.
+        """
+        damages = damages or {}
+        unreadable = {**state.checkpoints.unreadable, **damages}
+        complete = self._checkpoints.steps()
+        answer = self._decided(state, [step for step in complete if step not in unreadable], unreadable)
+        if not isinstance(answer, events.Decided) or not isinstance(step := answer.plan.load, int):
+            return answer
+
+        def examined(found: Examined) -> events.Event | None:
+            if found.damage is None:
+                if state.active is None:
+                    self._report_resumed(step, found)
+                return answer
+            if found.is_damaged:
+                self._checkpoints.mark_damaged(step)
+                message = describe_unreadable(step, found.damage)
+            else:  # without an older one, it may be read in another start
+                message = f"that of step {step} cannot be read here and is not used: {found.damage}"
+            self._recorder.event("checkpoint_unreadable", step=step, error=found.damage, message=message)
+            return self.decide(state, {**damages, step: found.damage})
+
+        examining = self._checkpoints.examine(step)
+        if examining.done():
+            return examined(examining.result())
+        self._tasks.start(self._handle_later(examining, examined))
+        return None
+
+    async def _handle_later(
+        self, examining: Future[Examined], examined: Callable[[Examined], events.Event | None]
+    ) -> None:
+        if (answer := examined(await asyncio.wrap_future(examining))) is not None:
+            self._handle(answer)
+
+    def _decided(self, state: State, checkpoints: list[int], unreadable: Mapping[int, str]) -> events.Event:
+        question = state.question
+        damages = "".join(f"; {describe_unreadable(step, why)}" for step, why in sorted(unreadable.items()))
+        if state.holds_nothing:
+            if self._resume and damages and not checkpoints:
+                reason = f"there is no checkpoint that can be read{damages}"
+                return events.DecisionFailed(at=self._now(), question=question, reason=reason)
+            checkpoint = checkpoints[-1] if checkpoints and self._resume else None
+            members = state.members
+            if optimizer := self._planner.undivided:
+                message = (
+                    f"every holder of a layer keeps all of it: {optimizer} is not known to update each element of a "
+                    "parameter by itself; a job says that its optimizer does by Job(elementwise=True)"
+                )
+                self._recorder.event("optimizer_undivided", optimizer=optimizer, message=message)
+            for hint in self._planner.hints:
+                self._recorder.event("hint", message=hint)
+            plan = self._planner.start(
+                members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
+            )
+            return events.Decided(at=self._now(), question=question, plan=plan)
+        try:
+            plan, chosen_at = self._decisions.decide(state, checkpoints)
+        except NoHolderError as error:
+            remedy = "" if self._config.checkpoint.every else ": set checkpoint.every to write some"
+            reason = f"{error}{damages or _NO_CHECKPOINT + remedy}"
+            return events.DecisionFailed(at=self._now(), question=question, reason=reason)
+        except (ControlError, ProfileError) as error:
+            return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
+        return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
+
+    def _report_resumed(self, step: int, found: Examined) -> None:
+        """Record which checkpoints a resumed run does not use, and in what its job differs."""
+        for newer in found.incomplete:
+            if newer > step:
+                message = f"that of step {newer} is not complete and not used"
+                self._recorder.event("checkpoint_incomplete", step=newer, message=message)
+        if self._changes:
+            message = f"training continues from step {step} with another job: {'; '.join(self._changes)}"
+            self._recorder.event("job_changed", step=step, changes=self._changes, message=message)
+
+    async def consider(self, state: State) -> None:
+        """Decide while training continues, and handle the answer."""
+        question = state.scale_up.question
+        try:
+            found = await self._decisions.consider(state)
+        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training continues without
+            reason = f"{type(error).__name__}: {error}"
+            answer = events.Considered(at=self._now(), question=question, error=reason)
+        else:
+            answer = events.Considered(
+                at=self._now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
+            )
+        self._handle(answer)
+
+
+class Orders:
+    """Works out the orders of each generation, and sends them.
+
+    Args:
+        peers: the connected peers.
+        now: returns the time.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        planner: Planner,
+        decisions: Decisions,
+        rendezvous: RendezvousStore,
+        recorder: Recorder,
+        peers: Peers,
+        now: Callable[[], events.Moment],
+    ) -> None:
+        self._run = run
+        self._planner = planner
+        self._decisions = decisions
+        self._rendezvous = rendezvous
+        self._recorder = recorder
+        self._peers = peers
+        self._now = now
+        self._prepared: GenerationPlan | None = None  # of the generation that is being prepared, or was last
+        self._in_force: GenerationPlan | None = None
+
+    def continue_from(self, state: State) -> None:
+        """Take in the generations of a coordinator that is lost; send nothing."""
+        if state.active is not None:
+            planned, _ = self._orders(state, RecoveryPlan.kept(state.active, None), state.generation)
+            self._begin(state, planned)
+        if (upcoming := state.switches.underway) is not None:
+            self._prepared, _ = self._orders(state, RecoveryPlan.kept(upcoming.plan, None), upcoming.number)
+
+    def launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
+        """Send the orders of a generation."""
+        generation = state.generation
+        try:
+            planned, orders = self._orders(state, plan, generation, active=state.active)
+        except ProfileError as error:  # a link between hosts without costs
+            return events.DecisionFailed(at=self._now(), question=state.question, reason=str(error))
+        self._peers.send_alike(orders)
+        self._begin(state, planned)
+        launched = events.Launched(at=self._now(), generation=generation)
+        # Before any answer is handled: records of a generation mean nothing without its plan.
+        self._recorder.plan(planned, policy=plan.policy)
+        if is_first:
+            self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
+        return launched
+
+    def prepare(self, state: State) -> events.Event | None:
+        """Send the orders of the next generation, to be prepared."""
+        upcoming = state.switches.next
+        assert upcoming is not None
+        try:
+            to_prepare = self._to_prepare(state, upcoming.plan)
+            self._prepared, orders = self._orders(state, to_prepare, upcoming.number, active=upcoming.plan)
+        except ProfileError as error:
+            return events.PrepareFailed(at=self._now(), generation=upcoming.number, reason=str(error))
+        self._peers.send_alike({connection: messages.Prepare(order=order) for connection, order in orders.items()})
+        return None
+
+    def migrate(self, state: State, command: commands.Migrate) -> None:
+        """Send the orders to move layers."""
+        order = self._planner.migrate(command.plan, state.members.hosts(), generation=command.generation)
+        for worker in command.workers:
+            if (connection := state.members[worker].connection) is not None:
+                self._peers.send(connection, order)
+
+    def begin(self, state: State) -> None:
+        """Record the plan of the generation that was prepared last, and begin to measure it."""
+        planned, active = self._prepared, state.active
+        assert active is not None
+        assert planned is not None
+        assert planned.generation == state.active_generation
+        self._begin(state, planned)
+        self._recorder.plan(replace(planned, first_step=active.first_step), policy=active.policy)
+
+    def _begin(self, state: State, planned: GenerationPlan) -> None:
+        self._in_force = planned
+        self._planner.begin(planned, state.members.hosts())
+
+    def _to_prepare(self, state: State, plan: ActivePlan) -> RecoveryPlan:
+        """Return a plan with its program; if only owners change, that is the one in force, and nothing is searched."""
+        found, active, now = self._decisions.to_prepare(plan), state.active, self._in_force
+        assert active is not None
+        is_same = (plan.plan, plan.in_flight_limits) == (active.plan, active.in_flight_limits)
+        return RecoveryPlan.kept(plan, now.program) if is_same and found.program is None and now is not None else found
+
+    def _orders(
+        self, state: State, plan: RecoveryPlan, generation: int, *, active: ActivePlan | None = None
+    ) -> tuple[GenerationPlan, dict[int, messages.StartGeneration]]:
+        """Return the record of a generation and the orders of its workers, by connection.
+
+        While the disk is full or does not answer, workers keep the plan, `active`, in place of the journal.
+        """
+        self._rendezvous.forget_before(min(generation, state.active_generation))
+        planned, orders = self._planner.orders(plan, state.members.hosts(), generation=generation)
+        skipped = tuple(sorted(state.health.skipped))
+        complete = state.snapshots.complete
+        kept = "" if active is None or not self._recorder.files.is_late else active.pack()
+        known = {
+            "skipped": skipped,
+            "snapshot": None if complete is None else complete.step,
+            "finish": state.ending is not None and state.ending.trains_no_step,
+            "plan": kept,
+        }
+        orders = {worker: order.model_copy(update=known) for worker, order in orders.items()}
+        connections = {worker: state.members[worker].connection for worker in orders}
+        return planned, {at: orders[worker] for worker, at in connections.items() if at is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """The inputs of a coordinator.
+
+    Attributes:
+        profile: measured costs, if there are any.
+        plan: the plan to start with, if one was given.
+        resume: whether to begin with a checkpoint.
+        changes: how the job differs from the one that the checkpoint was written by.
+        takes_over: whether the run is training already, without a coordinator.
+        executor: prepares decisions on losses during training; without it, each is made after the loss.
+    """
+
+    config: RunConfig
+    run: RunDirectory
+    recorder: Recorder
+    job: JobInfo
+    resume: bool
+    changes: tuple[str, ...] = ()
+    takes_over: bool = False
+    profile: Profile | None = None
+    plan: Plan | None = None
+    executor: Executor | None = None
+
+
+class CommandRunner:
+    """Carries out all commands but those that end the run, or the term of the coordinator.
+
+    Args:
+        peers: the connected peers.
+        now: returns the time.
+        handle: takes an event that answers a command later.
+    """
+
+    def __init__(
+        self,
+        setup: RunSetup,
+        *,
+        peers: Peers,
+        now: Callable[[], events.Moment],
+        handle: Callable[[events.Event], None],
+        tasks: BackgroundTasks,
+    ) -> None:
+        config, run, recorder, job, executor = setup.config, setup.run, setup.recorder, setup.job, setup.executor
+        self._config = config
+        self._recorder = recorder
+        self._peers = peers
+        self._now = now
+        self._tasks = tasks
+        self._generation = 0  # of the newest state
+        self.rendezvous = RendezvousStore()
+        self.planner = Planner(config, job, profile=setup.profile, plan=setup.plan)
+        policy = config.recovery.policy
+        cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
+        self.decisions = Decisions(planner=self.planner, cache=cache, executor=executor)
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self._speculation: asyncio.Task[None] | None = None  # of the decision that follows the loss
+        self.files = RunFiles(run, recorder.files)
+        self.checkpoints = RunCheckpoints(
+            checkpoint_storage(config, run),
+            recorder.files,
+            model=job.fingerprint,
+            num_layers=job.num_layers,
+            job=job.record,
+            keep=config.checkpoint.keep,
+            base=config.forked.step if config.forked.run else None,
+            not_marked=self._on_not_marked,
+            copy_records=record_copies(config, run),
+            takes_over=setup.takes_over,
+        )
+        self.decision_tasks = DecisionTasks(
+            config,
+            planner=self.planner,
+            decisions=self.decisions,
+            checkpoints=self.checkpoints,
+            recorder=recorder,
+            resume=setup.resume,
+            changes=setup.changes,
+            now=now,
+            handle=handle,
+            tasks=tasks,
+        )
+        self.orders = Orders(
+            run,
+            planner=self.planner,
+            decisions=self.decisions,
+            rendezvous=self.rendezvous,
+            recorder=recorder,
+            peers=peers,
+            now=now,
+        )
+        self._welcome = messages.Welcome(
+            config=config_to_toml(config),
+            run=str(run.path),
+            boundaries=job.boundaries,
+            built_in_full=job.built_in_full,
+            samples=json.dumps(dict(islice(job.record.data.items(), 3))),
+        )
+
+    def require_costs(self, before: State, event: events.Event, after: State) -> None:
+        """Raise ControlError if a rank joins a running training and no costs of its links are known."""
+        if not (isinstance(event, events.Received) and isinstance(event.message, messages.Hello)):
+            return
+        if before.phase in (Phase.GATHERING, Phase.OVER):
+            return
+        try:
+            self.planner.require_costs(after.members.hosts())
+        except ProfileError as error:
+            raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
+
+    def execute(self, state: State, command: commands.Command) -> events.Event | None:
+        """Carry out a command; return the event that it leads to at once, if any."""
+        self._generation = state.generation
+        match command:
+            case commands.Send(connection=connection, message=message):
+                self._peers.send(connection, message)
+            case commands.Acknowledge(connection=connection):
+                self.acknowledge(state, connection)
+            case commands.Drop(connection=connection):
+                self._peers.drop(connection)
+            case commands.Welcome():
+                own = {"incarnation": command.incarnation}
+                self._peers.send(command.connection, self._welcome.model_copy(update=own))
+            case commands.Record(record=record):
+                self._recorder.record(record)
+            case commands.Task.RECORD_SCALE_UP:
+                if (fields := self.decisions.describe_scale_up()) is not None:
+                    self._recorder.event("decision", generation=state.generation, **fields)
+            case commands.Task.PREPARE_GENERATION:
+                return self.orders.prepare(state)
+            case commands.Task.BEGIN_GENERATION:
+                self.orders.begin(state)
+            case commands.Migrate():
+                self.orders.migrate(state, command)
+            case commands.LogFault(worker=worker):
+                self.files.log_kill(worker)
+            case commands.SaveEvidence(file=file, text=text):
+                self.files.save_evidence(file, text)
+            case commands.CompleteCheckpoint(step=checkpoint, agreed=agreed, slices=slices, seals=seals):
+                kept = agreed if self._config.health.check_every else None
+                self.checkpoints.complete(checkpoint, agreed=kept, slices=slices, seals=seals)
+            case commands.DiscardCheckpoint(step=checkpoint, agreed=agreed):
+                self.checkpoints.discard(checkpoint, agreed=agreed if self._config.health.check_every else None)
+            case commands.DistrustCheckpoints(after=agreed):
+                self.checkpoints.distrust(agreed)
+            case commands.MarkDamaged(step=checkpoint):
+                self.checkpoints.mark_damaged(checkpoint)
+            case commands.Task.DECIDE:
+                self._cancel_speculation()
+                return self.decision_tasks.decide(state)
+            case commands.Launch(plan=plan, is_first=is_first):
+                return self.orders.launch(state, plan, is_first=is_first)
+            case commands.Task.CONSIDER_SCALE_UP:
+                self._tasks.start(self.decision_tasks.consider(state))
+            case commands.Task.PREPARE_DECISIONS:
+                self.decisions.prepare(state)
+            case commands.Task.SPECULATE:
+                self._cancel_speculation()
+                self._speculation = self._tasks.start(self._speculate(state))
+            case commands.Task.FORGET_DECISIONS:
+                self._cancel_speculation()
+                self.decisions.forget()
+            case commands.MeasureOperations():
+                return self._measure(state, command)
+            case commands.MeasureStep(step_s=step_s):
+                self.planner.calibration.step(step_s)
+            case commands.MeasureMigration(migration=migration, seconds=seconds):
+                self.planner.migrated(migration, seconds, state.members.hosts())
+            case commands.MeasureTransfer(transfer_s=transfer_s):
+                if state.active is not None and state.active.transfer is not None:
+                    self.planner.transferred(state.active.transfer, transfer_s, state.members.hosts())
+        return None
+
+    def acknowledge(self, state: State, connection: int) -> None:
+        """Tell a peer how many of its messages were handled, and which coordinators it may turn to."""
+        if not self._recorder.files.is_late:  # otherwise the journal may not have the newest ones
+            self._peers.mark_written(connection)
+        lease_s, standbys = self._config.control.lease_s, tuple(state.standbys.values())
+        self._peers.send(
+            connection,
+            messages.Acknowledged(
+                connection=connection,
+                received=self._peers.received.get(connection, 0),
+                written=self._peers.written.get(connection, 0),
+                term=state.term,
+                lease_s=lease_s,
+                # A standby leads only once the lease is over.
+                reconnect_s=self._config.timeouts.reconnect_s + (lease_s if standbys else 0.0),
+                standbys=standbys,
+            ),
+        )
+
+    def _measure(self, state: State, command: commands.MeasureOperations) -> events.Event | None:
+        measured = self.planner.calibration.operations(command.worker, command.times)
+        if measured is None:
+            return None
+        return events.OperationsMeasured(
+            at=self._now(),
+            worker=command.worker,
+            generation=state.generation,
+            step=command.step,
+            ratio=measured[0],
+            group=measured[1],
+            links=self.planner.calibration.links(command.worker, command.step, command.times),
+        )
+
+    async def _speculate(self, state: State) -> None:
+        self.decisions.speculate(state)
+
+    def _cancel_speculation(self) -> None:
+        """Cancel the speculation about an outdated state: the losses of the workers of a host arrive one by one."""
+        if self._speculation is not None:
+            self._speculation.cancel()
+            self._speculation = None
+
+    def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
+        self._recorder.event("prepared", generation=self._generation, losses=losses, prepare_s=prepare_s, error=error)
+
+    def _on_not_marked(self, step: int, error: str) -> None:
+        """Note, in the thread of files, that a checkpoint could not be marked."""
+
+        def note() -> None:
+            self._handle(events.MarkFailed(at=self._now(), step=step, error=error))
+
+        with contextlib.suppress(RuntimeError):  # the run has ended without waiting any longer for the store
+            self._loop.call_soon_threadsafe(note)

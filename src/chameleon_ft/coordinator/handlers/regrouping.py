@@ -1,0 +1,153 @@
+"""A decision is carried out: its plan is launched, layers move, and training resumes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.coordinator import commands, events
+from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.detectors import base as signals
+from chameleon_ft.coordinator.handlers import bad_steps, incidents
+from chameleon_ft.coordinator.handlers.draft import Draft, record_incident
+from chameleon_ft.coordinator.state.state import Phase
+from chameleon_ft.protocol import messages
+
+
+def decided(draft: Draft, event: events.Decided) -> None:
+    """Launch the plan of a decision, then record why it was chosen."""
+    state, plan = draft.state, event.plan
+    if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
+        return  # a loss has overtaken it
+    # If a plan is only tried again, a better one is still to be looked for.
+    is_provisional = plan.is_provisional or (plan.policy == "again" and state.scale_up.provisional_since_s is not None)
+    draft.state = replace(
+        draft.state, incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional)
+    )
+    if plan.decision is not None:
+        draft.state = replace(
+            draft.state, incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared)
+        )
+    _launch(draft, plan)
+    if plan.decision is None:
+        return
+    # All workers wait for their orders, and none for a record.
+    fields, chosen = plan.to_json(), plan.decision.chosen
+    draft.record(
+        "decision",
+        generation=state.generation,
+        trigger="loss" if fields["lost"] else "join" if state.scale_up.newcomers else "review",
+        search_s=draft.at.unix_s - state.incident.stopped_at,
+        **fields,
+    )
+    outcomes, outcome = state.outcomes.decided(
+        generation=state.generation,
+        policy=plan.policy,
+        predicted_step_s=None if chosen is None else chosen.step_s,
+        predicted_stall_s=None if chosen is None else chosen.stall_s,
+        repeated_steps=max(0, state.committed - plan.first_step),
+        is_salvaged=plan.rest is not None,
+        now=draft.at.unix_s,
+    )
+    draft.state = replace(draft.state, outcomes=outcomes)
+    draft.record_outcome(outcome)
+
+
+def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
+    """End the run, which cannot continue."""
+    if event.question == draft.state.question:
+        incidents.end(draft, "failed", event.reason)
+
+
+def _launch(draft: Draft, plan: RecoveryPlan) -> None:
+    """Give every participant of the plan its orders for the current generation."""
+    bad_steps.record_all(draft)  # of the generation before, also if not all of its workers have reported
+    if draft.state.ending is None:
+        # The bad step is trained again.
+        draft.state = replace(draft.state, health=replace(draft.state.health, ending=""))
+    state, active = draft.state, plan.active()
+    draft.begin_plan(active, state.generation, loads=plan.load not in ("keep", "snapshot"))
+    draft.state = replace(
+        draft.state,
+        switched_from=None,
+        in_force=active if active.transition is None else state.in_force,
+        committed=plan.first_step,
+        checkpoints=state.checkpoints.interrupted()
+        if plan.load == "keep"
+        else state.checkpoints.loaded(state.generation),
+        snapshots=state.snapshots
+        if plan.load == "keep"
+        else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
+    )
+    if plan.load == "snapshot":  # each holder has its own copy, which is not compared with others
+        draft.state = replace(
+            draft.state, health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step))
+        )
+    incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
+    draft.do(commands.Launch(plan, is_first=state.active is None))
+
+
+def launched(draft: Draft, event: events.Launched) -> None:
+    """Do what no worker waits for, once the orders of a generation have been sent."""
+    state = draft.state
+    if event.generation != state.generation:
+        return
+    draft.state = replace(
+        draft.state,
+        incident=replace(state.incident, decided_at=draft.at.unix_s),
+        history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
+    )
+    draft.do(commands.Task.FORGET_DECISIONS)
+
+
+def switched(draft: Draft, message: messages.Switched) -> None:
+    """Record the transition at the first report that all workers hold their part of the new placement."""
+    state, active = draft.state, draft.state.active
+    if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
+        return
+    assert active is not None
+    assert active.transfer is not None
+    draft.state = replace(draft.state, incident=replace(state.incident, switched=message))
+    draft.do(commands.MeasureTransfer(message.transfer_s))
+    draft.record(
+        "transition",
+        generation=state.generation,
+        workers=len(active.participants),
+        layers=sum(len(each.layers) for each in active.transfer.messages),
+        messages=len(active.transfer.messages),
+        rounds=len(active.transfer.rounds),
+        planned_bytes=active.transfer.total_bytes,
+        moved_bytes=message.moved_bytes,
+        transfer_s=message.transfer_s,
+    )
+
+
+def started(draft: Draft) -> None:
+    """Record that training has resumed, at the first operation of a worker."""
+    incidents.detect(draft, signals.Progressed(draft.at.monotonic_s))
+    state = draft.state
+    if state.phase is not Phase.REGROUPING:
+        return
+    assert state.active is not None
+    now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
+    scale_up = state.scale_up
+    is_final = not incident.is_provisional and not state.switches.following
+    if incident.is_provisional:
+        scale_up = scale_up.with_provisional_plan(draft.at.monotonic_s)
+    elif is_final:
+        scale_up = scale_up.settled()
+    outcomes = state.outcomes
+    if incident.losses:
+        # If the step that was running could be applied, the next one is late.
+        step = max(incident.losses[0].step, state.active.first_step)
+        outcomes = outcomes.hit(step, generation=state.generation)
+    draft.state = replace(draft.state, phase=Phase.TRAINING, outcomes=outcomes.resumed(now), scale_up=scale_up)
+    record_incident(draft, state.active)
+    if is_final and (newcomers or incident.is_switch):
+        record = incident.join_record(
+            state.active,
+            newcomers,
+            drained=sorted(state.members.draining().difference(state.active.plan.workers)),
+            generation=state.generation,
+            resumed_at=now,
+        )
+        draft.do(commands.Record(record))

@@ -1,0 +1,520 @@
+"""Shapes of published models, and of models published on Hugging Face.
+
+Sources, for the shapes and (in the tests) the numbers of parameters:
+
+- Llama 2: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", arXiv 2307.09288; sequences of 4,096.
+- Llama 3: Dubey et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3; sequences of 8,192.
+- Qwen2.5: Qwen Team, "Qwen2.5 Technical Report", arXiv 2412.15115; sequences of 4,096 in the main phase of
+  pre-training.
+
+Widths that the reports leave out are those of the `config.json` that each model is published with
+(meta-llama/Llama-2-*, meta-llama/Meta-Llama-3-*, meta-llama/Llama-3.1-405B, Qwen/Qwen2.5-*). The 405B has 8 key and
+value heads, as in the report.
+
+Rates of devices.
+
+Peaks are those of the manufacturers for dense matrices. The share of a peak that large matrix products reach is an
+assumption, as the field says; a measured profile replaces it.
+
+- A100-80G: NVIDIA, "A100 Tensor Core GPU" data sheet, SXM, 2021: 312 TFLOP/s bf16 and fp16, 19.5 fp32, 80 GB at
+  2,039 GB/s, NVLink 600 GB/s (300 each way). DGX A100: one 200 Gb/s adapter to a GPU.
+- H100-80G: NVIDIA, "H100 Tensor Core GPU" data sheet, SXM, 2022: 1,979 TFLOP/s bf16 and fp16 with sparsity, half of it
+  dense, 67 fp32, 80 GB at 3.35 TB/s, NVLink 900 GB/s (450 each way). DGX H100: one 400 Gb/s adapter to a GPU.
+- Ascend-910B-64G: Huawei publishes no data sheet. Zuo et al., "Serving Large Language Models on Huawei CloudMatrix384",
+  arXiv 2506.12708, give 376 TFLOP/s bf16 and fp16, 64 GB and 1.6 TB/s for each of the two dies of a 910C, which is the
+  die of the faster 910B; users have measured 315 TFLOP/s on a 910B2. Eight to a server, each joined to each of the
+  seven others at 56 GB/s (28 each way, 392 GB/s in all), and one 200 Gb/s port to an NPU: reported, not published.
+  Slower bins (910B3, 910B4) need devices of their own.
+- Latencies are assumptions of the order that all-reduce tests of NCCL show on such machines: about 3 us for a step
+  inside a host, and about 10 us between hosts; a message with its launch is taken for twice that inside a host.
+
+The shape of a decoder-only transformer, and how many parameters it has.
+
+Presets by name.
+
+How a model is executed: choices that change time and memory, but not the results beyond rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, TypeVar
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+
+class FeedForward(StrEnum):
+    """The feed-forward half of a block: down(silu(gate(x)) * up(x)) with three matrices, or down(gelu(up(x)))."""
+
+    SWIGLU = "swiglu"
+    GELU = "gelu"
+
+
+class Norm(StrEnum):
+    """Root-mean-square norm with a gain, or layer norm with a gain and a bias."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Bias(StrEnum):
+    """Which matrices of a block have a bias: none, those of query, key and value (Qwen2), or all (GPT)."""
+
+    NONE = "none"
+    QKV = "qkv"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The shape of a model: embedding, `blocks` transformer blocks, and final norm with output projection.
+
+    These are its `blocks + 2` layers, the units of partition.
+
+    Attributes:
+        name: name of the model.
+        hidden: width of the residual stream (h).
+        blocks: transformer blocks (L).
+        heads: query heads (a).
+        kv_heads: key and value heads; fewer than `heads` is grouped-query attention (Ainslie et al. 2023).
+        head_dim: width of a head; `hidden / heads` in nearly all models.
+        ffn: inner width of the feed-forward.
+        vocab: rows of the embedding, padding included.
+        seq_len: tokens in a training sequence (s).
+        tied_embeddings: whether the output projection is the embedding. Its layer then holds a copy.
+        feed_forward, norm, bias: variants of the block.
+        dropout: whether dropout follows attention's softmax and both halves of a block, so that masks are kept.
+        learned_positions: whether positions have embeddings of their own; with rotary positions they have none.
+
+    Raises:
+        ConfigError: a count below one, or heads that are not a multiple of the key and value heads.
+    """
+
+    name: str
+    hidden: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    tied_embeddings: bool = False
+    feed_forward: FeedForward = FeedForward.SWIGLU
+    norm: Norm = Norm.RMS
+    bias: Bias = Bias.NONE
+    dropout: bool = False
+    learned_positions: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("hidden", "blocks", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq_len"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} of model {self.name!r} must be at least 1; got {getattr(self, field)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model {self.name!r} has {self.heads} heads, which {self.kv_heads} key and value heads cannot share "
+                "equally; kv_heads must divide heads"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together, and of the output of attention."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def block_matrices(self) -> tuple[int, ...]:
+        """Elements of each matrix of a block: query, key, value, output; then those of the feed-forward."""
+        ffn_matrices = 3 if self.feed_forward is FeedForward.SWIGLU else 2
+        attention = (self.hidden * self.query_dim, self.hidden * self.kv_dim, self.hidden * self.kv_dim)
+        return (*attention, self.query_dim * self.hidden, *(self.hidden * self.ffn for _ in range(ffn_matrices)))
+
+    @property
+    def block_params(self) -> int:
+        """Parameters of one block: its matrices, their biases and two norms."""
+        qkv_biases = self.query_dim + 2 * self.kv_dim
+        biases = {Bias.NONE: 0, Bias.QKV: qkv_biases, Bias.ALL: qkv_biases + 2 * self.hidden + self.inner_width}
+        return sum(self.block_matrices) + biases[self.bias] + 2 * self._norm_params
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the first output of the feed-forward: gate and up, or up alone."""
+        return self.ffn * (2 if self.feed_forward is FeedForward.SWIGLU else 1)
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the first layer."""
+        return (self.vocab + (self.seq_len if self.learned_positions else 0)) * self.hidden
+
+    @property
+    def head_params(self) -> int:
+        """Parameters that the last layer holds: final norm and output projection, the latter a copy if it is tied."""
+        return self._norm_params + self.vocab * self.hidden
+
+    @property
+    def layer_params(self) -> tuple[int, ...]:
+        """Parameters that each of the `blocks + 2` layers holds."""
+        return (self.embedding_params, *(self.block_params for _ in range(self.blocks)), self.head_params)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, a tied embedding counted once."""
+        return sum(self.layer_params) - (self.vocab * self.hidden if self.tied_embeddings else 0)
+
+    @property
+    def _norm_params(self) -> int:
+        return self.hidden * (2 if self.norm is Norm.LAYER else 1)
+
+
+Preset = TypeVar("Preset")
+
+
+def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
+    """Return the preset of this name, in any case, or the only one whose name continues it after a "-".
+
+    Raises ConfigError if there is none.
+    """
+    asked = name.lower()
+    if asked in presets:
+        return presets[asked]
+    begun = [known for known in presets if known.startswith(f"{asked}-")]
+    if len(begun) == 1:
+        return presets[begun[0]]
+    raise ConfigError.unknown_name(kind, name, presets)
+
+
+# Model types of Hugging Face made of the blocks that `ModelShape` describes, with their default biases.
+_TYPES: Final[Mapping[str, Bias]] = FrozenMap({"llama": Bias.NONE, "mistral": Bias.NONE, "qwen2": Bias.QKV})
+
+
+MODELS: Final[Mapping[str, ModelShape]] = FrozenMap(
+    {
+        name: ModelShape(
+            name=name,
+            hidden=hidden,
+            blocks=blocks,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=hidden // heads,
+            ffn=ffn,
+            vocab=vocab,
+            seq_len=seq_len,
+            bias=Bias.QKV if name.startswith("qwen") else Bias.NONE,
+        )
+        for name, hidden, blocks, heads, kv_heads, ffn, vocab, seq_len in (
+            ("llama2-7b", 4096, 32, 32, 32, 11_008, 32_000, 4096),
+            ("llama2-13b", 5120, 40, 40, 40, 13_824, 32_000, 4096),
+            ("llama2-70b", 8192, 80, 64, 8, 28_672, 32_000, 4096),
+            ("llama3-8b", 4096, 32, 32, 8, 14_336, 128_256, 8192),
+            ("llama3-70b", 8192, 80, 64, 8, 28_672, 128_256, 8192),
+            ("llama3-405b", 16_384, 126, 128, 8, 53_248, 128_256, 8192),
+            ("qwen2.5-7b", 3584, 28, 28, 4, 18_944, 152_064, 4096),
+            ("qwen2.5-32b", 5120, 64, 40, 8, 27_648, 152_064, 4096),
+            ("qwen2.5-72b", 8192, 80, 64, 8, 29_568, 152_064, 4096),
+        )
+    }
+)
+"""The shapes by name."""
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the published model of this name; `dataclasses.replace` changes its `seq_len`.
+
+    Raises ConfigError if it is unknown.
+    """
+    return named(MODELS, name, "model")
+
+
+def from_hugging_face(config: Mapping[str, object], *, seq_len: int | None = None) -> ModelShape:
+    """Return the shape that `config`, a parsed `config.json`, describes.
+
+    Args:
+        config: keys and values of the file; keys that do not affect the shape are ignored.
+        seq_len: tokens in a training sequence; None for `max_position_embeddings`, which is often far longer than the
+            sequences of the training.
+
+    Raises:
+        ConfigError: a key that is missing or not a positive integer, or a type of model with other blocks: mixtures of
+            experts, biases in the output projection or the feed-forward, an activation other than SiLU.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _TYPES:
+        raise ConfigError(f"model_type is {model_type!r}; a shape can be read for these: {', '.join(_TYPES)}")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(
+            f"hidden_act is {activation!r}; a {model_type} with another activation than 'silu' is unknown"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key, False):
+            raise ConfigError(f"{key} is set; a {model_type} with biases in all matrices of a block is unknown")
+
+    def integer(key: str, default: int | None = None) -> int:
+        # Files contain null for a value that follows from others.
+        value = default if (given := config.get(key)) is None else given
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problem = "is missing" if value is None else f"is {value!r}"
+            raise ConfigError(f"{key} {problem}; config.json must give it as an integer of at least 1")
+        return value
+
+    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
+    if config.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"hidden_size {hidden} does not divide by num_attention_heads {heads}; give head_dim")
+    return ModelShape(
+        name=str(config.get("_name_or_path") or model_type),
+        hidden=hidden,
+        blocks=integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=integer("num_key_value_heads", heads),
+        head_dim=integer("head_dim", hidden // heads),
+        ffn=integer("intermediate_size"),
+        vocab=integer("vocab_size"),
+        seq_len=integer("max_position_embeddings") if seq_len is None else seq_len,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bias=_TYPES[model_type],
+    )
+
+
+class Attention(StrEnum):
+    """The kernel of attention.
+
+    Flash attention (Dao et al. 2022) keeps one number for each row of the scores and skips what a causal mask hides.
+    Eager attention computes and keeps all scores.
+    """
+
+    FLASH = "flash"
+    EAGER = "eager"
+
+
+class Recompute(StrEnum):
+    """Activations that are dropped after the forward and recomputed in the backward (Korthikanti et al. 2022).
+
+    None; the core of attention (scores, softmax, dropout), which flash attention never keeps; or whole blocks, of which
+    only the input is kept. This applies to all workers and all steps. A plan can also ask some of its workers to
+    recompute whole blocks, or norms, activation functions and the core of attention: do not do both.
+    """
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How the ranks of one worker execute a block.
+
+    Attributes:
+        attention: kernel of attention.
+        recompute: what is computed twice to save memory.
+        tp: ranks of a worker that share every block (tensor parallelism, Shoeybi et al. 2019).
+        sequence_parallel: whether these ranks also share what tensor parallelism leaves whole: norms, dropout, and the
+            inputs of the matrices. Without effect if `tp` is 1.
+
+    Raises:
+        ConfigError: `tp` below one.
+    """
+
+    attention: Attention = Attention.FLASH
+    recompute: Recompute = Recompute.NONE
+    tp: int = 1
+    sequence_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ConfigError(f"tp must be at least 1; got {self.tp}")
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ConfigError unless `tp` ranks can share the heads and the feed-forward of `shape` equally."""
+        for field in ("heads", "kv_heads", "ffn", "vocab"):
+            if getattr(shape, field) % self.tp:
+                raise ConfigError(
+                    f"tp {self.tp} does not divide {field} {getattr(shape, field)} of {shape.name!r}; use a divisor"
+                )
+
+    @property
+    def shared(self) -> int:
+        """The number of ranks that share the bytes of norms, dropout and inputs of matrices."""
+        return self.tp if self.sequence_parallel else 1
+
+
+class DType(StrEnum):
+    """The type of an element of a tensor."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePolicy:
+    """The types of parameters, gradients and optimizer state.
+
+    Attributes:
+        name: name of the policy.
+        parameters: type of the parameters, and of everything computed with them.
+        gradients: type in which gradients are summed over micro-batches and workers.
+        optimizer_bytes: bytes of the optimizer for each parameter: its moments, and a master copy if it keeps one.
+        are_rounded: whether a worker rounds the parameters of a layer from their masters instead of receiving them.
+
+    Raises:
+        ConfigError: negative optimizer bytes.
+    """
+
+    name: str
+    parameters: DType
+    gradients: DType
+    optimizer_bytes: int
+    are_rounded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer_bytes < 0:
+            raise ConfigError(f"optimizer_bytes of {self.name!r} must not be negative; got {self.optimizer_bytes}")
+
+    @property
+    def master_bytes(self) -> int:
+        """The bytes of a master copy for each parameter: parameters of 16 bits with more than two float32 moments."""
+        return 4 if self.parameters.num_bytes == 2 and self.optimizer_bytes > 8 else 0
+
+
+_BF16: Final = "bf16-master-fp32-gradients"
+
+STATE_POLICIES: Final[Mapping[str, StatePolicy]] = FrozenMap(
+    {
+        name: StatePolicy(
+            name=name,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer_bytes=optimizer_bytes,
+            are_rounded=name == _BF16,
+        )
+        for name, parameters, gradients, optimizer_bytes in (
+            # 2 + 2 + (4 master + 4 + 4 moments) = 16 bytes: Rajbhandari et al., "ZeRO", 2020, section 3.1.
+            ("bf16-master", DType.BF16, DType.BF16, 12),
+            # As above with gradients summed in fp32: 18 bytes, as a run in bf16 has them.
+            (_BF16, DType.BF16, DType.FP32, 12),
+            # PyTorch's AdamW for parameters in bf16: both moments in their type, no master copy.
+            ("bf16", DType.BF16, DType.BF16, 4),
+            ("fp32", DType.FP32, DType.FP32, 8),
+        )
+    }
+)
+"""Policies for Adam by name."""
+
+PRECISIONS: Final[Mapping[str, str]] = FrozenMap({"fp32": "fp32", "bf16": _BF16})
+"""The policy of a run by its precision."""
+
+
+def state_policy(name: str) -> StatePolicy:
+    """Return the policy of this name. Raises ConfigError if there is none."""
+    return named(STATE_POLICIES, name, "state policy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The rates of one accelerator.
+
+    Attributes:
+        name: name of the device.
+        peak_flops: highest floating-point operations a second of dense matrix products, by element type.
+        achievable: the share of it that the products of a large transformer reach; an assumption.
+        memory_bytes: capacity.
+        memory_bytes_per_s: highest bandwidth of its memory.
+        achievable_bandwidth: the share of it that element-wise operations reach; an assumption.
+        intra_host: link to another device of the host, one way.
+        inter_host: link to a device of another host, one way.
+
+    Raises:
+        ConfigError: no rates, or a rate, share or size that is not positive, or a share above 1.
+    """
+
+    name: str
+    peak_flops: Mapping[DType, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    intra_host: Link
+    inter_host: Link
+    achievable: float = 0.6
+    achievable_bandwidth: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not self.peak_flops:
+            raise ConfigError(f"device {self.name!r} needs a peak rate for at least one element type; got none")
+        rates = {f"peak_flops[{dtype}]": rate for dtype, rate in self.peak_flops.items()}
+        rates |= {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
+        for field, rate in rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ConfigError(f"{field} of device {self.name!r} must be positive; got {rate}")
+        for field in ("achievable", "achievable_bandwidth"):
+            if not 0 < getattr(self, field) <= 1:
+                raise ConfigError(f"{field} of device {self.name!r} must be in (0, 1]; got {getattr(self, field)}")
+        object.__setattr__(self, "peak_flops", FrozenMap(self.peak_flops))
+
+    def flops_per_s(self, dtype: DType) -> float:
+        """Return operations a second of matrix products of this type. Raises ConfigError if the type has no rate."""
+        if dtype not in self.peak_flops:
+            known = ", ".join(self.peak_flops)
+            raise ConfigError(f"device {self.name!r} has no rate for {dtype}; it has one for: {known}")
+        return self.peak_flops[dtype] * self.achievable
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bytes that element-wise operations read and write in a second."""
+        return self.memory_bytes_per_s * self.achievable_bandwidth
+
+    def cluster(self, workers: int, *, workers_per_host: int = 8) -> Cluster:
+        """Return `workers` workers on hosts of `workers_per_host`, with this device's memory and links.
+
+        With tensor parallelism a worker has several devices; its memory is that of one, like the bytes of a workload.
+
+        Raises:
+            ConfigError: a count below one.
+        """
+        if workers < 1 or workers_per_host < 1:
+            raise ConfigError(f"workers and workers_per_host must be at least 1; got {workers} and {workers_per_host}")
+        return Cluster(
+            tuple(
+                Worker(worker, f"host{worker // workers_per_host}", memory_bytes=self.memory_bytes)
+                for worker in range(workers)
+            ),
+            self.intra_host,
+            self.inter_host,
+        )
+
+
+DEVICES: Final[Mapping[str, Device]] = FrozenMap(
+    {
+        name: Device(
+            name=name,
+            peak_flops={dtype: tera_flops * 1e12 for dtype, tera_flops in rates.items()},
+            memory_bytes=memory_gb * 10**9,
+            memory_bytes_per_s=bytes_per_s,
+            intra_host=Link(6e-6, intra_host_bytes_per_s),
+            inter_host=Link(10e-6, inter_host_bytes_per_s),
+        )
+        for name, rates, memory_gb, bytes_per_s, intra_host_bytes_per_s, inter_host_bytes_per_s in (
+            ("a100-80g", {DType.BF16: 312, DType.FP16: 312, DType.FP32: 19.5}, 80, 2.039e12, 300e9, 25e9),
+            ("h100-80g", {DType.BF16: 989.4, DType.FP16: 989.4, DType.FP32: 66.9}, 80, 3.35e12, 450e9, 50e9),
+            ("h200-141g", {DType.BF16: 989.4, DType.FP16: 989.4, DType.FP32: 66.9}, 141, 4.8e12, 450e9, 50e9),
+            ("ascend-910b-64g", {DType.BF16: 376, DType.FP16: 376}, 64, 1.6e12, 28e9, 25e9),
+        )
+    }
+)
+"""The devices by name."""
+
+
+def device(name: str) -> Device:
+    """Return the device of this name. Raises ConfigError if it is unknown; build a `Device` for another one."""
+    return named(DEVICES, name, "device")

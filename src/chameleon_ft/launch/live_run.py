@@ -1,0 +1,374 @@
+"""Requests to the coordinator of a live run, from another process: see the commands inject, drain, checkpoint, stop.
+
+Injection of a failure into a live run, from another process.
+
+A live run whose directory this machine cannot read: its records come from its coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection
+
+from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.protocol.codec import decode, encode
+from chameleon_ft.protocol.connection import blocking_connection
+from chameleon_ft.protocol.messages import (
+    CheckpointState,
+    Drain,
+    Finish,
+    Inject,
+    Message,
+    ReadRunFile,
+    Refused,
+    RunFilePart,
+    SaveCheckpoint,
+)
+from chameleon_ft.report.follower import RunWatcher
+from chameleon_ft.report.view import RunReport
+from chameleon_ft.storage.files import RunDirectory, readable_lines
+from chameleon_ft.storage.recorder import RecordLine
+
+_ANSWER_TIMEOUT_S: Final = 5.0
+_POLL_S: Final = 0.2
+_ENDING_S: Final = 5.0
+_OUT: Final = ("drained", "failure", "join_failed")  # events of a worker that has left
+
+
+def request(run: RunDirectory, message: Message) -> Message:
+    """Return the coordinator's answer to a message.
+
+    Raises:
+        ConfigError: the run is not live.
+        ControlError: the coordinator is held up, or does not lead the run now.
+    """
+    with _coordinator(run) as connection:
+        connection.send(encode(message))
+        try:
+            return decode(connection.recv(timeout=_ANSWER_TIMEOUT_S))
+        except TimeoutError:
+            raise ControlError(
+                f"{run.path}: the coordinator has not answered for {_ANSWER_TIMEOUT_S:g} s; it may be held up, and act "
+                f"later: see `chameleon status {run.path}`"
+            ) from None
+
+
+def drain(run: RunDirectory, *, workers: Collection[int] = (), host: str | None = None) -> tuple[int, ...]:
+    """Ask the run's coordinator to drain workers, those of a host included; return all workers that leave.
+
+    Raises:
+        ConfigError: the run is not live.
+        ControlError: the coordinator refuses.
+    """
+    return _granted(run, Drain(workers=tuple(sorted({*workers})), host=host)).workers
+
+
+def checkpoint(run: RunDirectory) -> int:
+    """Ask the run's coordinator for a checkpoint, and return the number of steps that are committed by then.
+
+    Raises what `drain` raises.
+    """
+    committed = _granted(run, SaveCheckpoint()).committed
+    assert committed is not None
+    return committed
+
+
+def stop(run: RunDirectory, *, at_once: bool = False) -> None:
+    """Ask the run's coordinator to end the run after the current step with a checkpoint, or at once without one.
+
+    Raises what `drain` raises.
+    """
+    _granted(run, Finish(at_once=at_once))
+
+
+def count_events(run: RunDirectory) -> int:
+    """Return how many events a run has recorded, for the functions that wait. Raises ConfigError."""
+    return len(_events(run))
+
+
+def _events(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the events of a run; a damaged line of the past is no reason to fail."""
+    return list(readable_lines(run.events_file))
+
+
+_Asked = TypeVar("_Asked", bound=Message)
+
+
+def _granted(run: RunDirectory, message: _Asked) -> _Asked:
+    """Return the answer to a request, which is of its type. Raises ControlError if it is refused, or ConfigError."""
+    answer = request(run, message)
+    if isinstance(answer, Refused):
+        raise ControlError(answer.reason)
+    assert isinstance(answer, type(message))
+    return answer
+
+
+def wait_until_out(run: RunDirectory, workers: Collection[int], *, after: int) -> None:
+    """Wait until the run is over, or has drained or lost these workers, by its events without the first `after`.
+
+    Raises:
+        ConfigError: the coordinator is lost.
+        ControlError: there is no plan without these workers, so some of them stay; or no coordinator leads for long.
+    """
+    _wait(run, lambda _: not _remaining(workers, _events(run)[after:]))
+
+
+def wait_until_saved(
+    run: RunDirectory, committed: int, *, after: int, delayed: Callable[[str], None] = lambda _: None
+) -> int | None:
+    """Wait for a checkpoint after `committed` steps or more, by the run's events without the first `after`.
+
+    Args:
+        delayed: called once with the reason if the files of the run cannot be written, so that no checkpoint can be
+            marked as complete.
+
+    Returns:
+        The step it resumes with; None if the run is over without one.
+
+    Raises:
+        ConfigError: the coordinator is lost.
+        ControlError: it could not be written, or no coordinator leads for long.
+    """
+    reasons: list[str] = []
+
+    def is_saved(connection: ClientConnection) -> bool:
+        if _saved(committed, _events(run)[after:]) is not None:
+            return True
+        connection.send(encode(CheckpointState(committed=committed)))
+        with contextlib.suppress(TimeoutError):
+            answer = decode(connection.recv(timeout=_POLL_S))
+            if isinstance(answer, CheckpointState):
+                if answer.failed is not None:
+                    raise _not_written(*answer.failed)
+                if answer.late and not reasons:
+                    reasons.append(answer.late)
+                    delayed(answer.late)
+        return False
+
+    _wait(run, is_saved)
+    return _saved(committed, _events(run)[after:])
+
+
+def wait_until_over(run: RunDirectory) -> None:
+    """Wait for the end of the run. Raises ConfigError or ControlError if the coordinator is lost."""
+    _wait(run, lambda _: False)
+
+
+def _wait(run: RunDirectory, is_done: Callable[[ClientConnection], bool]) -> None:
+    """Wait until something is so, or the run is over.
+
+    Raises ConfigError or ControlError if the coordinator is lost, and none leads for long.
+    """
+    until_s = None
+    while True:
+        try:
+            with _coordinator(run) as connection:
+                until_s = None
+                while not is_done(connection):
+                    with contextlib.suppress(TimeoutError):
+                        connection.recv(timeout=_POLL_S)  # no other message comes, but the connection ends with the run
+            return
+        except (ConfigError, _DoesNotLeadError):
+            # A run removes the file soon after the end of its connections; if the coordinator is lost, another one
+            # replaces it, on this machine or after the lease.
+            until_s = until_s or time.monotonic() + run.config().control.lease_s + _ENDING_S
+            if not run.control_file.exists():
+                return
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _saved(committed: int, events: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the step of a checkpoint of this or a later step. Raises ControlError if one could not be written."""
+    for event in events:
+        if event["event"] in ("checkpoint", "checkpoint_failed") and event["step"] >= committed:
+            if event["event"] == "checkpoint_failed":
+                raise _not_written(event["step"], event["error"])
+            return int(event["step"])
+    return None
+
+
+def _not_written(step: int, why: str) -> ControlError:
+    return ControlError(f"the checkpoint of step {step} could not be written: {why}")
+
+
+def _remaining(workers: Iterable[int], events: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the workers that are not out yet. Raises ControlError if one of them stays."""
+    remaining = set(workers)
+    for event in events:
+        if event["event"] in _OUT:
+            remaining.discard(event["worker"])
+        elif event["event"] == "drain_failed" and (kept := sorted(remaining.intersection(event["workers"]))):
+            raise ControlError(f"there is no plan without the workers {kept}, which stay: {event['reason']}")
+    return remaining
+
+
+def require_coordinator(address: str, token: str, *, tls: Path | None) -> None:
+    """Return if a coordinator answers at host:port.
+
+    Raises:
+        ControlError: it rejects the token, or this process its certificate.
+        OSError: none answers.
+    """
+    try:
+        blocking_connection(address, token, tls=tls, open_timeout_s=_ANSWER_TIMEOUT_S).close()
+    except InvalidStatus as error:
+        raise ControlError(
+            f"the coordinator at {address} rejects this process: {error.response.reason_phrase or error}; "
+            "check the token"
+        ) from None
+    except ssl.SSLCertVerificationError as error:
+        raise ControlError(f"the certificate of the coordinator at {address} is not accepted: {error}") from None
+    except (WebSocketException, EOFError) as error:
+        raise OSError(str(error)) from None
+
+
+class _DoesNotLeadError(ControlError):
+    """A coordinator does not lead the run, or does not yet."""
+
+
+@contextmanager
+def _coordinator(run: RunDirectory) -> Iterator[ClientConnection]:
+    """Yield a connection to the run's coordinator.
+
+    Raises:
+        ConfigError: the run is not live, or ends in the block.
+        _DoesNotLeadError: another coordinator is about to lead.
+    """
+    control = run.read_control()
+    try:
+        with blocking_connection(control.address, control.token, tls=control.tls) as connection:
+            yield connection
+    except (OSError, WebSocketException, EOFError) as error:
+        if isinstance(error, InvalidStatus) and error.response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise _DoesNotLeadError(
+                f"{run.path}: the process at {control.address} does not take requests now "
+                f"({error.response.reason_phrase}); try again in some seconds"
+            ) from None
+        raise ConfigError(
+            f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any "
+            "more, or its coordinator is yet to be replaced"
+        ) from None
+
+
+def inject(
+    run: RunDirectory,
+    *,
+    worker: int,
+    kind: FailureKind,
+    phase: FailurePhase | None,
+    step: int | None,
+    factor: float | None = None,
+) -> None:
+    """Ask the run's coordinator to inject a failure into `worker`; at once if neither phase nor step is given.
+
+    Args:
+        factor: of kind "slow" or "slow-link": the speed, or bandwidth, as a share of the usual one; 1 ends it.
+
+    Raises:
+        ConfigError: the run is not live.
+        ControlError: the coordinator refuses, for example because there is no such worker.
+    """
+    if phase is None and step is not None:
+        phase = "forward"
+    answer = request(run, Inject(worker=worker, kind=kind, phase=phase, step=step, factor=factor))
+    if isinstance(answer, Refused):
+        raise ControlError(f"--worker {worker}: {answer.reason}")
+
+
+_RECORDS_TIMEOUT_S: Final = 30.0
+
+
+@contextmanager
+def remote_watcher(address: str, token: str, *, tls: Path | None) -> Iterator[RemoteWatcher]:
+    """Yield a watcher of the run of the coordinator at host:port.
+
+    Raises ControlError if the coordinator does not answer, also in the block.
+    """
+    with _answering(address):
+        connection = blocking_connection(address, token, tls=tls)
+    with connection, tempfile.TemporaryDirectory(prefix="chameleon-watch-") as folder:
+        copy = _RunCopy(RunDirectory(Path(folder)), connection, address)
+        copy.add_new("config.toml")
+        yield RemoteWatcher(copy)
+
+
+@contextmanager
+def _answering(address: str) -> Iterator[None]:
+    """Say that the coordinator does not answer if a message to it or from it fails in the block."""
+    try:
+        yield
+    except (OSError, WebSocketException, EOFError) as error:
+        raise ControlError(
+            f"the coordinator at {address} does not answer any more ({error}): the run is over, or its coordinator is "
+            "lost or has been replaced"
+        ) from None
+
+
+class _RunCopy:
+    """A run directory with copies of the files that are needed to report the state of a run."""
+
+    def __init__(self, run: RunDirectory, connection: ClientConnection, address: str) -> None:
+        self.run = run
+        self.address = address
+        self._connection = connection
+        run.plans.mkdir(parents=True)
+
+    def add_new(self, name: str) -> None:
+        """Copy what has been added to a file. Raises ControlError if it may not be read."""
+        path = self.run.path / name
+        with path.open("ab") as file:
+            while True:
+                part = self._answer(ReadRunFile(name=name, offset=file.tell()))
+                file.write(part.content.encode())
+                if file.tell() >= part.size or not part.content:
+                    return
+
+    def _answer(self, request: ReadRunFile) -> RunFilePart:
+        with _answering(self.address):
+            self._connection.send(encode(request))
+            while True:
+                match decode(self._connection.recv(timeout=_RECORDS_TIMEOUT_S)):
+                    case RunFilePart() as part:
+                        return part
+                    case Refused(reason=reason):
+                        raise ControlError(reason)
+
+
+class RemoteWatcher(RunWatcher):
+    """Watches a run through its coordinator."""
+
+    def __init__(self, copy: _RunCopy) -> None:
+        super().__init__(copy.run, clock=time.time)
+        self._copy = copy
+
+    def update(self) -> list[RecordLine]:
+        """See `RunWatcher`. Raises ControlError if the coordinator does not answer."""
+        for file in (self.run.metrics_file, self.run.events_file):
+            self._copy.add_new(file.name)
+        lines = super().update()
+        plans = [fields["file"] for _, fields in lines if fields.get("event") == "plan"]
+        if plans:
+            self._copy.add_new(plans[-1])
+        return lines
+
+    def report(self) -> RunReport:
+        """See `RunWatcher`; the run is named by its address."""
+        return replace(super().report(), run=f"the run of the coordinator at {self._copy.address}")
+
+    def has_coordinator(self) -> bool:
+        """Return True: its coordinator has sent the records."""
+        return True

@@ -1,0 +1,1 @@
+"""Control connections: messages, addresses, client and server."""

@@ -1,0 +1,139 @@
+"""A job in numbers, for the coordinator, which loads neither the job nor torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import RunConfig
+from chameleon_ft.cost.profile import Fingerprint
+from chameleon_ft.job_record import JobRecord
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.protocol.parts import BoundaryMessage
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
+
+# Until links are measured; only the order of operations depends on it.
+LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRate:
+    """Seconds of a forward and of a backward of one micro-batch through the whole model.
+
+    The defaults apply before any measurement: only their ratio matters then, and two is usual.
+    """
+
+    forward_s: float = 1e-3
+    backward_s: float = 2e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInfo:
+    """A job's layers in numbers."""
+
+    model: str  # a short description
+    data: str  # likewise
+    relative_costs: tuple[float, ...]  # cost of each layer, in units that only compare layers
+    boundaries: tuple[BoundaryMessage, ...]  # output of each layer for one micro-batch
+    boundary_bytes: tuple[int, ...]  # its size
+    param_bytes: tuple[int, ...]  # bytes of each layer's parameters
+    gradient_bytes: tuple[int, ...]  # bytes of their gradients
+    state_bytes: tuple[
+        int, ...
+    ]  # bytes that move with each layer: updated tensors, persistent buffers, optimizer state
+    tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
+    undivided: str = ""  # name of the optimizer, if holders of a layer cannot share its state; otherwise empty
+    hints: tuple[str, ...] = ()  # what seems wrong with the job, and does not prevent a run
+    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
+    device: str = ""  # name of the device, as it reports it; empty if this host has no such device
+    record: JobRecord = field(default_factory=JobRecord)  # kept with checkpoints
+    versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.relative_costs)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
+        return self.fingerprint_with(1, instead_of=1)
+
+    def fingerprint_with(self, micro_batch_size: int, *, instead_of: int) -> str:
+        """Return the fingerprint of this job with another size of a micro-batch, the first dimension of boundaries."""
+        shapes = [
+            [[*(size * micro_batch_size // instead_of for size in b.shape[:1]), *b.shape[1:]], b.dtype]
+            for b in self.boundaries
+        ]
+        tied = [[[each.layers, each.gradient_bytes] for each in self.tied]] if self.tied else []
+        sizes = json.dumps([self.param_bytes, shapes, *tied])
+        return blake2b(sizes.encode(), digest_size=16).hexdigest()
+
+    def profiled_as(self, config: RunConfig) -> Fingerprint:
+        """Return the fingerprint of a profile of this job, with `config`, on this host."""
+        return Fingerprint(
+            model=self.fingerprint,
+            micro_batch_size=config.batch.micro_batch_size,
+            dtype=self.boundaries[0].dtype,
+            device=self.device,
+            threads=config.threads if config.device == "cpu" else 0,
+            versions=dict(self.versions),
+        )
+
+    def settled(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with the redundancy of the optimizer's state that a run of this job has."""
+        if not self.undivided or config.owners is None:
+            return config
+        parallel = config.parallel.model_copy(update={"optimizer_redundancy": "all"})
+        return config.model_copy(update={"parallel": parallel})
+
+    def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
+        """Return the cost model of this job on the workers of `hosts`, worker -> host."""
+        total = math.fsum(self.relative_costs)
+        layers = tuple(
+            _with_state(
+                LayerCost(
+                    name=f"layer {index}",
+                    forward_s=rate.forward_s * cost / total,
+                    input_grad_s=rate.backward_s / 2 * cost / total,
+                    weight_grad_s=rate.backward_s / 2 * cost / total,
+                    param_bytes=self.param_bytes[index],
+                    gradient_bytes=self.gradient_bytes[index],
+                    # Parameters of 16 bits have gradients, and masters, of 32 bits.
+                    master_bytes=2 * max(0, self.gradient_bytes[index] - self.param_bytes[index]),
+                    output_bytes=self.boundary_bytes[index],
+                ),
+                self.state_bytes[index],
+            )
+            for index, cost in enumerate(self.relative_costs)
+        )
+        workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
+        return CostModel(
+            Workload(
+                layers,
+                config.batch.micro_batches,
+                config.batch.micro_batch_size,
+                tied=self.tied,
+                owners=config.owners,
+            ),
+            Cluster(workers, LOOPBACK, LOOPBACK),
+        )
+
+    def completed(self, costs: CostModel) -> CostModel:
+        """Return a profile's cost model with this job's tied parameters and bytes that move.
+
+        A profile has the memory of each layer, including buffers that do not move.
+        """
+        layers = tuple(_with_state(*each) for each in zip(costs.workload.layers, self.state_bytes, strict=True))
+        return CostModel(dataclasses.replace(costs.workload, layers=layers, tied=self.tied), costs.cluster)
+
+
+def _with_state(layer: LayerCost, state_bytes: int) -> LayerCost:
+    """Return the layer with so many bytes that move."""
+    more = state_bytes - layer.param_bytes - layer.optimizer_bytes
+    return dataclasses.replace(layer, optimizer_bytes=layer.optimizer_bytes + max(0, more), unmoved_bytes=max(0, -more))

@@ -1,0 +1,629 @@
+"""The messages between coordinators, agents and ranks; `codec` writes each as one JSON object.
+
+A rank is one process of the run. `generation` is the number of a membership with its plan; receivers drop messages of a
+generation that is over.
+
+The messages of the coordinator, and requests to it; see `messages`.
+
+The messages of ranks, agents and standbys to the coordinator; see `messages`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, Literal
+
+from chameleon_ft.config import BackendName, DeviceName, FailureKind, FailurePhase
+from chameleon_ft.events.records import RunStatus
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan.shards import Sharding
+from chameleon_ft.plan.snapshots import Rebuilding, SnapshotShare
+from chameleon_ft.protocol.parts import (
+    BoundaryMessage,
+    HostReport,
+    MessagePart,
+    OperationTimes,
+    Progress,
+    RankProcess,
+    Rest,
+    Shards,
+    Transition,
+    Vote,
+    unpack_operations,
+    unpack_shards,
+)
+from chameleon_ft.schedule import Operation
+from chameleon_ft.sync import Segment
+
+
+class Message(MessagePart):
+    """Base of all messages; `type` tells them apart."""
+
+    type: str
+
+
+class Acknowledged(Message):
+    """The coordinator leads in `term`, and some messages need not be sent again.
+
+    First message on a connection of a rank, an agent or a coordinator that stands by: nothing else that is sent there
+    counts before it, and none of it counts if the peer has obeyed a higher term. Sent again from time to time.
+    """
+
+    type: Literal["acknowledged"] = "acknowledged"
+    connection: int  # its number
+    received: int  # messages that the coordinator has handled, on this connection and on those that it resumes
+    # Of these, those that its journal has, which the peer need not keep for another coordinator; None: all.
+    written: int | None = None
+    term: int
+    lease_s: float  # seconds without an answer after which the peer is to look for another coordinator
+    reconnect_s: float  # seconds for which to look for one
+    standbys: tuple[str, ...] = ()  # host:port of each coordinator that may take over
+
+
+class Published(Message):
+    """Values of the rendezvous store of a generation: those of a group, or the one looked up and others beside it."""
+
+    type: Literal["published"] = "published"
+    generation: int
+    values: tuple[tuple[str, str], ...]  # (key, value)
+
+
+class Inject(Message):
+    """Inject a failure into `worker`: at once, or in `phase` of step `step` or the first one after it."""
+
+    type: Literal["inject"] = "inject"
+    worker: int
+    kind: FailureKind
+    phase: FailurePhase | None = None
+    step: int | None = None
+    factor: float | None = None  # of kind "slow" or "slow-link": its speed, or bandwidth, as a share of the usual one
+
+
+class Welcome(Message):
+    """All that a rank needs to load the job."""
+
+    type: Literal["welcome"] = "welcome"
+    config: str  # the run's resolved configuration as TOML
+    run: str  # the run directory
+    boundaries: tuple[BoundaryMessage, ...]  # output of each layer
+    built_in_full: tuple[int, ...] = ()  # layers that are initialised even if a state is loaded into them
+    samples: str = "{}"  # facts of the job's record as JSON: the number of samples, and the first
+    incarnation: int = 1  # number of the worker's incarnation, from 1
+
+
+class StartGeneration(Message):
+    """Form `generation` and train from `first_step` with this program."""
+
+    type: Literal["start_generation"] = "start_generation"
+    generation: int
+    members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
+    first_step: int
+    operations: str  # this worker's program: its records, in base 64; see `parts.pack_operations`
+    segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
+    the order all workers issue them; those with one holder, which need no message, come last."""
+    roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
+    load: Literal["initial", "keep", "snapshot"] | int = "keep"
+    """Fresh weights, the state it holds, the snapshot of step `first_step`, or this step's checkpoint."""
+    transition: Transition | None = None  # if the placement changes before the generation trains
+    finish: bool = False  # whether no step is trained, and the state is written as the last checkpoint
+    skipped: tuple[int, ...] = ()  # steps that are known to be bad: nothing is computed of them
+    rest: Rest | None = None  # with "keep", if step `first_step` was interrupted: what remains of it
+    shards: Shards | None = None  # the owners of slices of the optimizer's state; None: each holder of a layer has all
+    gather: bool = False  # with "keep": whether owners first send the parameters that they have updated, once more
+
+    snapshots: SnapshotShare | None = None  # this worker's, in those of this generation; None: none are taken
+    snapshot: int | None = None  # the step of the complete snapshot, beside which no other is to be kept
+    rebuilt: tuple[Rebuilding, ...] = ()  # with "snapshot": the parts that are made first
+    plan: str = ""  # the whole plan, as `ActivePlan.pack` writes it, while the journal may lack it: see `Quiesced.plan`
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+        return self.members if self.transition is None else self.transition.participants
+
+    def unpack_shards(self) -> Sharding | None:
+        """Return the owners of slices while the generation trains."""
+        return None if self.shards is None else unpack_shards(self.shards)
+
+    def unpack_former_shards(self) -> Sharding | None:
+        """Return the owners of slices when the generation begins, if it does with the state of its workers."""
+        return self.unpack_shards() if (moved := self.transition) is None else moved.unpack_shards()
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program."""
+        return unpack_operations(self.operations)
+
+    def unpack_segments(self) -> tuple[Segment, ...]:
+        """Return the gradient segments of the whole model."""
+        return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
+
+
+class Stop(Message):
+    """The generation before `generation` is over: leave every operation and answer with `Quiesced`."""
+
+    type: Literal["stop"] = "stop"
+    generation: int
+
+
+class Finish(Message):
+    """End the run after the current step, with a checkpoint.
+
+    A command sends it to the coordinator, and gets it back as the answer; the coordinator sends it to ranks.
+    """
+
+    type: Literal["finish"] = "finish"
+    at_once: bool = False  # from a command: without a checkpoint
+
+
+class SaveCheckpoint(Message):
+    """Write a checkpoint as soon as possible, whatever the configured interval.
+
+    A command asks for it. The answer is this message with `committed`, or `Refused`.
+    """
+
+    type: Literal["save_checkpoint"] = "save_checkpoint"
+    committed: int | None = None  # steps that are committed: the checkpoint resumes after them
+
+
+class CheckpointState(Message):
+    """Ask about checkpoints of `committed` steps or more; the answer is this message with the other fields.
+
+    A command that waits for one asks, because the files of the run do not tell while its disk is full.
+    """
+
+    type: Literal["checkpoint_state"] = "checkpoint_state"
+    committed: int
+    failed: tuple[int, str] | None = None  # (step, why) of the first one that could not be written
+    late: str = ""  # why the files of the run lack its newest records; empty if they do not
+
+
+class BeginCheckpoint(Message):
+    """Write a checkpoint after the first step at whose vote all ranks know this request and have written the last one.
+
+    Requests are numbered from 1; a rank answers only the newest.
+    """
+
+    type: Literal["begin_checkpoint"] = "begin_checkpoint"
+    request: int
+
+
+class BeginSnapshot(Message):
+    """Take a snapshot after the first step at whose vote all ranks know this request; see `BeginCheckpoint`."""
+
+    type: Literal["begin_snapshot"] = "begin_snapshot"
+    request: int
+
+
+class SnapshotResolved(Message):
+    """The snapshot of `step` is complete, and those before it are not needed any more; or it is given up."""
+
+    type: Literal["snapshot_resolved"] = "snapshot_resolved"
+    step: int
+    is_complete: bool
+
+
+class Prepare(Message):
+    """Prepare the generation of `order` during training, and answer with `Prepared`; begin it at a switch.
+
+    The order's `first_step` is a lower bound: the step of the switch is not known yet.
+    """
+
+    type: Literal["prepare"] = "prepare"
+    order: StartGeneration
+
+
+class Migrate(Message):
+    """Begin to move layers while `generation` trains; see docs/transition.md.
+
+    Each destination is a shadow holder. Once it has received a layer, it also receives the sum of the layer's gradients
+    before each vote, and applies the same updates as its holders. If slices have owners, it does so for those that move
+    to it, and receives the other parameters once they are updated.
+    """
+
+    type: Literal["migrate"] = "migrate"
+    generation: int
+    moves: tuple[tuple[int, int, int, int], ...]
+    """(source, destination, layer, bytes) of all workers, in the order of arrival at each destination."""
+    slices: tuple[tuple[int, int, int, int, int, int], ...] = ()
+    """(source, destination, layer, first unit, unit after the last, bytes) of slices of the optimizer's state, which
+    follow the layers."""
+    step_s: float | None = None
+    """Predicted seconds of a step, for workers that have not run one."""
+    hold_s: float = 0.0
+    """Seconds for which a destination may delay a vote, once, until all its layers have arrived and the switch is
+    ordered."""
+
+
+class Switch(Message):
+    """All ranks have prepared `generation`: begin it once the current step is applied."""
+
+    type: Literal["switch"] = "switch"
+    generation: int
+
+
+class Begin(Message):
+    """The others have switched to `generation`: a prepared rank that did not train begins it with `first_step`."""
+
+    type: Literal["begin"] = "begin"
+    generation: int
+    first_step: int
+
+
+class Discard(Message):
+    """Give up `generation`, which was being prepared."""
+
+    type: Literal["discard"] = "discard"
+    generation: int
+
+
+class Probe(Message):
+    """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
+
+    type: Literal["probe"] = "probe"
+    probe: int  # counted from 1; 0 if an agent is asked because a rank's heartbeats are missing
+    worker: int | None = None  # with 0: the rank; it is the only one to answer for
+
+
+class Exit(Message):
+    """End the process: the run is over, or this rank is no longer part of it."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+    status: RunStatus | None = None  # how the run has ended; None if it continues without this process
+    is_drained: bool = False  # whether it may still write its part of a checkpoint
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of an agent or a rank: EX_TEMPFAIL of sysexits.h if the run is to be resumed, else 0."""
+        return os.EX_TEMPFAIL if self.status == "terminated" else 0
+
+
+class Drain(Message):
+    """Take workers out of the run before they leave it: those given, and all of a host.
+
+    An agent names none and means all of its workers; a rank, likewise, means itself. The answer is this message with
+    all workers that it concerns, or `Refused`, which may follow later: there is no plan without them, and they stay.
+
+    `signal`: which one the agent or the rank has received.
+    """
+
+    type: Literal["drain"] = "drain"
+    workers: tuple[int, ...] = ()
+    host: str | None = None
+    signal: Literal["SIGTERM", "SIGHUP"] = "SIGTERM"
+
+
+class Examine(Message):
+    """An agent is to answer with `HostExamined` before it may start workers."""
+
+    type: Literal["examine"] = "examine"
+    device: DeviceName
+    backend: BackendName
+    workers: int  # that it may have to start
+    share_devices: bool
+    measures: bool  # whether to measure speeds; not beside workers that train on the host
+    request: int = 0  # the connection over which it was asked
+
+
+class Spawn(Message):
+    """An agent is to start these workers."""
+
+    type: Literal["spawn"] = "spawn"
+    workers: tuple[int, ...]
+    incarnations: tuple[int, ...]  # number of each worker's incarnation, from 1
+
+
+class Adopt(Message):
+    """An agent is to look after ranks of its host that have lost their agent, and to end those that are given up."""
+
+    type: Literal["adopt"] = "adopt"
+    ranks: tuple[tuple[int, int, RankProcess], ...] = ()  # (worker, incarnation, process)
+    given_up: tuple[RankProcess, ...] = ()  # they may have ended long ago; no rank is started beside them
+
+
+class Kill(Message):
+    """An agent is to end `worker` with SIGKILL, or a worker without an agent itself."""
+
+    type: Literal["kill"] = "kill"
+    worker: int
+    is_hung: bool = False  # if so, send `HangEvidence` first
+
+
+class Refused(Message):
+    """Answer to a request that is refused."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+class ReadRunFile(Message):
+    """Send a file of the run from this byte on. The answer is `RunFilePart`, or `Refused`.
+
+    A command may read the configuration, the metrics, the events and the plans.
+    """
+
+    type: Literal["read_run_file"] = "read_run_file"
+    name: str  # relative to the run directory
+    offset: int = 0
+
+
+class RunFilePart(Message):
+    """Answer to `ReadRunFile`: whole lines, or what there is of the last one."""
+
+    type: Literal["run_file_part"] = "run_file_part"
+    content: str
+    size: int  # bytes of the whole file, 0 if there is none
+
+
+class Hello(Message):
+    """First message of a rank."""
+
+    type: Literal["hello"] = "hello"
+    worker: int
+    host: str
+    incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
+    resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
+    known: int = 0  # if it resumes: the newest generation of which it has an order
+    switch_to: int = 0  # if it resumes: the generation of the newest `Switch` that it has received
+    process: RankProcess | None = None  # by which another agent of its host finds it, should its own end
+    memory_bytes: int | None = None  # available on its host when it started; None if it is not known
+    term: int = 0  # the highest term of a coordinator that it has obeyed
+
+
+class HostHello(Message):
+    """First message of an agent."""
+
+    type: Literal["host_hello"] = "host_hello"
+    host: str
+    slots: int  # workers it can run
+    id: str = ""  # drawn by this agent, so that it is recognised though nothing was acknowledged to it
+    resumes: int | None = None  # number of the connection that it has lost, as `Acknowledged` gave it
+    ranks: tuple[tuple[int, int], ...] = ()  # (worker, incarnation) of the ranks that it runs
+    examines: bool = False  # whether it can examine its host; see `Examine`
+    term: int = 0  # the highest term of a coordinator that it has obeyed
+
+
+class HostExamined(Message):
+    """Answer of an agent to `Examine`."""
+
+    type: Literal["host_examined"] = "host_examined"
+    report: HostReport
+    request: int = 0  # that of `Examine`
+
+
+class StandbyHello(Message):
+    """First message of a coordinator that stands by, and will listen at `address` once it leads."""
+
+    type: Literal["standby_hello"] = "standby_hello"
+    address: str
+    term: int = 0  # the highest term of a coordinator that it knows
+
+
+class Ready(Message):
+    """A rank has loaded the job, and can take part."""
+
+    type: Literal["ready"] = "ready"
+
+
+class WorkerExited(Message):
+    """A rank has ended. `exit_code` is negative for a signal, as in `subprocess`; None if its agent has adopted it."""
+
+    type: Literal["worker_exited"] = "worker_exited"
+    worker: int
+    incarnation: int = 1
+    exit_code: int | None
+
+
+class ProcessState(Message):
+    """An agent's answer to a probe: a worker's process lives, and whether it is stopped, so that it cannot answer.
+
+    A read of a sample may keep a process from answering, too: `doing` names it.
+    """
+
+    type: Literal["process_state"] = "process_state"
+    probe: int
+    worker: int
+    incarnation: int = 1
+    stopped: bool
+    doing: str = ""
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the worker reads a sample."""
+        return self.doing != ""
+
+
+class HangEvidence(Message):
+    """An agent's last look at a worker that is given up though its process runs."""
+
+    type: Literal["hang_evidence"] = "hang_evidence"
+    worker: int
+    incarnation: int = 1
+    process: str  # state and processor time of the process
+    activity: str  # its activity file, with the stacks of its threads; empty if it could not be read
+
+
+class Quiesced(Message):
+    """A rank has left its operations and waits for `generation`."""
+
+    type: Literal["quiesced"] = "quiesced"
+    generation: int
+    committed: int  # steps whose update it has applied: the next one is step `committed`
+    reduced: bool  # whether it holds the fully reduced gradient of step `committed`
+    last_vote: Vote | None  # the vote of the last step it applied
+    placed: int  # the generation whose placement it has switched to; 0 before the first
+    layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
+    progress: Progress | None = None  # what it holds of step `committed`; None if it has not begun it
+    gathered: bool = True  # whether it has received the parameters that other owners updated in the last step
+    plan: str = ""  # of generation `placed`, as in its orders, for a coordinator whose journal lacks it
+
+
+class Switched(Message):
+    """A rank has seen that all hold their part of the new placement, and gives up the old one."""
+
+    type: Literal["switched"] = "switched"
+    generation: int
+    moved_bytes: int  # state that all workers together have received, in bytes
+    transfer_s: float  # seconds from the time its communicators stood
+
+
+class Started(Message):
+    """A rank starts its first operation of the generation."""
+
+    type: Literal["started"] = "started"
+    generation: int
+
+
+class Committed(Message):
+    """A rank has applied the update of `step`."""
+
+    type: Literal["committed"] = "committed"
+    generation: int
+    step: int
+    vote: Vote
+    grad_norm: float
+    lr: float
+    step_s: float
+    times: OperationTimes
+
+
+class Publish(Message):
+    """A rank publishes a value in the rendezvous store of a generation; `value` is in base 64.
+
+    With `members`, so many ranks publish one value each in the folder of the key, and all are sent `Published` with all
+    of these values as soon as they are there.
+    """
+
+    type: Literal["publish"] = "publish"
+    generation: int
+    key: str
+    value: str
+    members: int | None = None
+
+
+class LookUp(Message):
+    """A rank needs the value of a key of the rendezvous store, and is sent `Published` as soon as there is one."""
+
+    type: Literal["look_up"] = "look_up"
+    generation: int
+    key: str
+
+
+class PeerFailed(Message):
+    """A message failed; `peer` is the other end, or None if a collective does not tell."""
+
+    type: Literal["peer_failed"] = "peer_failed"
+    generation: int
+    peer: int | None
+    error: str
+
+
+class StateDiffers(Message):
+    """Holders of layers had different states after `step` updates: no rank has applied that step."""
+
+    type: Literal["state_differs"] = "state_differs"
+    generation: int
+    step: int
+    checksums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    """(layer, ((worker, checksum), ...)) of each layer whose holders differ."""
+
+
+class BadStep(Message):
+    """A rank has computed a step again whose loss or gradient was bad."""
+
+    type: Literal["bad_step"] = "bad_step"
+    generation: int
+    step: int
+    why: str
+    is_bad_again: bool
+    has_changed: bool  # whether its own contribution differed
+    origins: tuple[tuple[int, int, int, str], ...]
+    """(micro-batch, first layer, layer after the last, where) of its operations in which the first values appeared that
+    are not finite, when it computed the step again: in its data, its forward or its backward."""
+
+
+class Position(Message):
+    """Answer to a probe: the rank's operation and its duration so far."""
+
+    type: Literal["position"] = "position"
+    probe: int
+    doing: str
+    waiting: bool  # whether it waits, for another rank or for memory or disk; otherwise it computes
+    since_s: float  # seconds it has been doing so
+    for_message: bool = False  # whether it waits for another rank
+    peer: int | None = None  # that rank; None if a collective does not tell
+    is_reading: bool = False  # whether it reads a sample; `doing` names it
+    unreached: tuple[tuple[int, int, float], ...] = ()
+    """(generation, rank, seconds) of connections on which that rank has acknowledged nothing for so long."""
+
+
+LEFT_OUT: Final = "left out, for the one before it is still being written; raise checkpoint.every, or set it to auto"
+"""Error of a checkpoint that is not begun."""
+
+
+class CheckpointSaved(Message):
+    """A rank has written `layers` of the checkpoint that resumes at `step`, or could not, because of `error`."""
+
+    type: Literal["checkpoint_saved"] = "checkpoint_saved"
+    generation: int  # of the state; state from before a return to a checkpoint is void
+    step: int
+    layers: tuple[int, ...]
+    slices: tuple[tuple[int, int, int], ...] = ()  # (layer, first unit, unit after the last) of optimizer state
+    seals: tuple[tuple[str, str], ...] = ()  # (name of a layer's or slice's folder, digest of what it has)
+    copy_s: float = 0.0  # seconds for which the rank's training stood still during the copy
+    write_s: float = 0.0  # seconds in which the copy was written to disk, during training
+    error: str | None = None
+
+
+class CheckpointUnreadable(Message):
+    """A rank cannot read its layers of the checkpoint that `generation` begins with, and waits for another one."""
+
+    type: Literal["checkpoint_unreadable"] = "checkpoint_unreadable"
+    generation: int
+    step: int
+    error: str
+    is_damaged: bool  # whether its files are not as they were written; otherwise this rank cannot read them
+    is_snapshot: bool = False  # whether it is a snapshot in memory
+
+
+class SnapshotTaken(Message):
+    """A rank has its part of the snapshot of `step`: copies of its own state, and backups of others'."""
+
+    type: Literal["snapshot_taken"] = "snapshot_taken"
+    generation: int
+    step: int
+    held_up_s: float = 0.0  # seconds for which its training has waited for that
+
+
+class SlowIO(Message):
+    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and is not done."""
+
+    type: Literal["slow_io"] = "slow_io"
+    generation: int
+    doing: str
+    since_s: float
+
+
+class Prepared(Message):
+    """A rank has prepared `generation`, and holds all layers that migrated to it; or could not, because of `error`."""
+
+    type: Literal["prepared"] = "prepared"
+    generation: int
+    error: str | None = None
+    cannot_migrate: bool = False  # whether that is because layers of the migration before it cannot be received
+
+
+class Finished(Message):
+    """A rank has reached the end of its training, with its checkpoint written."""
+
+    type: Literal["finished"] = "finished"
+    generation: int
+
+
+class Crashed(Message):
+    """A rank has met an error in the job's code."""
+
+    type: Literal["crashed"] = "crashed"
+    error: str
+    is_alive: bool = False  # whether it still holds the state before the step, and waits for orders; or else it ends

@@ -1,0 +1,253 @@
+"""All kinds of plans on named workers.
+
+Per-replica fault tolerance: the unit of loss is a whole pipeline.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from chameleon_ft.errors import NoHolderError
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.layouts import disjoint_pipelines
+from chameleon_ft.recovery import paper, repartition
+from chameleon_ft.recovery.context import DecisionContext
+from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
+from chameleon_ft.recovery.proposal import Proposal, numbered, remap_workers
+from chameleon_ft.schedule import InFlightLimit, default_limits
+from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, oobleck_plan, recut_plan, reroute
+from chameleon_ft.transfer import remap_plan
+
+
+def drop_pipelines(name: str, context: DecisionContext) -> Proposal:
+    """Drop pipelines that have lost a worker; their other workers are idle.
+
+    Their micro-batches go to the other pipelines, in proportion to what these have. As soon as there are as many idle
+    workers as the first pipeline has stages, they form one like it.
+    """
+    plan, live = context.plan, set(context.live)
+    micro_batches = Counter(route.hops for route in plan.routes)
+    whole = [hops for hops in micro_batches if all(hop.worker in live for hop in hops)]
+    if not whole:
+        return Proposal(name=name, reason="every pipeline has lost a worker")
+    template = whole[0]
+    idle = iter(sorted(live.difference(hop.worker for hops in whole for hop in hops)))
+    formed = [
+        tuple(Hop(worker, hop.layers) for worker, hop in zip(group, template, strict=True))
+        for group in zip(*[idle] * len(template), strict=False)
+    ]
+    pipelines = [*whole, *formed][: plan.micro_batches]
+    if pipelines == whole and not context.lost:
+        return Proposal(name=name, plan=plan, in_flight_limits=context.in_flight_limits)
+    # Pipelines with equal cuts get equal shares, give or take one.
+    shares: dict[tuple[LayerRange, ...], list[int]] = defaultdict(list)
+    for hops, share in micro_batches.items():
+        shares[_stages(hops)].append(share)
+    counts = _proportional([statistics.fmean(shares[_stages(hops)]) for hops in pipelines], plan.micro_batches)
+    used = [(hops, count) for hops, count in zip(pipelines, counts, strict=True) if count]
+    taken = [hops for hops, count in used for _ in range(count)]
+    # A formed pipeline runs like the first one: each worker recomputes, and splits its backward, as its counterpart.
+    counterparts = {hop.worker: model for hops in formed for hop, model in zip(hops, template, strict=True)}
+    held, recompute, fused = {}, {}, set()
+    for hop in (hop for hops, _ in used for hop in hops):
+        model = counterparts.get(hop.worker)
+        counterpart = hop.worker if model is None else model.worker
+        held[hop.worker] = plan.placement.ranges_of(hop.worker) if model is None else (hop.layers,)
+        own = plan.recompute.get(counterpart)
+        if own is not None and (own := own if model is None else own.intersection(model.layers)) is not None:
+            recompute[hop.worker] = own
+        if counterpart in plan.fused_workers:
+            fused.add(hop.worker)
+    changed = Plan(
+        Placement(plan.placement.num_layers, held),
+        tuple(map(Route, range(len(taken)), taken)),
+        plan.split_backward,
+        recompute,
+        frozenset(fused),
+    )
+    limits = {worker: limit for worker, limit in context.in_flight_limits.items() if worker in held}
+    return Proposal(name=name, plan=changed, in_flight_limits=limits)
+
+
+def _stages(hops: Sequence[Hop]) -> tuple[LayerRange, ...]:
+    return tuple(hop.layers for hop in hops)
+
+
+def _proportional(weights: Sequence[float], micro_batches: int) -> list[int]:
+    """Micro-batches of each pipeline: each in turn goes to the pipeline that would finish it first, by weight."""
+    counts = [0] * len(weights)
+    ends = [(1 / weight, number) for number, weight in enumerate(weights)]
+    heapq.heapify(ends)
+    for _ in range(micro_batches):
+        _, number = ends[0]
+        counts[number] += 1
+        heapq.heapreplace(ends, ((counts[number] + 1) / weights[number], number))
+    return counts
+
+
+class ProposalsOnWorkers:
+    """Proposes plans for a context: a method for each `policies.Kind`, called with the name of its proposals.
+
+    Each method returns no proposal if there is no plan of its kind, or one with the reason.
+
+    Args:
+        context: the active plan, and which workers are live.
+        horizon_s: expected seconds until the next incident.
+        searches: whether `repartition` is called too, so that `repair` can use its search.
+    """
+
+    def __init__(self, context: DecisionContext, horizon_s: float, *, searches: bool = False) -> None:
+        self._context = context
+        self._horizon_s = horizon_s
+        self._searches = searches
+
+    @cached_property
+    def _found(self) -> SearchResult | InfeasibleError:
+        return repartition.search(self._context, self._horizon_s)
+
+    def reroute(self, name: str) -> list[Proposal]:
+        """Propose the plan as `search.reroute` changes it; the plan as it is if no worker is lost."""
+        return [self._rerouted(name, self._context.plan, self._context.lost, self._context.in_flight_limits)]
+
+    def reroute_decoupled(self, name: str) -> list[Proposal]:
+        """Propose rerouting with backward split, and up to one and two pipeline depths of micro-batches in flight.
+
+        Nothing if backward is split in the plan already, no worker is lost, or some layer has no holder.
+        """
+        context = self._context
+        if context.plan.split_backward or not context.lost or context.placement.unheld_layers:
+            return []
+        plan = replace(context.plan, split_backward=True)
+        depth = max(len(route.hops) for route in plan.routes)
+        return [
+            self._rerouted(numbered(name, number), plan, context.lost, uniform_limits(plan.workers, number * depth))
+            for number in (1, 2)
+        ]
+
+    def rejoin(self, name: str) -> list[Proposal]:
+        """Propose `context.home` with idle workers in the places of lost ones, and detours around empty places."""
+        home, live = self._context.home, set(self._context.live)
+        if home is None:
+            return []
+        # A worker that has returned to its own place holds nothing either.
+        idle = live.difference(home.workers) | live.difference(self._context.plan.workers)
+        back = idle.intersection(home.workers)
+        empty = [worker for worker in home.workers if worker not in live]
+        if not idle or not (back or empty):
+            return []
+        newcomers = sorted(idle - back)
+        roles = {worker: worker for worker in home.workers} | dict(zip(empty, newcomers, strict=False))
+        limits = self._context.home_in_flight_limits
+        in_flight_limits = {roles[place]: limit for place, limit in limits.items() if place in roles}
+        return [self._rerouted(name, remap_plan(home, roles), empty[len(newcomers) :], in_flight_limits)]
+
+    def repair(self, name: str) -> list[Proposal]:
+        """Propose the plan of `recut_plan`, with backward split if it was: only the broken pipelines change.
+
+        If all workers of the plan are live, and no others, the plan stays as it is.
+        """
+        context = self._context
+        if unheld := context.placement.unheld_layers:
+            return [Proposal(name=name, reason=str(NoHolderError(unheld)))]
+        if context.live == context.plan.workers:
+            return self.reroute(name)
+        split = context.plan.split_backward
+        recuts: tuple[FoundPlan, ...] = ()
+        # The search for a re-partition recuts pipelines too, of all that workers hold.
+        if self._searches and context.holdings is None and isinstance(self._found, SearchResult):
+            recuts = self._found.recuts
+        found = next((each for each in recuts if each.plan.split_backward == split), None) or recut_plan(
+            context.costs, context.placement, split_backward=split, effort=context.effort
+        )
+        if found is None:
+            reason = "no pipeline is whole, or its memory and that of repaired ones does not hold all micro-batches"
+            return [Proposal(name=name, reason=reason)]
+        return [Proposal.of(name, found)]
+
+    def repartition(self, name: str) -> list[Proposal]:
+        """See `repartition.repartition`."""
+        return repartition.repartition(name, self._found, self._context)
+
+    def begin_anew(self, name: str) -> list[Proposal]:
+        """Propose to read the best plan of the search from a checkpoint, with layers that could move as well.
+
+        A stop costs minutes, but what is read needs no memory beside what is held. If no worker is lost, a checkpoint
+        is written first. Nothing if there is no checkpoint, or some layer has no holder: `repartition` proposes it.
+        """
+        context = self._context
+        if not context.has_checkpoints or not (context.lost or context.saves_first) or context.held.unheld_layers:
+            return []
+        if isinstance(self._found, InfeasibleError):
+            return []
+        return [Proposal.of(name, self._found.best, from_checkpoint=True)]
+
+    def drop_pipelines(self, name: str) -> list[Proposal]:
+        """See `drop_pipelines.drop_pipelines`."""
+        return [drop_pipelines(name, self._context)]
+
+    def restart(self, name: str) -> list[Proposal]:
+        """Propose the largest layout of equal pipelines, of the depth of the plan if that is possible.
+
+        A run does not restart for a worker that joins: it waits for the next loss.
+        """
+        context = self._context
+        if not context.lost:
+            return []
+        plan = largest_symmetric_layout(
+            live=context.live,
+            layer_costs=context.costs.workload.layer_times_s,
+            micro_batches=context.costs.workload.micro_batches,
+            preferred_pp=max(len(route.hops) for route in context.plan.routes),
+            split_backward=context.plan.split_backward,
+        )
+        return [Proposal(name=name, plan=plan, in_flight_limits=default_limits(plan), from_checkpoint=True)]
+
+    def oobleck(self, name: str) -> list[Proposal]:
+        """Propose the best combination of templates, and the running pipelines with templates of their new sizes.
+
+        The latter is what the released code does after a loss, and moves less; see `oobleck_plan`. Programs are
+        Oobleck's own (1F1B) if backward is fused in the plan; if it is split, they are ours, or Oobleck's if only these
+        fit. Oobleck does not say which worker takes which place, so the assignment moves the least.
+        """
+        context = self._context
+        live = set(context.live)
+        nodes = [sum(worker in live for worker in pipeline) for pipeline in disjoint_pipelines(context.plan)]
+        sizes = (None, nodes) if context.lost and sum(nodes) == len(live) else (None,)
+        found: list[FoundPlan] = []
+        for live_nodes in sizes:
+            for split in dict.fromkeys((context.plan.split_backward, False)):
+                chosen = oobleck_plan(
+                    context.costs, split_backward=split, live_nodes=live_nodes, with_room=True, current=context.held
+                )
+                if chosen is not None:
+                    found.append(chosen.found)
+                    break
+        if not found:
+            return [Proposal(name=name, reason="no combination of templates fits the memory and uses all live workers")]
+        return remap_workers(name, found, context)
+
+    def paper(self, name: str) -> list[Proposal]:
+        """See `paper.propose`."""
+        return paper.propose(name, self._context, self._horizon_s, reroute=self.reroute)
+
+    def _rerouted(
+        self, name: str, plan: Plan, lost: tuple[int, ...] | list[int], in_flight_limits: Mapping[int, InFlightLimit]
+    ) -> Proposal:
+        try:
+            rerouted = reroute(
+                plan,
+                lost,
+                self._context.costs,
+                in_flight_limits=in_flight_limits,
+                searches=self._context.effort != 0,
+            )
+        except NoHolderError as error:
+            return Proposal(name=name, reason=str(error))
+        left = rerouted.placement.ranges
+        limits = {worker: limit for worker, limit in in_flight_limits.items() if worker in left}
+        return Proposal(name=name, plan=rerouted, in_flight_limits=limits)

@@ -1,1 +1,0 @@
-"""Kinds of plans on named workers. One file for each."""

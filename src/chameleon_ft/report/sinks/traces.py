@@ -1,0 +1,148 @@
+"""Incidents of a run as traces of OpenTelemetry; importing this module loads opentelemetry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+import chameleon_ft
+from chameleon_ft.events.records import (
+    FailureCostRecord,
+    FailureRecord,
+    JoinRecord,
+    OtherRecord,
+    OutcomeRecord,
+    RunRecord,
+)
+from chameleon_ft.report.terminal import PHASES
+
+_TIMEOUT_S: Final = 5.0
+_NOTICED: Final = frozenset({"lost", "hang", "state_differs"})
+"""Events that become events of the span of the incident that follows."""
+
+_Value = str | int | float | bool
+
+
+def otlp_exporter(url: str) -> SpanExporter:
+    """Return an exporter to a collector; the path of a URL without one is /v1/traces."""
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it would log each attempt; `Delivery` does so once
+    has_path = "/" in url.rstrip("/").partition("://")[2]
+    return OTLPSpanExporter(url if has_path else f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
+
+
+class TraceSink:
+    """Exports a trace of each incident and of each switch to another plan.
+
+    Its root span is the stall; the spans below it are the phases, each lost worker, the interrupted step until it was
+    committed, and the steps over which the outcome was measured.
+
+    Args:
+        exporter: whose failure is raised as OSError.
+        run: what to call the run.
+    """
+
+    def __init__(self, exporter: SpanExporter, *, run: str) -> None:
+        self._exporter = exporter
+        self._ended = _EndedSpans()
+        resource = Resource.create({"service.name": "chameleon", "chameleon.run": run})
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self._ended)
+        self._tracer = provider.get_tracer("chameleon_ft", chameleon_ft.__version__)
+        self._noticed: list[tuple[OtherRecord, float]] = []
+        self._trace: tuple[int, Context, float] | None = None  # of the newest plan: generation, root, when it resumed
+
+    def take(self, record: RunRecord, *, at: float) -> bool:
+        """See `Sink`."""
+        match record:
+            case OtherRecord(event=event) if event in _NOTICED:
+                self._noticed.append((record, at))
+            case FailureRecord():
+                self._failure(record, at)
+            case JoinRecord():
+                self._begin("switch", record, at)
+            case FailureCostRecord() | OutcomeRecord() if self._trace is not None:
+                _, root, resumed = self._trace
+                name = "interrupted step" if isinstance(record, FailureCostRecord) else "outcome"
+                self._span(name, resumed, at, record.to_json(), within=root)
+        spans = self._ended.take()
+        if spans and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+            raise OSError("spans were not accepted; is this the address of a collector for OTLP over HTTP?")
+        return bool(spans)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._exporter.shutdown()
+
+    def _failure(self, record: FailureRecord, at: float) -> None:
+        if self._trace is None or self._trace[0] != record.generation:  # else it was lost together with others
+            self._begin("incident", record, at)
+        assert self._trace is not None
+        self._span(
+            f"worker {record.worker} lost",
+            at - record.stall_s,
+            at,
+            record.to_json(),
+            within=self._trace[1],
+            error=record.cause,
+        )
+
+    def _begin(self, name: str, record: FailureRecord | JoinRecord, at: float) -> None:
+        """Begin the trace of a plan with the stall before it and its phases."""
+        start = at - record.stall_s
+        fields = ("generation", "resume_step", "policy", "action", "stall_s", "moved_bytes", "step")
+        values = {field: value for field, value in record.to_json().items() if field in fields}
+        root = self._tracer.start_span(name, Context(), start_time=_ns(start), attributes=_attributes(values))
+        for noticed, when in self._noticed:
+            root.add_event(noticed.event, _attributes(noticed.fields), timestamp=_ns(when))
+        self._noticed.clear()
+        self._trace = record.generation, set_span_in_context(root, Context()), at
+        for field, phase in PHASES.items():
+            if seconds := getattr(record, field, None):
+                self._span(phase, start, start + seconds, {}, within=self._trace[1])
+                start += seconds
+        root.end(_ns(at))
+
+    def _span(
+        self,
+        name: str,
+        start: float,
+        end: float,
+        values: Mapping[str, object],
+        *,
+        within: Context,
+        error: str | None = None,
+    ) -> None:
+        span = self._tracer.start_span(name, within, start_time=_ns(start), attributes=_attributes(values))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_ns(end))
+
+
+class _EndedSpans(SpanProcessor):
+    """Keeps spans that have ended until they are taken. Processors of the SDK would hide that an export failed."""
+
+    def __init__(self) -> None:
+        self._spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._spans.append(span)
+
+    def take(self) -> list[ReadableSpan]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+def _attributes(values: Mapping[str, object]) -> dict[str, _Value]:
+    return {f"chameleon.{name}": value for name, value in values.items() if isinstance(value, _Value)}
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,314 @@
+"""Output to a terminal, or without control codes to a file or a pipe; and the view of a run in it.
+
+Descriptions of records, as the terminal, `chameleon watch` and the page show them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Literal, cast
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from chameleon_ft.events.records import (
+    DETECTED_BY,
+    FailureCostRecord,
+    FailureRecord,
+    JoinRecord,
+    OtherRecord,
+    OutcomeRecord,
+    RunInfo,
+    RunRecord,
+    StepRecord,
+    Summary,
+)
+from chameleon_ft.quantities import counted, data_size, duration, in_ranges, listed
+from chameleon_ft.storage.file_queue import FileQueue
+from chameleon_ft.storage.recorder import View
+
+PHASES: Final[Mapping[str, str]] = {
+    "detect_s": "detect",
+    "stop_s": "stop",
+    "decide_s": "decide",
+    "regroup_s": "regroup",
+    "transfer_s": "transfer",
+}
+"""Fields of a stall's phases, in their order, and the names of the phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A message about a record: one line, and facts below it, by name."""
+
+    title: str
+    tone: Literal["bad", "good", "note", "warning"]
+    facts: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+def record_of(event: Mapping[str, Any]) -> RunRecord:
+    """Return the record of an event that was read from `events.jsonl`."""
+    match event["event"]:
+        case "failure":
+            return FailureRecord.from_json(event)
+        case "failure_cost":
+            return FailureCostRecord.from_json(event)
+        case "join":
+            return JoinRecord.from_json(event)
+        case "outcome":
+            return OutcomeRecord.from_json(event)
+        case name:
+            return OtherRecord(name, {key: value for key, value in event.items() if key not in ("event", "time")})
+
+
+def notices_of(record: RunRecord) -> tuple[Notice, ...]:
+    """Return the messages about a record; none about a step, or an event without a message."""
+    match record:
+        case FailureRecord():
+            return (_failure(record),)
+        case JoinRecord():
+            return (_join(record),)
+        case FailureCostRecord():
+            predicted = "" if record.predicted_steps is None else f" (predicted {record.predicted_steps:.2f})"
+            steps = record.failure_cost_steps
+            text = f"step {record.step} took {abs(steps):.2f} steps {'less' if steps < 0 else 'longer'}{predicted}"
+            return (Notice(text, "note"),)
+        case OutcomeRecord():
+            text = f"after {counted(record.steps, 'step')} of {record.policy}: {record.describe()}"
+            warnings = () if record.warning is None else (Notice(record.warning, "warning"),)
+            return Notice(text, "note"), *warnings
+        case OtherRecord(event=name, fields=fields):
+            return (Notice(f"{name}: {message}", "note"),) if (message := fields.get("message")) else ()
+        case StepRecord():
+            return ()
+
+
+def _failure(record: FailureRecord) -> Notice:
+    facts = [("cause", record.cause), ("detected by", DETECTED_BY[record.noticed_by])]
+    if record.lost_layers:
+        facts.append(("lost", f"the last holder of layers {in_ranges(record.lost_layers)}"))
+    facts.append(("action", f"{record.policy}: {record.action}"))
+    if record.repeated_s:
+        facts.append(("repeated", f"{duration(record.repeated_s)} of work of step {record.step}"))
+    return Notice(f"worker {record.worker} lost in step {record.step}", "bad", (*facts, *_continued(record)))
+
+
+def _join(record: JoinRecord) -> Notice:
+    facts = [("action", f"{record.policy}: {record.action}")]
+    if record.spares:
+        facts.append(("spare", listed("worker", record.spares)))
+    if record.workers or record.spares:
+        title = f"{listed('worker', record.workers)} joined before step {record.resume_step}"
+    elif record.drained:
+        title = f"without {listed('worker', record.drained)} from step {record.resume_step}"
+    else:
+        title = f"a better plan from step {record.resume_step}"
+    return Notice(title, "good", (*facts, *_continued(record)))
+
+
+def _continued(record: FailureRecord | JoinRecord) -> tuple[tuple[str, str], ...]:
+    """Describe the transfer, the stall and the point of resumption."""
+    moved = (("moved", _describe_transfer(record)),) if record.moved_bytes else ()
+    resumed = f"at step {record.resume_step} in generation {record.generation}"
+    return *moved, ("stall", _describe_stall(record)), ("resumed", resumed)
+
+
+def _describe_stall(record: FailureRecord | JoinRecord) -> str:
+    phases = {name: getattr(record, field, None) for field, name in PHASES.items()}
+    if record.transfer_s < 0.0005:
+        del phases["transfer"]
+    parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items() if seconds is not None)
+    return f"{record.stall_s:.3f} s = {parts}"
+
+
+def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
+    if isinstance(record, JoinRecord) and record.migrate_s:
+        waves = f" and {record.waves} waves" if record.waves > 1 else ""
+        return f"{data_size(record.moved_bytes)} during training in {duration(record.migrate_s)}{waves}"
+    rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
+    rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
+    return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"
+
+
+_PLAIN_WIDTH = 120  # characters, of output that is no terminal and has no width of its own
+_TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
+_MAX_PIPELINES_SHOWN = 16
+_OUTPUT = Path("standard output")
+_MAX_WAITING = 10_000  # lines; then those of steps are left out
+TONES: Final = {"bad": "red", "good": "green", "note": "cyan", "warning": "bold yellow"}
+"""Styles of what is told, by its tone."""
+
+
+def output(console: Console | None = None) -> tuple[Console, box.Box]:
+    """Return `console`, or one for standard output, and the frame for its tables.
+
+    Without a terminal the frame is plain, and lines have no trailing blanks.
+    """
+    console = console or Console(highlight=False)
+    if console.is_terminal:
+        return console, box.ROUNDED
+    console.file = cast("IO[str]", _Trimmed(console.file))
+    console.width = _PLAIN_WIDTH
+    return console, box.ASCII
+
+
+class _Trimmed:
+    """As much of a text file as rich needs, which writes whole lines."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        self._file.write(_TRAILING_BLANKS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def facts_table() -> Table:
+    """Return an empty table for names, which are not wrapped, and values, which are."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+class TerminalView(View):
+    """Prints a header, a line per step, a banner per failure and a closing table to `console`.
+
+    A terminal may be stopped, and a pipe not read. Like a disk that does not answer, see `FileQueue`, that holds up no
+    call for more than a moment; only `close` waits. `steps` and `files` are of a run that has started already; see
+    `RunInfo`.
+    """
+
+    def __init__(self, console: Console | None = None, *, steps: int = 0, files: str = "") -> None:
+        self._console, self._box = output(console)
+        self._queue = FileQueue()
+        self._steps = steps
+        self._files = files
+        self._has_heads = True  # of the columns, since the last banner
+
+    def started(self, info: RunInfo) -> None:
+        """Print the model, the data, the steps, the run directory and the layout."""
+        self._steps, self._files = info.steps, info.run
+        facts = facts_table()
+        facts.add_row("model", info.model)
+        facts.add_row("data", info.data)
+        facts.add_row("steps", f"{info.first_step} to {info.steps - 1}")
+        if info.checkpoint is not None:
+            facts.add_row("from", f"the checkpoint of step {info.checkpoint}, the newest that is complete")
+        elif info.generation > 1:
+            facts.add_row("from", "fresh weights: the run has no complete checkpoint to continue from")
+        facts.add_row("files", info.run)
+        facts.add_row("layout", _layout(info))
+        self._print("Chameleon", style="bold")
+        self._print(Padding(facts, (0, 0, 0, 2), expand=False))
+        self._has_heads = False
+
+    def step(self, record: StepRecord) -> None:
+        """Print one line, unless very many wait."""
+        if self._queue.num_waiting > _MAX_WAITING:
+            return
+        if not self._has_heads:
+            self._has_heads = True
+            rate = f"{record.unit}/s"
+            self._print(f"{'step':>7}  {'loss':>9}  {rate:>10}  {'step s':>8}  {'workers':>7}", style="bold")
+        loss = "skipped" if record.is_skipped else f"{record.loss:.4f}"
+        self._print(
+            f"{record.step:>7d}  {loss:>9}  {record.tokens_per_s:>10,.0f}  {record.step_s:>8.3f}  {record.workers:>7d}"
+        )
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Print the `message` of an event that has one."""
+        self._tell(OtherRecord(name, fields))
+
+    def finished(self, summary: Summary) -> None:
+        """Print the closing tables."""
+        facts = facts_table()
+        facts.add_row("because", summary.reason)
+        total = f" of {self._steps - summary.first_step}" if self._steps else ""
+        fork = f", from the fork at step {summary.first_step}" if summary.first_step else ""
+        facts.add_row("steps", f"{summary.steps}{total}{fork}")
+        if summary.final_loss is not None:
+            facts.add_row("final loss", f"{summary.final_loss:.4f}")
+        facts.add_row(
+            "samples",
+            f"{summary.samples_seen:,} seen, {summary.samples_lost:,} lost, {summary.samples_repeated:,} repeated"
+            f"{f', {summary.samples_skipped:,} skipped' if summary.samples_skipped else ''}",
+        )
+        if summary.median_step_s_before is not None:
+            times = f"median {duration(summary.median_step_s_before)}"
+            if summary.median_step_s_after is not None:
+                times += f" before the first failure, {duration(summary.median_step_s_after)} after it"
+            facts.add_row("step time", times)
+        if self._files:
+            facts.add_row("files", self._files)
+        parts = [facts] if not summary.failures else [facts, Text(), _failures_table(summary.failures)]
+        title = Text(summary.status, style="bold")
+        self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
+
+    def _tell(self, record: RunRecord) -> None:
+        """Print a record as lines, and what has facts in a frame."""
+        for notice in notices_of(record):
+            if not notice.facts:
+                self._print(Text(notice.title, style=TONES[notice.tone]))
+                continue
+            facts = facts_table()
+            for name, value in notice.facts:
+                facts.add_row(name, value)
+            colour = TONES[notice.tone]
+            head = Text(notice.title, style=f"bold {colour}")
+            self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
+            self._has_heads = False
+
+    failure = failure_cost = outcome = join = _tell
+
+    def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
+        def act() -> None:
+            # Training does not depend on a display, whose output may go to a disk that is full, or to a closed pipe.
+            with suppress(OSError):
+                # A path or a message may contain square brackets, which are not markup.
+                self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
+
+        self._queue.news()  # raises an error of an earlier call
+        self._queue.submit(_OUTPUT, act)
+
+    def close(self) -> None:
+        """Wait until all is printed; print nothing more."""
+        self._queue.ask(_OUTPUT, lambda: None).result()
+        self._queue.__exit__()
+
+
+def _failures_table(failures: Sequence[FailureRecord]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "step", "cause", "detected by", *PHASES.values(), "stall s"):
+        table.add_column(name, justify="left" if name in ("cause", "detected by") else "right")
+    for record in failures:
+        times = (getattr(record, field) for field in (*PHASES, "stall_s"))
+        seconds = ("-" if value is None else f"{value:.3f}" for value in times)
+        table.add_row(str(record.worker), str(record.step), record.cause, record.noticed_by, *seconds)
+    return table
+
+
+def _layout(info: RunInfo) -> Table:
+    table = Table.grid(padding=(0, 3))
+    table.add_row("", *(f"stage {number}" for number in range(len(info.stages))))
+    table.add_row("", *(f"layers {layers}" for layers in info.stages))
+    for number, workers in enumerate(info.pipelines[:_MAX_PIPELINES_SHOWN]):
+        table.add_row(f"pipeline {number}", *(f"worker {worker}" for worker in workers))
+    if (more := len(info.pipelines) - _MAX_PIPELINES_SHOWN) > 0:
+        table.add_row(f"and {more} more")
+    return table

@@ -1,0 +1,43 @@
+"""Communicators: how tensors travel between the ranks of one generation, behind one interface for each backend."""
+
+from __future__ import annotations
+
+import torch
+
+from chameleon_ft.config import BACKENDS, RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.worker.communicators.base import (
+    Channel,
+    CommunicationError,
+    Communicators,
+    InFlight,
+    Membership,
+    Rendezvous,
+)
+
+__all__ = [
+    "Channel",
+    "CommunicationError",
+    "Communicators",
+    "InFlight",
+    "Membership",
+    "Rendezvous",
+    "communicators_for",
+]
+
+
+def communicators_for(config: RunConfig, *, address: str, device: torch.device) -> Communicators:
+    """Return unopened communicators of the backend that `config` names, for a rank that others reach at `address`.
+
+    Raises:
+        ConfigError: there are none of this backend.
+    """
+    if missing := BACKENDS[config.backend].missing:
+        raise ConfigError(f'backend = "{config.backend}": {missing}; use gloo')
+    if config.backend == "nccl":
+        from chameleon_ft.worker.communicators.nccl import NcclCommunicators
+
+        return NcclCommunicators(timeouts=config.timeouts, device=device)
+    from chameleon_ft.worker.communicators.gloo import GlooCommunicators
+
+    return GlooCommunicators(timeouts=config.timeouts, address=address)

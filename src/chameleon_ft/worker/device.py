@@ -1,0 +1,165 @@
+"""The device of a rank: one of this host, or an emulated one, whose operations last as long as a profile says.
+
+Devices are found through `torch.accelerator`, by their entries in the registry of `chameleon_ft.config`. Emulated
+devices are only for processes of one machine, because they share its clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from chameleon_ft.config import DEVICES, RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.host.fork_server import wake_on_time
+from chameleon_ft.models.stand_in import stand_in_scale
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import CostModel, Operation, OperationKind
+from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
+from chameleon_ft.worker.communicators import Communicators
+from chameleon_ft.worker.communicators.delayed import EmulatedLinks
+
+
+def missing_device(config: RunConfig) -> str:
+    """Return why no worker of `config` can run on this host, as the rest of a sentence; empty if one can.
+
+    Finding devices may initialize their driver, after which a forked process cannot use them: call this only in a
+    process that forks none that computes.
+    """
+    kind = DEVICES[config.device]
+    if not distributed.is_backend_available(config.backend):
+        return f"torch {torch.__version__} is built without the backend {config.backend}"
+    if not kind.is_accelerator:
+        return ""
+    if kind.package:
+        try:
+            importlib.import_module(kind.package)  # which torch does by itself, unless told not to
+        except (ImportError, OSError) as error:
+            return f"the package {kind.package} is not installed, or not for torch {torch.__version__} ({error})"
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is None or built_for.type != config.device:
+        instead = "" if built_for is None else f", and for {built_for.type} instead"
+        return f"torch {torch.__version__} is built without it{instead}"
+    if not torch.accelerator.device_count():
+        return "this host has none that torch can use; look at its driver, and at the devices that the job was given"
+    return ""
+
+
+def require_devices(config: RunConfig, workers: int) -> None:
+    """Raise ConfigError unless this host has the device of `config` for so many workers."""
+    names = f'device = "{config.device}"' + ("" if config.backend == "gloo" else f', backend = "{config.backend}"')
+    if why := missing_device(config):
+        raise ConfigError(f'{names}: {why}; or take device = "cpu" with the backend gloo')
+    if not DEVICES[config.device].is_accelerator or config.share_devices:
+        return
+    if (count := torch.accelerator.device_count()) < workers:
+        raise ConfigError(
+            f"{names}: this host has {count}, and {workers} workers on it need one each; start fewer workers here, or "
+            "let them share devices, over gloo, by share_devices = true"
+        )
+
+
+def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:
+    """Take the device of worker number `local_index` of this host, the CPU for an emulated one, and its threads.
+
+    Raises:
+        ConfigError: the configuration names a device that this host does not have, or has too few of.
+    """
+    torch.set_num_threads(config.threads)
+    require_devices(config, local_index + 1)
+    if not DEVICES[config.device].is_accelerator:
+        return torch.device("cpu")
+    device = torch.device(config.device, local_index % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model name of the accelerator or of the CPU."""
+    if not is_host_memory(device):
+        return str(torch.get_device_module(device).get_device_name(device))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def is_host_memory(device: torch.device) -> bool:
+    """Return whether tensors on `device` are in host memory, and its operations end before they return."""
+    return device.type == "cpu"
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """Return a stream whose work does not wait for that of the present one; a CPU has none."""
+    return None if is_host_memory(device) else torch.Stream(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Block until the work that this thread has queued on `device` is done."""
+    if not is_host_memory(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
+    """Return the memory that a worker's tensors can have on its accelerator, or its share of that.
+
+    Each process takes some memory for the driver and its kernels; so what this process has beside its tensors is
+    subtracted. None on a CPU, whose memory all workers of the host share.
+    """
+    if is_host_memory(device):
+        return None
+    count = torch.accelerator.device_count()
+    sharing = -(-config.workers // count) if config.share_devices else 1
+    free, total = torch.accelerator.get_memory_info(device)
+    beside_tensors = total - free - torch.accelerator.memory_reserved(device)
+    return int(total // sharing - beside_tensors)
+
+
+class EmulatedDevice:
+    """The device and the links of one worker, by the profile of the run. Raises ProfileError as `profile_of_run`."""
+
+    def __init__(self, config: RunConfig, worker: int) -> None:
+        self._config = config
+        self._profile = profile_of_run(config)
+        self._scale = stand_in_scale(self._profile)
+        self.pace = EmulatedPace(self._costs([worker]), worker)
+        wake_on_time()
+
+    @property
+    def scale(self) -> int:
+        """Emulated bytes per real byte of a message."""
+        return self._scale
+
+    def links(self, inner: Communicators) -> Communicators:
+        """Return communicators that are as slow as the emulated links."""
+        return EmulatedLinks(inner, lambda workers: self._costs(workers).cluster, scale=self._scale)
+
+    def _costs(self, workers: Iterable[int]) -> CostModel:
+        return costs_of_run(self._config, self._profile, dict.fromkeys(workers, ""))
+
+
+class EmulatedPace:
+    """Sleeps until an operation would end on the device of `worker`. Like a device, it cannot be interrupted."""
+
+    def __init__(self, costs: CostModel, worker: int) -> None:
+        self._costs = costs
+        self._worker = worker
+        self._seconds: dict[tuple[OperationKind, LayerRange, object], float] = {}
+
+    def __call__(self, operation: Operation, since: float) -> None:
+        """Return at the emulated end of `operation`, which began at `since` by `time.perf_counter`."""
+        key = (operation.kind, operation.layers, operation.recompute)
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            seconds = self._seconds[key] = self._costs.operation_s(self._worker, operation)
+        remaining = since + seconds - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)

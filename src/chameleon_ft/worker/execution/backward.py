@@ -1,0 +1,290 @@
+"""A backward in halves: I, the gradient of the input of some layers, and W, the gradients of their parameters.
+
+I runs the nodes of autograd's graph on the paths from the output to the input. W starts at those of them at which paths
+to parameters branch off, with the gradients that I has found there (Qi et al., "Zero Bubble Pipeline Parallelism",
+2024). So these nodes run twice, once for each half. The gradient of a parameter is found in I, and added by W,
+
+- if paths to it branch off at several nodes, as to a weight that is used twice: W would have to run all nodes between
+  these again;
+- if they branch off at a function of Python, or pass through one that I runs for another parameter, because such a
+  function may do all its work each time, or work a single time.
+
+Where that holds for all parameters, and where a graph does not run in parts, as with functions of torch.compile and
+reentrant checkpoints between output and input, I is the whole backward.
+
+Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import Operation
+from chameleon_ft.worker.execution.bad_steps import naming_layer
+from chameleon_ft.worker.execution.gradients import without_gradients
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.workload import is_recomputed
+
+WeightHalf = Callable[[], object]
+"""The W of a split backward. A single call adds to the gradients of the parameters."""
+
+_Gradients = tuple[Tensor | None, ...]
+
+
+def whole_backward(output: Tensor, output_gradient: Tensor | None) -> None:
+    """Add to the gradients of all leaves, if there are any. The gradient is None for a loss."""
+    if output.requires_grad:
+        torch.autograd.backward(output, output_gradient)
+
+
+def input_gradient(
+    output: Tensor, output_gradient: Tensor | None, boundary: Tensor, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor | None, WeightHalf]:
+    """Compute the gradient of `boundary` and save what W needs.
+
+    Args:
+        output: the output of some layers, or the scalar loss.
+        output_gradient: gradient of `output`; None for the loss.
+        boundary: the input of the layers. If it has no gradient, W is the whole backward.
+        parameters: the trained parameters of the layers.
+    """
+    whole = partial(whole_backward, output, output_gradient)
+    if not (output.requires_grad and boundary.requires_grad):
+        return None, whole
+    branches = _branches(get_gradient_edge(output).node, get_gradient_edge(boundary).node)
+    if branches is None:
+        return None, whole
+    starts: dict[Node, _Start] = {}
+    at_once: list[nn.Parameter] = []
+    for parameter in parameters:
+        node = get_gradient_edge(parameter).node
+        if node not in branches:
+            continue
+        branch = branches[node]
+        if branch is None:
+            at_once.append(parameter)
+        else:
+            starts.setdefault(branch, _Start(branch)).parameters.append(parameter)
+    if not starts:
+        return _both_at_once(whole, boundary, parameters)
+    try:
+        with ExitStack() as hooks:
+            for start in starts.values():
+                hooks.enter_context(start.node.register_prehook(start.keep))
+            gradient, *found = torch.autograd.grad(
+                [output], [boundary, *at_once], [output_gradient], retain_graph=True, allow_unused=True
+            )
+    except RuntimeError:  # a part of the graph runs as a whole only
+        return _both_at_once(whole, boundary, parameters)
+    return gradient, partial(_run_weight_half, list(starts.values()), at_once, found)
+
+
+@dataclass(slots=True)
+class _Start:
+    """A node at which W starts, with the parameters whose gradients it finds from there.
+
+    Attributes:
+        gradients: those of the node's outputs, from I.
+    """
+
+    node: Node
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    gradients: _Gradients = ()
+
+    def keep(self, gradients: _Gradients) -> None:
+        """Keep gradients; a hook that is called before the node runs."""
+        self.gradients = gradients
+
+    def run(self) -> None:
+        """Add to the gradients of the parameters."""
+        edges = [GradientEdge(self.node, index) for index, each in enumerate(self.gradients) if each is not None]
+        if not edges:
+            return
+        # Hooks of tensors have changed these gradients before they were kept, and would do so once more.
+        with self.node.register_prehook(lambda _: self.gradients):
+            torch.autograd.backward(edges, [e for e in self.gradients if e is not None], inputs=self.parameters)
+
+
+def _branches(output: Node, boundary: Node) -> dict[Node, Node | None] | None:
+    """Find where paths to other leaves branch off those from the output to the boundary.
+
+    Returns:
+        For each node below the output from which no path leads to the boundary, the only node with such a path at
+        which all paths to it branch off; None if there are several, or if a function of Python would run in both halves
+        from there. None if the boundary is not below the output.
+    """
+    children = _children(output)
+    on_path: set[Node] = {boundary} if boundary in children else set()
+    for node in children:
+        if not on_path.isdisjoint(children[node]):
+            on_path.add(node)
+    if not on_path:
+        return None
+    branches: dict[Node, Node | None] = {}
+    for node in reversed(children):
+        start = node if node in on_path else branches[node]
+        for child in children[node]:
+            if child not in on_path and branches.setdefault(child, start) is not start:
+                branches[child] = None
+    first_half = {node for node, start in branches.items() if start is None}
+    for node in children:
+        if node in branches and not first_half.isdisjoint(children[node]):
+            first_half.add(node)
+    undivided = {branches.get(node, node) for node in first_half | on_path if _is_of_python(node)}
+    return {node: None if start in undivided else start for node, start in branches.items()}
+
+
+def _children(output: Node) -> dict[Node, list[Node]]:
+    """Return the children of the output and of each node below it; a node comes after its children."""
+    visited: dict[Node, list[Node]] = {}
+    complete: dict[Node, list[Node]] = {}
+    stack = [output]
+    while stack:
+        node = stack[-1]
+        if node in visited:
+            complete[stack.pop()] = visited[node]
+        else:
+            visited[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in visited[node] if child not in visited]
+    return complete
+
+
+def _is_of_python(node: object) -> bool:
+    return isinstance(node, BackwardCFunction)
+
+
+def _both_at_once(
+    whole: Callable[[], None], boundary: Tensor, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor | None, WeightHalf]:
+    """Run a backward that cannot be divided; W adds the gradients of parameters, which are kept until then."""
+    with without_gradients(parameters):
+        whole()
+        found = [parameter.grad for parameter in parameters]
+    gradient, boundary.grad = boundary.grad, None
+    return gradient, partial(_run_weight_half, [], parameters, found)
+
+
+def _run_weight_half(
+    starts: list[_Start], parameters: Sequence[nn.Parameter], found: list[Tensor] | list[Tensor | None]
+) -> None:
+    """Run W from its starts, and add the gradients that I has found."""
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:  # which may share its memory with another gradient
+            parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+    found.clear()
+    while starts:  # each keeps the graph below it, until it has run
+        starts.pop().run()
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some layers of a hop: their input, detached from the layers before, and their output with its graph.
+
+    The output is None if the backward runs the layers again. `ends` are the last nodes of the layers in that graph.
+    """
+
+    layers: LayerRange
+    boundary: Tensor
+    output: Tensor | None
+    ends: list[Any]
+
+
+class SavedActivations:
+    """The saved state of one hop, whose backward runs once, whole or in halves.
+
+    Each layer recomputed in full is a part of its own, of which only the input is saved. Each stretch of layers between
+    those is a part too, and autograd keeps its graph. The first run of a layer recomputed in full also builds a graph,
+    which is freed at once: without a graph torch may choose other kernels, and the loss would differ in its last bits.
+    A layer recomputed selectively keeps its graph, which recomputes some of its tensors: see
+    `chameleon_ft.models.recomputation`.
+
+    Args:
+        operation: the hop's F.
+        num_layers: layers of the model.
+    """
+
+    def __init__(self, held: HeldLayers, operation: Operation, *, step: int, num_layers: int) -> None:
+        again = operation.recompute
+        selective = frozenset(layer for layer in (again.selective if again else ()) if is_recomputed(layer, num_layers))
+        self._held = held
+        self._operation = operation
+        self._num_layers = num_layers
+        self._run = partial(held.forward, step=step, micro_batch=operation.micro_batch, selective=selective)
+        self._parts: list[_Part] = []
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        """Run the hop's F on its input; return the output, with its graph if the model's last layer made it."""
+        for layers, again in _parts_of(self._operation, self._num_layers):
+            boundary = self._part_forward(layers, boundary, again=again)
+        return boundary
+
+    def end_in(self, loss: Tensor) -> None:
+        """Replace the output of the route's last hop by the loss computed from it."""
+        self._parts[-1].output = loss
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the parameters; return the gradient of the hop's input, None if it has none.
+
+        `gradient` is that of the hop's output; None for the loss.
+        """
+        while self._parts:
+            part = self._parts.pop()
+            with naming_layer(part.layers, part.ends):
+                whole_backward(self._output(part), gradient)
+            gradient = part.boundary.grad
+            if gradient is None:  # the layers below do not contribute to the loss
+                self._parts.clear()
+        return gradient
+
+    def input_gradient(self, gradient: Tensor | None) -> tuple[Tensor | None, WeightHalf]:
+        """Run I: return the gradient of the hop's input, None if it has none, and the remaining W."""
+        if not self._parts[0].boundary.requires_grad:
+            return None, partial(self.backward, gradient)
+        halves: list[WeightHalf] = []
+        while self._parts:
+            part = self._parts.pop()
+            parameters = self._held.parameters(part.layers)
+            with naming_layer(part.layers, part.ends):
+                gradient, half = input_gradient(self._output(part), gradient, part.boundary, parameters)
+            halves.append(half)
+            if gradient is None:
+                self._parts.clear()
+        return gradient, partial(_run_all, halves)
+
+    def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
+        output, ends = boundary, []
+        for layer in layers:
+            output = self._run(LayerRange(layer, layer + 1), output)
+            ends.append(output.grad_fn)
+        self._parts.append(_Part(layers, boundary, None, []) if again else _Part(layers, boundary, output, ends))
+        if layers.stop == self._num_layers:
+            return output
+        return output.detach().requires_grad_(output.requires_grad)
+
+    def _output(self, part: _Part) -> Tensor:
+        return self._run(part.layers, part.boundary) if part.output is None else part.output
+
+
+def _run_all(halves: list[WeightHalf]) -> None:
+    while halves:
+        halves.pop()()
+
+
+def _parts_of(operation: Operation, num_layers: int) -> Iterator[tuple[LayerRange, bool]]:
+    """Yield the parts of a hop from below, and whether the backward recomputes each."""
+    layers, recomputed = operation.layers, operation.recompute
+    again = [layer for layer in (recomputed.full if recomputed else ()) if is_recomputed(layer, num_layers)]
+    edges = {layers.start, layers.stop, *again, *(layer + 1 for layer in again)}
+    for start, stop in pairwise(sorted(edges)):
+        yield LayerRange(start, stop), start in again

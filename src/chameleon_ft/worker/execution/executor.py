@@ -1,0 +1,436 @@
+"""Runs a worker's program for one step. It knows operations and messages, and nothing of plans or policies.
+
+Sends the results of operations, and holds them for as long as they may have to be sent again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from chameleon_ft.cost.memory import MessageBuffers
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.keys import generator_lock
+from chameleon_ft.models.precision import loss_and_terms
+from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.worker.communicators import Channel, Communicators, InFlight
+from chameleon_ft.worker.communicators.base import tag_of
+from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.device import wait_for_stream
+from chameleon_ft.worker.execution.backward import SavedActivations
+from chameleon_ft.worker.execution.bad_steps import Repetition, noting
+from chameleon_ft.worker.execution.layers import HeldLayers, MicroBatches
+from chameleon_ft.worker.execution.steps import CountedLoss, Result, StepState, StepStats, hop_of
+from chameleon_ft.worker.fault_injection import FaultInjector
+
+
+class SentMessages:
+    """Sends results of operations, and holds them in `state` until their receivers have certainly used them.
+
+    An activation whose gradient comes back is held until then. Nothing answers other messages, which are gradients and,
+    in the rest of a step, some activations: those without a gradient, and those whose gradient is sent again, maybe
+    before they are used. Of these, the latest `sends_kept` of each receiver are held, and only `sends_in_flight` may be
+    on their way; see there why this is enough. The wait for the earliest of them cannot deadlock: a receive is posted
+    by its operation at the latest, and a checked program does not deadlock even if a worker blocks with a single
+    message in flight on a channel. Results that are sent again may be taken in any order: nothing waits for them, and
+    those to which nothing answers are held until the step ends.
+
+    Args:
+        answered: activations whose gradient comes back.
+        num_layers: of the model.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        communicators: Communicators,
+        activity: Activity,
+        *,
+        buffers: MessageBuffers,
+        answered: Collection[Result],
+        num_layers: int,
+    ) -> None:
+        self._state = state
+        self._communicators = communicators
+        self._activity = activity
+        self._buffers = buffers
+        self._answered = answered
+        self._num_layers = num_layers
+        self._unanswered: defaultdict[tuple[bool, int], deque[Result]] = defaultdict(deque)
+
+    def send(self, result: Result, tensor: Tensor, *, receiver: int) -> None:
+        """Start sending a contiguous tensor, once not too many others are on their way. Raises CommunicationError."""
+        # Before anything can fail: the operation counts as run, so its result must not be lost.
+        self._state.results[result] = tensor
+        if result not in self._answered:
+            sent = self._unanswered[result[0], receiver]
+            sent.append(result)
+            if len(sent) > self._buffers.sends_in_flight:
+                self._wait_for(sent[-1 - self._buffers.sends_in_flight], receiver)
+            while len(sent) > self._buffers.sends_kept:
+                self.release(sent.popleft())
+        self._start(result, tensor, receiver)
+
+    def send_again(self, result: Result, *, receiver: int) -> None:
+        """Start sending a result that is held, without waiting. Raises CommunicationError."""
+        tensor = self._state.results[result] = self._state.results[result].contiguous()
+        self._start(result, tensor, receiver)
+
+    def release(self, result: Result) -> None:
+        """Release a result, if it is held: its receiver has used it."""
+        self._state.results.pop(result, None)
+        self._state.in_flight.pop(result, None)
+
+    def _wait_for(self, result: Result, receiver: int) -> None:
+        forward, micro_batch, _ = result
+        kind = "activation" if forward else "gradient"
+        doing = f"worker {receiver} to take the {kind} of micro-batch {micro_batch}"
+        with self._activity.waiting(doing, for_message=True, peer=receiver):
+            self._state.in_flight[result].wait()
+
+    def _start(self, result: Result, tensor: Tensor, receiver: int) -> None:
+        tag = tag_of(result, num_layers=self._num_layers)
+        self._state.in_flight[result] = self._communicators.send(tensor, peer=receiver, tag=tag)
+
+
+_BUFFERS: Final = MessageBuffers()  # the memory estimate goes by it too
+
+_OPERATIONS: Final = {
+    OperationKind.FORWARD: "the forward",
+    OperationKind.BACKWARD: "the backward",
+    OperationKind.INPUT_GRAD: "the input gradient",
+    OperationKind.WEIGHT_GRAD: "the weight gradient",
+}
+_BACKWARDS: Final = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
+
+Resend = tuple[int, int, bool, int]
+"""(micro-batch, layer, forward, receiver) of a message that is sent again, as in `Rest`."""
+
+Pace = Callable[[Operation, float], None]
+"""Returns when an operation, begun at so many seconds of `time.perf_counter`, would end on an emulated device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """Executes programs on the layers a rank holds.
+
+    Per operation: read its samples, wait for its message, compute, start sending the result. A message crosses while
+    its receiver computes only if its receive has been posted, so receives are posted a few ahead, in program order.
+    Only too many sends in flight are waited for (`SentMessages`). A checked program cannot deadlock this way.
+    """
+
+    job: Job
+    held: HeldLayers
+    boundaries: Sequence[BoundarySpec]
+    micro_batches: MicroBatches
+    device: torch.device
+    communicators: Communicators
+    activity: Activity
+    faults: FaultInjector
+    pace: Pace | None = None
+    await_parameters: Callable[[Collection[int]], None] = lambda layers: None
+
+    def run(
+        self,
+        state: StepState,
+        operations: Sequence[Operation],
+        *,
+        after: Callable[[int], None],
+        repetition: Repetition | None = None,
+    ) -> StepStats:
+        """Run all operations of a new step in order, accumulating gradients.
+
+        Hold `state` until the step's vote is complete, because messages may still be on their way. If the step is
+        interrupted, it is what `resume` continues from.
+
+        Args:
+            after: is called with the number of operations that have been run: 0 before the first, and after each.
+            repetition: looks at all that they compute, if the step was bad when it was computed before.
+
+        Raises:
+            CommunicationError: the generation is over.
+            ConfigError: a result has another shape or type than its receiver expects.
+        """
+        fault_at = _middle_of_each_kind(operations)
+        return _StepExecution(self, state, operations, fault_at, repetition=repetition).run(after)
+
+    def resume(
+        self,
+        state: StepState,
+        operations: Sequence[Operation],
+        *,
+        resends: Sequence[Resend],
+        resent_gradients: Collection[tuple[int, int]] = (),
+        counted: Collection[int],
+        after: Callable[[int], None],
+    ) -> StepStats:
+        """Continue an interrupted step with the program of its rest; the sums of the result are those of the step.
+
+        What the program does not need of `state` is released.
+
+        Args:
+            resends: (micro-batch, layer, forward, receiver) of the results that other workers are sent again first.
+            resent_gradients: (micro-batch, layer) of those gradients that this worker is sent again.
+            counted: micro-batches whose loss some worker has counted.
+            after: as for `run`.
+
+        Raises:
+            CommunicationError: the generation is over; `state` can be resumed again.
+        """
+        fault_at = {len(operations) // 2: "rest"}
+        execution = _StepExecution(self, state, operations, fault_at, counted, resent_gradients)
+        execution.send_again(resends)
+        stats = execution.run(after)
+        stats.draws = 0  # the reads for the parts that were done before the interruption are not known any more
+        return stats
+
+
+class _StepExecution:
+    """Runs a program on the state of a step, with the messages of one generation.
+
+    The program of the rest of a step lacks operations. What they would have used is not saved.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        state: StepState,
+        operations: Sequence[Operation],
+        fault_at: Mapping[int, str],
+        counted: Collection[int] = (),
+        resent_gradients: Collection[tuple[int, int]] = (),
+        repetition: Repetition | None = None,
+    ) -> None:
+        self._executor = executor
+        self._repetition = repetition
+        self._state = state
+        self._operations = operations
+        self._fault_at = fault_at
+        self._counted = counted
+        self._stats = StepStats()
+        state.spans = self._stats.spans
+        self._backwards = {hop_of(o) for o in operations if o.kind in _BACKWARDS}
+        self._weights = {hop_of(o) for o in operations if o.kind is OperationKind.WEIGHT_GRAD}
+        # Results that this worker's own operations use, and activations that are answered by another worker: with a
+        # gradient that is made from them, and not one that is sent again.
+        self._used_here = {_input_of(o) for o in operations if o.receive_from is None}
+        self._answered = {
+            (True, o.micro_batch, o.layers.stop - 1)
+            for o in operations
+            if o.kind in _BACKWARDS and o.receive_from is not None
+        } - {(True, micro_batch, layer - 1) for micro_batch, layer in resent_gradients}
+        self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
+        self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
+        self._sent = SentMessages(
+            state,
+            executor.communicators,
+            executor.activity,
+            buffers=_BUFFERS,
+            answered=self._answered,
+            num_layers=len(executor.boundaries),
+        )
+
+    def send_again(self, resends: Sequence[Resend]) -> None:
+        again = {(forward, micro_batch, layer): receiver for micro_batch, layer, forward, receiver in resends}
+        self._state.keep_for(self._operations, self._used_here | self._answered | again.keys())
+        for result, receiver in again.items():
+            self._sent.send_again(result, receiver=receiver)
+
+    def run(self, after: Callable[[int], None]) -> StepStats:
+        after(0)
+        for index, operation in enumerate(self._operations):
+            self._fail_if_planned(index)
+            self._run_operation(index, operation)
+            after(index + 1)
+        if not self._operations:
+            self._fail_if_planned(0)
+        losses = self._state.losses.values()
+        self._stats.loss = self._state.loss
+        self._stats.terms = math.fsum(loss.terms for loss in losses)
+        self._stats.samples = sum(loss.samples for loss in losses)
+        return self._stats
+
+    def _fail_if_planned(self, index: int) -> None:
+        if index in self._fault_at:
+            self._executor.faults.at(self._fault_at[index], self._state.step)
+
+    def _run_operation(self, index: int, operation: Operation) -> None:
+        if operation.kind is OperationKind.FORWARD and (operation.first or operation.last):
+            start = perf_counter()
+            self._executor.micro_batches(self._state.step, operation.micro_batch)  # which the operation then finds read
+            self._stats.data_wait_s += perf_counter() - start
+        message = self._message(index, operation)
+        if operation.kind is OperationKind.FORWARD:
+            self._executor.await_parameters(operation.layers)
+        self._executor.activity.begin(f"{_describe(operation)} in step {self._state.step}")
+        start = perf_counter()
+        # A loss may draw random numbers, and so may what a backward computes again.
+        with noting(f"in {_describe(operation)}"), generator_lock:
+            tensor = self._compute(operation, message)
+        wait_for_stream(self._executor.device)  # or the time would be that of queueing the operation
+        if self._executor.pace is not None:
+            self._executor.pace(operation, start)
+        self._executor.faults.slow_down(start)
+        self._stats.spans.append((operation.kind, start, perf_counter()))
+        if self._repetition is not None:
+            self._examine(self._repetition, operation, message, tensor)
+        if tensor is None:
+            return
+        result = _result_of(operation)
+        if operation.send_to is not None:
+            self._require_boundary(result, tensor)
+            self._sent.send(result, tensor.contiguous(), receiver=operation.send_to)
+            self._stats.note_sent(operation.send_to, forward=result[0])
+        elif result in self._used_here:
+            self._state.results[result] = tensor
+
+    def _examine(
+        self, repetition: Repetition, operation: Operation, received: Tensor | None, result: Tensor | None
+    ) -> None:
+        micro_batch, layers, executor = operation.micro_batch, operation.layers, self._executor
+        if operation.kind is not OperationKind.FORWARD:
+            gradients = {
+                layer: [each.grad for each in executor.held.parameters([layer]) if each.grad is not None]
+                for layer in layers
+            }
+            repetition.backward(micro_batch, layers, received=received, result=result, gradients=gradients)
+            return
+        data = []
+        if operation.first or operation.last:
+            inputs, targets, _ = executor.micro_batches(self._state.step, micro_batch)
+            data = [*([inputs] if operation.first else []), *([targets] if operation.last else [])]
+        output = self._state.losses[micro_batch].value if operation.last else result
+        assert output is not None
+        repetition.forward(micro_batch, layers, data=data, received=received, result=output)
+
+    def _require_boundary(self, result: Result, tensor: Tensor) -> None:
+        """Raise ConfigError if the receiver's buffer, which is a boundary, is of another shape or type."""
+        forward, _, layer = result
+        boundary = layer if forward else layer - 1
+        self._executor.boundaries[boundary].require(tensor, layer=boundary, gradient=not forward)
+
+    def _message(self, index: int, operation: Operation) -> Tensor | None:
+        """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
+        while self._to_post and (len(self._receives) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
+            self._post(self._to_post.popleft())
+        if operation.receive_from is None:
+            return self._state.results.pop(_input_of(operation), None)
+        receive, tensor = self._receives.pop(index)
+        doing = f"the input of {_describe(operation)} from worker {operation.receive_from}"
+        with self._executor.activity.waiting(doing, for_message=True, peer=operation.receive_from):
+            since_s = perf_counter()
+            receive.wait()
+        forward = operation.kind is OperationKind.FORWARD
+        self._stats.note_arrived(operation.receive_from, forward=forward, waited_since_s=since_s)
+        sent = True, operation.micro_batch, operation.layers.stop - 1
+        if operation.kind in _BACKWARDS and sent in self._answered:
+            self._sent.release(sent)
+        return tensor
+
+    def _post(self, index: int) -> None:
+        operation = self._operations[index]
+        assert operation.receive_from is not None
+        forward = operation.kind is OperationKind.FORWARD
+        tensor = self._on_boundary(torch.empty, operation.layers.start - 1 if forward else operation.layers.stop - 1)
+        receive = self._executor.communicators.receive(
+            tensor,
+            peer=operation.receive_from,
+            tag=tag_of(_input_of(operation), num_layers=len(self._executor.boundaries)),
+        )
+        self._receives[index] = (receive, tensor)
+
+    def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
+        """Compute, and return what the next hop needs: an activation, or a gradient; None where there is none."""
+        hop, state = hop_of(operation), self._state
+        match operation.kind:
+            case OperationKind.FORWARD:
+                return self._forward(operation, message)
+            case OperationKind.WEIGHT_GRAD:
+                state.deferred.pop(hop)()
+                state.contributed.add(hop)
+                return None
+            case OperationKind.BACKWARD:
+                gradient = state.saved.pop(hop).backward(message)
+                state.contributed.add(hop)
+            case OperationKind.INPUT_GRAD:
+                gradient, weight_half = state.saved.pop(hop).input_gradient(message)
+                if hop in self._weights:
+                    state.deferred[hop] = weight_half
+        if operation.first:
+            return None
+        # The hop before needs a gradient even of layers that do not depend on their input.
+        return self._on_boundary(torch.zeros, operation.layers.start - 1) if gradient is None else gradient
+
+    def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
+        executor, step = self._executor, self._state.step
+        if operation.first:
+            boundary, _, digest = executor.micro_batches(step, operation.micro_batch)
+            self._stats.draws += digest
+        else:
+            assert message is not None
+            boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
+        # With a graph even if no backward follows: without one torch may choose other kernels, with other last bits.
+        saved = SavedActivations(executor.held, operation, step=step, num_layers=len(executor.boundaries))
+        output = saved.forward(boundary)
+        if hop_of(operation) in self._backwards:
+            self._state.saved[hop_of(operation)] = saved
+        if operation.last:
+            saved.end_in(self._loss(operation.micro_batch, output))
+            return None
+        return output.detach()
+
+    def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        _, targets, digest = self._executor.micro_batches(self._state.step, micro_batch)
+        self._stats.draws -= digest
+        with noting("in the loss"):
+            loss, terms = loss_and_terms(self._executor.job, output, targets)
+        if micro_batch not in self._counted:
+            value = loss.detach().clone()  # some losses are a view of all their terms
+            self._state.losses[micro_batch] = CountedLoss(value, terms, len(targets))
+        return loss
+
+    def _on_boundary(self, make: Callable[..., Tensor], layer: int) -> Tensor:
+        """Make a tensor of the shape and type of the output of `layer`."""
+        spec = self._executor.boundaries[layer]
+        return make(spec.shape, dtype=spec.dtype, device=self._executor.device)
+
+
+def _describe(operation: Operation) -> str:
+    layers = f"layers {operation.layers.start}-{operation.layers.stop - 1}"
+    return f"{_OPERATIONS[operation.kind]} of micro-batch {operation.micro_batch} in {layers}"
+
+
+def _input_of(operation: Operation) -> Result:
+    """Return the result that an operation uses: of the hop before, or of the hop after. W uses none."""
+    forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
+    return forward, operation.micro_batch, layers.start - 1 if forward else layers.stop
+
+
+def _result_of(operation: Operation) -> Result:
+    """Return the result of an F, B or I."""
+    forward, layers = operation.kind is OperationKind.FORWARD, operation.layers
+    return forward, operation.micro_batch, layers.stop - 1 if forward else layers.start
+
+
+def channels_of(worker: int, operations: Sequence[Operation], resends: Sequence[Resend] = ()) -> tuple[Channel, ...]:
+    """Return the channels on which a worker's program sends and receives, each once, in order."""
+    forward = OperationKind.FORWARD
+    received = {Channel(o.receive_from, worker, o.kind is forward) for o in operations if o.receive_from is not None}
+    sent = {Channel(worker, o.send_to, o.kind is forward) for o in operations if o.send_to is not None}
+    again = {Channel(worker, receiver, is_forward) for _, _, is_forward, receiver in resends if receiver != worker}
+    return tuple(sorted(received | sent | again))
+
+
+def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:
+    """Return where in a step the injected failures of the phases "forward" and "backward" happen: half-way through."""
+    forwards = [i for i, operation in enumerate(operations) if operation.kind is OperationKind.FORWARD]
+    backwards = [i for i, o in enumerate(operations) if o.kind in _BACKWARDS]
+    phases = {"forward": forwards, "backward": backwards}
+    return {indices[len(indices) // 2]: phase for phase, indices in phases.items() if indices}

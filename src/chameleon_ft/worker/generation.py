@@ -1,0 +1,319 @@
+"""Generations that a rank takes part in, or prepares during training: orders, unpacked, and communicators."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from chameleon_ft.plan.shards import Sharding, SliceMove
+from chameleon_ft.protocol.messages import Discard, Migrate, Prepare, Prepared, StartGeneration
+from chameleon_ft.schedule import Operation
+from chameleon_ft.sync import Segment
+from chameleon_ft.worker.communicators import Communicators, Membership, Rendezvous
+from chameleon_ft.worker.control_client import ControlClient
+from chameleon_ft.worker.execution.executor import channels_of
+from chameleon_ft.worker.execution.gradients import GradientBuffers
+from chameleon_ft.worker.execution.layers import HeldLayers
+from chameleon_ft.worker.fault_injection import FaultInjector
+from chameleon_ft.worker.state_transfer.layer_messages import Allocation, LayerAllocator
+from chameleon_ft.worker.state_transfer.migration import LayerMigration
+from chameleon_ft.worker.state_transfer.transfer import channels_of_transition
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """A generation that this rank takes part in, or prepares.
+
+    Attributes:
+        order: what the rank has to do in it; see `begin_at` for its first step.
+        segments: of the gradients of the whole model.
+        operations: the rank's program.
+        sharding, former_sharding: the owners of slices of the optimizer's state, once it trains and when it begins;
+            None if every holder of a layer has all of it.
+        is_open: whether its communicators are connected.
+    """
+
+    worker: int
+    order: StartGeneration
+    communicators: Communicators
+    segments: tuple[Segment, ...] = field(init=False)
+    operations: tuple[Operation, ...] = field(init=False)
+    sharding: Sharding | None = field(init=False)
+    former_sharding: Sharding | None = field(init=False)
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        self.segments = self.order.unpack_segments()
+        self.operations = self.order.unpack_operations()
+        self.sharding = self.order.unpack_shards()
+        self.former_sharding = self.order.unpack_former_shards()
+
+    @property
+    def number(self) -> int:
+        return self.order.generation
+
+    @property
+    def arriving(self) -> dict[int, int]:
+        """The layers that move to this rank before the generation trains: layer -> bytes, by arrival."""
+        moves = () if self.order.transition is None else self.order.transition.moves
+        return {layer: num_bytes for _, _, destination, layer, num_bytes in moves if destination == self.worker}
+
+    @property
+    def layers(self) -> set[int]:
+        """The layers of which this rank is a holder, those that are arriving included."""
+        own = (s for s in self.segments if self.worker in s.holders and not s.tied)
+        return {layer for segment in own for layer in segment.layers}
+
+    @property
+    def slice_moves(self) -> tuple[SliceMove, ...]:
+        """The slices of optimizer state that move before the generation trains."""
+        if self.sharding is None or self.former_sharding is None:
+            return ()
+        return self.sharding.moves_from(self.former_sharding)
+
+    def written_slices(self) -> list[tuple[int, int, int]]:
+        """Return (layer, first unit, unit after the last) of the slices that this rank writes into a checkpoint."""
+        return [
+            (layer, each.start, each.stop)
+            for layer, own in enumerate(() if self.sharding is None else self.sharding.layers)
+            for each, writer in zip(own.slices, own.writers(), strict=True)
+            if writer == self.worker
+        ]
+
+    def written_layers(self) -> list[int]:
+        """Return the layers that this rank writes into a checkpoint: each layer is written by one of its holders."""
+        return [
+            layer
+            for segment in self.segments
+            for layer in (() if segment.tied else segment.layers)
+            if segment.holders[layer % len(segment.holders)] == self.worker
+        ]
+
+    def begin_at(self, first_step: int) -> None:
+        """Note the first step, which is not known before the switch."""
+        self.order = self.order.model_copy(update={"first_step": first_step})
+
+    def open(self, rendezvous: Rendezvous) -> None:
+        """Connect with all participants. Raises CommunicationError."""
+        self.communicators.open(self._membership(rendezvous))
+        self.is_open = True
+
+    def interrupt(self, allocator: LayerAllocator) -> None:
+        """Break the communicators, and let the rank's allocations end early. Called from any thread."""
+        allocator.stop_touching()
+        self.communicators.interrupt()
+
+    def _membership(self, rendezvous: Rendezvous) -> Membership:
+        order, worker = self.order, self.worker
+        groups = dict.fromkeys(segment.holders for segment in self.segments if len(segment.holders) > 1)
+        channels = {*channels_of(worker, self.operations)}
+        if (rest := order.rest) is not None:
+            channels.update(channels_of(worker, rest.unpack_operations(), rest.resends))
+        if order.transition is not None:
+            channels.update(channels_of_transition(order.transition))
+        return Membership(
+            generation=order.generation,
+            worker=worker,
+            members=order.participants,
+            groups=tuple(dict.fromkeys((order.members, *groups))),
+            channels=tuple(sorted(channels)),
+            rendezvous=rendezvous,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingGeneration:
+    """A generation that trains."""
+
+    generation: int
+    held: HeldLayers
+    buffers: GradientBuffers
+    migration: LayerMigration
+
+
+@dataclass(slots=True)
+class _OrderedMigration:
+    """Layers that are to move in a generation, which may not have begun yet.
+
+    Attributes:
+        arriving: the layers that will arrive at this rank, with their bytes.
+        slices: (layer, first unit, unit after the last) of slices of the optimizer's state that will arrive.
+        allocations: layer that will arrive at this rank -> memory for it; None unless all are allocated and the layers
+            do not move yet.
+        migrated: is done once all have arrived, slices too, or with the error if they cannot.
+    """
+
+    order: Migrate
+    arriving: dict[int, int]
+    slices: tuple[tuple[int, int, int], ...] = ()
+    allocations: dict[int, Allocation] | None = None
+    migrated: Future[None] = field(default_factory=Future)
+
+    def is_used_in(self, generation: Generation) -> bool:
+        """Return whether a generation needs something of what arrives at the rank."""
+        owned = {} if generation.sharding is None else generation.sharding.owned_by(generation.worker)
+        return not generation.layers.isdisjoint(self.arriving) or any(
+            first <= start < last for layer, start, _ in self.slices for first, last in owned.get(layer, ())
+        )
+
+
+class Preparations:
+    """Prepares the next generation, and begins migrations, in a thread of its own while the present one trains.
+
+    Args:
+        new_communicators: makes communicators that are not open yet.
+        is_training: returns whether the rank has layers, with their gradients.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        *,
+        client: ControlClient,
+        new_communicators: Callable[[], Communicators],
+        faults: FaultInjector,
+        allocator: LayerAllocator,
+        is_training: Callable[[], bool],
+    ) -> None:
+        self._worker = worker
+        self._client = client
+        self._new_communicators = new_communicators
+        self._faults = faults
+        self._allocator = allocator
+        self._is_training = is_training
+        self._working = threading.Lock()
+        self._prepared: dict[int, Generation] = {}
+        self._training: _TrainingGeneration | None = None  # the newest generation that trains
+        self._ordered: _OrderedMigration | None = None  # the newest migration
+        self._beginning = threading.Lock()  # of it
+        threading.Thread(target=self._work, name="preparation", daemon=True).start()
+
+    def take(self, number: int) -> Generation | None:
+        """Return this generation; None if this rank is not in it, or it is over.
+
+        Does not wait for a later one that is being prepared.
+        """
+        return None if self._client.is_over(number) else self._prepared.pop(number, None)
+
+    def drop_over(self) -> None:
+        """Close prepared generations that are over. When this returns, no connection is being made."""
+        with self._working:
+            for number in [number for number in tuple(self._prepared) if self._client.is_over(number)]:
+                if (generation := self._prepared.pop(number, None)) is not None:
+                    self._close(generation)
+            if self._ordered is not None and self._client.is_over(self._ordered.order.generation):
+                self._ordered.allocations = None
+
+    def training(self, generation: int, held: HeldLayers, buffers: GradientBuffers, migration: LayerMigration) -> None:
+        """Note that a generation trains: layers can move in it, and do so from now on if they are allocated."""
+        with self._beginning:
+            self._training = _TrainingGeneration(generation, held, buffers, migration)
+            self._begin_migration()
+
+    def trained(self) -> None:
+        """Note that no generation trains any more, and release what the last one held."""
+        with self._beginning:
+            self._training = None
+
+    def _work(self) -> None:
+        while True:
+            match message := self._client.preparations.get():
+                case Migrate():
+                    with self._working:
+                        self._prepare_migration(message)
+                case Prepare(order=order):
+                    with self._working:
+                        error = self._prepare(order)
+                    if error is not None:
+                        self._client.send(Prepared(generation=order.generation, error=error))
+                case Discard():
+                    self.drop_over()
+
+    def _prepare(self, order: StartGeneration) -> str | None:
+        """Prepare a generation; return the error if that fails."""
+        generation = None
+        try:
+            generation = Generation(worker=self._worker, order=order, communicators=self._new_communicators())
+            interrupt = partial(generation.interrupt, self._allocator)
+            if not self._client.enter(order.generation, generation.communicators, interrupt):
+                return None
+            self._faults.at("preparation", order.first_step)
+            generation.open(self._client.rendezvous(order.generation))
+            generation.communicators.settle()
+            self._allocate(generation)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            if generation is not None:
+                self._close(generation)
+            return None if self._client.is_over(order.generation) else f"{type(error).__name__}: {error}"
+        self._prepared[order.generation] = generation
+        ordered = self._ordered
+        if ordered is None or self._client.is_over(ordered.order.generation):
+            self._client.send(Prepared(generation=order.generation))
+        elif ordered.order.generation < order.generation and not ordered.is_used_in(generation):
+            # It drops the layers that move, if any do: the migration is cancelled.
+            self._client.send(Prepared(generation=order.generation))
+        elif ordered.order.generation < order.generation:
+            ordered.migrated.add_done_callback(lambda done: self._migrated(order.generation, done.exception()))
+        else:
+            self._migrated(order.generation, ordered.migrated.exception() if ordered.migrated.done() else None)
+        return None
+
+    def _migrated(self, generation: int, error: BaseException | None) -> None:
+        """Answer that a generation is prepared, unless layers cannot move in it or in the one before."""
+        why = None if error is None else f"layers cannot be received: {type(error).__name__}: {error}"
+        self._client.send(Prepared(generation=generation, error=why, cannot_migrate=error is not None))
+
+    def _allocate(self, generation: Generation) -> None:
+        """Allocate the layers that will arrive before the generation trains."""
+        if not self._is_training():
+            # A rank that trains has no memory for more layers beside its gradients.
+            is_done = threading.Event()
+            self._allocator.preallocate(generation.arriving, then=is_done.set)
+            is_done.wait()
+
+    def _prepare_migration(self, order: Migrate) -> None:
+        """Allocate the layers that will arrive at this rank, and have them move if their generation trains."""
+        arriving = {layer: num_bytes for _, worker, layer, num_bytes in order.moves if worker == self._worker}
+        slices = tuple(move[2:5] for move in order.slices if move[1] == self._worker)
+        ordered = self._ordered = _OrderedMigration(order, arriving, slices)
+        allocations = {}
+        try:
+            self._allocator.preallocate(arriving)
+            for layer in arriving:
+                if self._client.is_over(order.generation):
+                    return
+                allocations[layer] = self._allocator.take(layer)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            ordered.migrated.set_exception(error)
+            self._allocator.drop()
+            allocations = {}
+        with self._beginning:
+            ordered.allocations = allocations
+            self._begin_migration()
+
+    def _begin_migration(self) -> None:
+        ordered, training = self._ordered, self._training
+        if training is None or ordered is None or ordered.allocations is None:
+            return
+        if training.generation != ordered.order.generation or self._client.is_over(training.generation):
+            return
+        allocations, ordered.allocations = ordered.allocations, None
+        try:
+            for layer, allocation in allocations.items():
+                training.held.expect(layer, allocation.layer)
+            training.buffers.expect(training.held)
+        except Exception as error:  # noqa: BLE001 - training does not depend on it
+            ordered.migrated.set_exception(error)
+        memory = {layer: allocation.memory for layer, allocation in allocations.items()}
+        # Even a rank that can receive no layer serves others.
+        receives = not ordered.migrated.done()
+        training.migration.begin(ordered.order, memory=memory, migrated=ordered.migrated if receives else None)
+
+    def _close(self, generation: Generation) -> None:
+        """Close a generation that does not begin, and release the memory for what would have arrived in it."""
+        generation.communicators.close()
+        self._client.leave(generation.number)
+        self._allocator.drop()

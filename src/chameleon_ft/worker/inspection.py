@@ -1,0 +1,161 @@
+"""Inspection of a job before any rank is started: its layers in numbers, and whether it can be trained at all."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+
+from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.errors import ChameleonError, ConfigError
+from chameleon_ft.events.evidence import place_of
+from chameleon_ft.host.fork_server import Terminated
+from chameleon_ft.job import Job, load_job
+from chameleon_ft.job_record import Fact
+from chameleon_ft.models.build import gradient_bytes, layers_built_in_full, param_bytes, tied_bytes
+from chameleon_ft.models.checks import (
+    SampleReads,
+    boundary_specs,
+    check_learning_rate,
+    check_loss,
+    check_separate_parameters,
+)
+from chameleon_ft.models.job_record import record_of, sketch
+from chameleon_ft.models.optimizer import check_optimizer, state_bytes, undivided_optimizer
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.protocol.parts import BoundaryMessage
+from chameleon_ft.quantities import data_size
+from chameleon_ft.worker.device import claim_device, device_name, missing_device, require_devices
+from chameleon_ft.workload import TiedParameters
+
+
+def inspection_main(pipe: int, *, config: RunConfig, workers: int) -> None:
+    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not.
+
+    Args:
+        pipe: a descriptor of a `multiprocessing.Pipe`.
+        workers: the number that is to run on this host, which needs devices for them.
+    """
+    found: JobInfo | ChameleonError
+    try:
+        if workers:
+            require_devices(config, workers)
+        found = inspect_job(config)
+    except ChameleonError as error:
+        found = error
+    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
+        Connection(pipe, readable=False).send(found)
+
+
+@contextmanager
+def users_errors(config: RunConfig) -> Iterator[None]:
+    """Turn any error that the user's code raises inside the block into a ConfigError that names the job and the line.
+
+    A ConfigError that such an error has led to gets the line, too.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        place = None if error.__cause__ is None else _own_place_of(error.__cause__)
+        if place is None or place in str(error):
+            raise
+        raise ConfigError(f"{error}; the error is raised at {place}") from error.__cause__
+    except (ChameleonError, Terminated):
+        raise
+    except (Exception, SystemExit) as error:  # it may call sys.exit
+        place = _own_place_of(error)
+        where = "" if place is None else f", at {place}"
+        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}{where}") from error
+
+
+def _own_place_of(error: BaseException) -> str | None:
+    """Return the place in the user's code at which an error was raised, if it was in that."""
+    place = place_of(error)
+    return None if place is None or "/chameleon_ft/" in place else place
+
+
+def inspect_job(config: RunConfig) -> JobInfo:
+    """Load the job and measure its layers. Raises ConfigError where it cannot be trained with `config`."""
+    with users_errors(config):
+        return _inspect_job(config)
+
+
+def _inspect_job(config: RunConfig) -> JobInfo:
+    job = load_job(config.job, config)
+    if job.num_layers < config.parallel.pp:
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
+        )
+    undivided = _undivided(job, config)
+    samples = SampleReads(job, config.seed)
+    # A coordinator's host may lack the device of the workers.
+    run_on = torch.device("meta") if missing_device(config) else claim_device(config)
+    device = "" if run_on.type == "meta" or config.is_emulated else device_name(run_on)
+    check_separate_parameters(job)
+    if run_on.type != "meta":
+        check_optimizer(job, device=run_on)
+    hints: list[str] = []
+    outputs: dict[str, Fact] = {}
+
+    def ran(layer: int, output: torch.Tensor) -> None:
+        if run_on.type != "meta":
+            outputs[f"output of layer {layer} for the same samples"] = sketch(output)
+
+    size = config.batch.micro_batch_size
+    boundaries = boundary_specs(job, size, device=run_on, seed=config.seed, hints=hints, ran=ran)
+    if run_on.type != "meta" and job.boundaries is None:
+        loss, more = check_loss(job, boundaries[-1], size, device=run_on, seed=config.seed)
+        hints += more
+        outputs = {"loss for the same samples and outputs": loss, **outputs}
+    check_learning_rate(job)
+    samples.check()  # some time after they were read, or the clock might not have moved
+    sizes, gradients, tied = param_bytes(job), gradient_bytes(job), tied_bytes(job)
+    if not any(gradients):
+        raise ConfigError(f"job {config.job}: has nothing to train; no parameter of its layers requires a gradient")
+    name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
+    num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
+    return JobInfo(
+        model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
+        data=f"{len(job.dataset):,} samples, {config.batch.samples} a step",
+        relative_costs=job.relative_costs,
+        boundaries=tuple(
+            BoundaryMessage(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch.")) for spec in boundaries
+        ),
+        boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
+        param_bytes=sizes,
+        gradient_bytes=gradients,
+        state_bytes=state_bytes(job),
+        tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
+        undivided=undivided,
+        hints=tuple(hints),
+        built_in_full=layers_built_in_full(job, config.seed),
+        device=device,
+        record=record_of(job, config, samples=samples.facts, outputs=outputs, device=run_on),
+        versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
+    )
+
+
+def load_examined(config: RunConfig, facts: Mapping[str, Fact]) -> Job:
+    """Load the job. Raises ConfigError if it has other samples than `facts` say of some."""
+    job = load_job(config.job, config)
+    SampleReads(job, config.seed, most=1).require(facts)
+    return job
+
+
+def _undivided(job: Job, config: RunConfig) -> str:
+    """Return the name of an optimizer whose state holders cannot share. Raises ConfigError if they are told to."""
+    with users_errors(config):
+        name = undivided_optimizer(job)
+    redundancy = config.parallel.optimizer_redundancy
+    if name and isinstance(redundancy, int):
+        raise ConfigError(
+            f"parallel.optimizer_redundancy = {redundancy}: {name} is not known to update each element of a parameter "
+            'by itself, as workers do that share its state; leave it out, set it to "all", or if the optimizer does, '
+            "say so by Job(elementwise=True)"
+        )
+    return name

@@ -1,0 +1,260 @@
+"""A rank's part in a change of placement: it sends and receives layers, and all confirm; see docs/transition.md."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from chameleon_ft.plan.shards import SliceMove
+from chameleon_ft.protocol.parts import Transition
+from chameleon_ft.worker.communicators import Channel, CommunicationError, Communicators
+from chameleon_ft.worker.communicators.base import Tag, tag_of_layer
+from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.execution.layers import HeldLayers, LayerState
+from chameleon_ft.worker.fault_injection import FaultInjector
+from chameleon_ft.worker.state_transfer.layer_messages import (
+    Allocation,
+    IncomingLayers,
+    LayerAllocator,
+    OutgoingLayer,
+    OutgoingLayers,
+    layer_checksums,
+    tensor_bytes,
+)
+
+
+class _Move(NamedTuple):
+    round: int
+    source: int
+    destination: int
+    layer: int
+    num_bytes: int
+
+
+class StateTransfer:
+    """Carries out transitions. Whatever needs no communicators begins before they are open.
+
+    Args:
+        stand_ins: whether the layers stand for those of a profile, whose bytes are counted then.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        device: torch.device,
+        *,
+        allocator: LayerAllocator,
+        activity: Activity,
+        faults: FaultInjector,
+        stand_ins: bool = False,
+    ) -> None:
+        self.worker = worker
+        self.device = device
+        self.allocator = allocator
+        self.activity = activity
+        self.stand_ins = stand_ins
+        self.outgoing: dict[int, OutgoingLayer] = {}
+        self._slices: dict[int, LayerState] = {}  # received, by layer
+        self._faults = faults
+        self._checksums = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+
+    def begin(self, transition: Transition, held: HeldLayers) -> None:
+        """Begin to allocate incoming layers, and to compute the checksums of outgoing ones, which must not change."""
+        moves = [_Move(*move) for move in transition.moves]
+        self.allocator.preallocate({move.layer: move.num_bytes for move in moves if move.destination == self.worker})
+        for move in moves:
+            if move.source == self.worker and move.layer not in self.outgoing:
+                state = held.state_of(move.layer)
+                checksums = self._checksums.submit(layer_checksums, state, self.device)
+                self.outgoing[move.layer] = OutgoingLayer(state, move.num_bytes, checksums)
+
+    def end(self) -> None:
+        """Release everything that was begun and has not been used."""
+        self.allocator.drop()
+        for layer in self.outgoing.values():
+            layer.checksums.cancel()
+        self.outgoing.clear()
+
+    def take_slices(self) -> dict[int, LayerState]:
+        """Return the slices of optimizer state that have been received since the last call, by layer."""
+        slices, self._slices = self._slices, {}
+        return slices
+
+    def carry_out(
+        self,
+        transition: Transition,
+        held: HeldLayers,
+        communicators: Communicators,
+        *,
+        step: int,
+        slices: Sequence[SliceMove] = (),
+    ) -> int:
+        """Send and receive layers and slices, and return once all participants have confirmed. Call `begin` first.
+
+        Received layers are added to `held`, and slices are kept for `take_slices`; nothing is dropped.
+
+        Args:
+            step: the step that comes next.
+            slices: of the optimizer's state, as they move between all participants.
+
+        Returns:
+            Bytes that all workers together have received.
+
+        Raises:
+            CommunicationError: the generation has ended, or a layer has arrived damaged. No worker has switched because
+                of this one; the coordinator finds out whether any has.
+        """
+        self._slices = {}
+        received = self._move([_Move(*move) for move in transition.moves], held, communicators, step)
+        received += self._move_slices(slices, held, communicators)
+        self.end()
+        ballot = torch.tensor([float(received), 1.0], dtype=torch.float64)
+        participants = transition.participants
+        if len(participants) > 1:
+            result = communicators.vote(ballot, participants)
+            self._faults.at("confirm", step)
+            with self.activity.waiting("confirmation", for_message=True):
+                result.wait()
+        moved, confirmed = map(float, ballot)
+        if round(confirmed) != len(participants):
+            raise CommunicationError(None, f"the confirmation counted {confirmed:g} of {len(participants)} workers")
+        return round(moved)
+
+    def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
+        """Go through the rounds. In each, layers go out and come in one by one and side by side.
+
+        The layer after the one that is waited for is in flight already. Each worker starts its n-th layers, out and in,
+        only after those before the last have finished, and before it waits for any later one. So some worker can always
+        continue.
+        """
+        rounds = [
+            _Exchange(self, list(own), held, communicators) for _, own in groupby(moves, key=lambda move: move.round)
+        ]
+        fault_at = sum(exchange.slots for exchange in rounds) // 2
+        number = received = 0
+        for exchange in rounds:
+            self.activity.begin("transfer")
+            exchange.begin()
+            for slot in range(exchange.slots):
+                self.activity.begin("transfer")
+                if number == fault_at:
+                    self._faults.at("transfer", step)
+                received += exchange.finish(slot)
+                number += 1
+        if not rounds:
+            self._faults.at("transfer", step)
+        return received
+
+    def _move_slices(self, moves: Sequence[SliceMove], held: HeldLayers, communicators: Communicators) -> int:
+        """Send slices to all other workers, then receive from each; return the bytes received."""
+        self.activity.begin("transfer of slices")
+        outgoing: dict[int, list[SliceMove]] = defaultdict(list)
+        incoming: dict[int, list[SliceMove]] = defaultdict(list)
+        for move in moves:
+            if move.source == self.worker:
+                outgoing[move.destination].append(move)
+            elif move.destination == self.worker:
+                incoming[move.source].append(move)
+        sending = []
+        for peer, own in outgoing.items():
+            states = [held.state_of_slice(move.layer, (move.start, move.stop)) for move in own]
+            slices = [
+                OutgoingLayer(state, tensor_bytes(state), self._checksums.submit(layer_checksums, state, self.device))
+                for state in states
+            ]
+            sending.append(OutgoingLayers(slices, communicators, peer=peer, tag=Tag.SLICE, device=self.device))
+            for _ in own:
+                sending[-1].start_next()
+        received = 0
+        for peer, own in incoming.items():
+            arriving = IncomingLayers(communicators, peer=peer, tag=Tag.SLICE, device=self.device)
+            with self.activity.waiting(f"slices of worker {peer}", for_message=True, peer=peer):
+                arriving.describe()
+                for move in own:
+                    arriving.start_next({})
+                    state = arriving.finish_next()
+                    self._slices.setdefault(move.layer, {}).update(state)
+                    received += tensor_bytes(state)
+        with self.activity.waiting("transfer of slices", for_message=True):
+            for each, own in zip(sending, outgoing.values(), strict=True):
+                for _ in own:
+                    each.finish_next()
+        return received
+
+
+class _Exchange:
+    """A worker's part in a round: layers to one other worker, from one other, or both.
+
+    `slots` counts the layers that go out or come in, a pair that does so at the same time once.
+    """
+
+    def __init__(
+        self, transfer: StateTransfer, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators
+    ) -> None:
+        self._transfer = transfer
+        self._outgoing = [move for move in moves if move.source == transfer.worker]
+        self._incoming = [move for move in moves if move.destination == transfer.worker]
+        self._held = held
+        self._communicators = communicators
+        self._out: OutgoingLayers | None = None
+        self._in: IncomingLayers | None = None
+        self._arriving: deque[Allocation] = deque()
+        self.slots = max(len(self._outgoing), len(self._incoming))
+
+    def begin(self) -> None:
+        """Exchange descriptions and start the first layers. Raises CommunicationError."""
+        communicators, device = self._communicators, self._transfer.device
+        if self._outgoing:
+            first = self._outgoing[0]
+            layers = [self._transfer.outgoing[move.layer] for move in self._outgoing]
+            self._out = OutgoingLayers(
+                layers, communicators, peer=first.destination, tag=tag_of_layer(first.layer), device=device
+            )
+        if self._incoming:
+            first = self._incoming[0]
+            self._in = IncomingLayers(communicators, peer=first.source, tag=tag_of_layer(first.layer), device=device)
+            with self._transfer.activity.waiting(
+                f"the layers of worker {first.source}", for_message=True, peer=first.source
+            ):
+                self._in.describe()
+        self._start(0)
+
+    def finish(self, slot: int) -> int:
+        """Start the layers of the next slot and finish those of this one; return the bytes received.
+
+        Raises:
+            CommunicationError: the other end is gone, or a layer has arrived damaged.
+        """
+        self._start(slot + 1)
+        received = 0
+        if self._in is not None and slot < len(self._incoming):
+            move = self._incoming[slot]
+            with self._transfer.activity.waiting(
+                f"layer {move.layer} of worker {move.source}", for_message=True, peer=move.source
+            ):
+                state = self._in.finish_next()
+            self._held.take_in(move.layer, state, self._arriving.popleft().layer)
+            received = move.num_bytes if self._transfer.stand_ins else tensor_bytes(state)
+        if self._out is not None and slot < len(self._outgoing):
+            with self._transfer.activity.waiting("transfer", for_message=True):
+                self._out.finish_next()
+        return received
+
+    def _start(self, slot: int) -> None:
+        """Start receiving before sending: sending waits for checksums."""
+        if self._in is not None and slot < len(self._incoming):
+            allocation = self._transfer.allocator.take(self._incoming[slot].layer)
+            self._arriving.append(allocation)
+            self._in.start_next(allocation.layer.targets, allocation.memory)
+        if self._out is not None:
+            self._out.start_next()
+
+
+def channels_of_transition(transition: Transition) -> tuple[Channel, ...]:
+    """Return the channels of a worker's part in a transition, each once, in order."""
+    return tuple(sorted({Channel(source, destination, True) for _, source, destination, _, _ in transition.moves}))

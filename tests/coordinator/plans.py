@@ -1,0 +1,63 @@
+"""Plans that lead to others, as a decision or a search would give them to the state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition
+from chameleon_ft.plan import LayerRange, Placement, data_pipeline_plan
+from chameleon_ft.transfer import Message as Transferred
+from chameleon_ft.transfer import Transfer
+
+LAYERS = 4
+
+
+def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = None) -> RecoveryPlan:
+    """One pipeline of a stage over the first worker, and as many more as there are workers; it may move a layer."""
+    plan = data_pipeline_plan(
+        layer_costs=[1.0] * LAYERS, dp=len(workers), pp=1, micro_batches=len(workers), workers=sorted(workers)
+    )
+    transition = None
+    if moves_to is not None:
+        source = min(worker for worker in plan.workers if worker != moves_to)
+        message = Transferred(source, moves_to, LayerRange(0, 1), 64)
+        transfer = Transfer(placement=plan.placement, roles={}, rounds=((message,),))
+        transition = PlannedTransition(
+            transfer=transfer, participants=tuple(sorted({*plan.workers, moves_to})), keep={}
+        )
+    return RecoveryPlan(
+        plan=plan,
+        first_step=first_step,
+        load="keep",
+        roll_forward=None,
+        policy="a policy",
+        action="an action",
+        transition=transition,
+    )
+
+
+def in_waves(
+    final: RecoveryPlan, now: RecoveryPlan | ActivePlan, waves: int, *, to: int | None = None
+) -> tuple[RecoveryPlan, ...]:
+    """The plans that lead to `final`, with the routes of `now`: layers move to new workers, the same share each time.
+
+    If there are none, they move to worker `to`.
+
+    Plans under which they move take turns with plans of the same workers under which none moves.
+    """
+    source = min(worker for worker in now.plan.workers if worker != to)
+    new = [worker for worker in final.plan.workers if worker not in now.plan.workers]
+    plans: list[RecoveryPlan] = []
+    for wave in range(waves):
+        stop = LAYERS * (wave + 1) // waves
+        ranges = {**now.plan.placement.ranges, **{worker: (LayerRange(0, stop),) for worker in new}}
+        plan = replace(now.plan, placement=Placement(LAYERS, ranges))
+        arriving = LayerRange(LAYERS * wave // waves, stop)
+        receivers = new or ([] if to is None else [to])
+        rounds = tuple((Transferred(source, worker, arriving, 64),) for worker in receivers)
+        transfer = Transfer(placement=plan.placement, roles={}, rounds=rounds)
+        reached = replace(final, plan=plan, policy="migration")
+        plans += [replace(reached, migration=transfer), reached]
+    return (*plans[:-1], final)

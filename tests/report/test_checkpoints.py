@@ -1,0 +1,143 @@
+"""The marks of checkpoints on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.errors import CheckpointError, DamagedCheckpointError
+from chameleon_ft.storage.checkpoints import (
+    complete_checkpoints,
+    mark_complete,
+    mark_damaged,
+    prune_checkpoints,
+    require_sound,
+    seal_layer,
+    sound_checkpoint,
+)
+from chameleon_ft.storage.stores import Directory
+from tests.stored import layer_directory, step_directory
+
+
+def test_a_mark_has_reached_the_disk_once_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, fsync = 7, os.fsync
+    synced: list[tuple[Path, list[str]]] = []
+
+    def recorded(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((path, sorted(each.name for each in path.iterdir()) if path.is_dir() else []))
+        fsync(descriptor)
+
+    layer = layer_directory(tmp_path, step, 0)
+    layer.mkdir(parents=True)
+    seal_layer(layer, {})
+    monkeypatch.setattr(os, "fsync", recorded)
+    directory = step_directory(tmp_path, step)
+    mark_complete(tmp_path, step, model="a model", num_layers=1)
+    assert (directory, ["complete.json", layer.name]) in synced
+    assert synced[-1] == (tmp_path, [directory.name])
+    mark_damaged(tmp_path, step)
+    assert synced[-1] == (directory, ["damaged.json", layer.name])
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Too many levels of symbolic links"):
+        sound_checkpoint(tmp_path / "checkpoints")
+
+
+def write_checkpoints(checkpoints: Path, *steps: int) -> None:
+    for step in steps:
+        layer = layer_directory(checkpoints, step, 0)
+        layer.mkdir(parents=True)
+        (layer / "tensors").write_text("layer 0")
+        seal_layer(layer, {})
+        mark_complete(checkpoints, step, model="a model", num_layers=1)
+
+
+def as_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def as_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "is_damaged"),
+    [
+        ("layer-0000/checksums.json", as_a_loop, False),
+        ("layer-0000/tensors", as_a_loop, False),
+        ("complete.json", as_a_directory, False),
+        ("layer-0000/checksums.json", Path.unlink, True),
+        ("layer-0000/tensors", Path.unlink, True),
+        ("layer-0000", shutil.rmtree, True),
+    ],
+)
+def test_a_file_that_cannot_be_read_here_is_told_from_one_that_is_damaged(
+    tmp_path: Path, name: str, spoil: Callable[[Path], object], is_damaged: bool
+) -> None:
+    write_checkpoints(tmp_path, 2, 4)
+    spoil(step_directory(tmp_path, 4) / name)
+    with pytest.raises(DamagedCheckpointError if is_damaged else OSError, match=name.rpartition("/")[2]):
+        require_sound(tmp_path, 4)
+    newest, damages = sound_checkpoint(tmp_path)
+    assert (newest, list(damages)) == (2, [4])
+
+
+def test_a_checkpoint_that_may_not_be_looked_into_is_named_and_an_older_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder belongs to another user; tests may run as one that is let in everywhere."""
+    write_checkpoints(tmp_path, 2, 4)
+
+    def closed(method: str) -> Callable[[Path], object]:
+        before = getattr(Path, method)
+
+        def call(path: Path) -> object:
+            if step_directory(tmp_path, 4) in path.parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return before(path)
+
+        return call
+
+    for method in ("exists", "read_bytes"):
+        monkeypatch.setattr(Path, method, closed(method))
+    assert complete_checkpoints(tmp_path) == [2, 4]
+    newest, damages = sound_checkpoint(tmp_path)
+    assert newest == 2
+    assert damages[4].startswith(f"[Errno 13] Permission denied: '{step_directory(tmp_path, 4)}/")
+
+
+def test_a_layer_that_may_not_be_listed_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoints(tmp_path, 4)
+    scandir, layer = os.scandir, layer_directory(tmp_path, 4, 0)
+
+    def closed(path: Any) -> Any:
+        if Path(path) == layer:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(PermissionError):
+        require_sound(tmp_path, 4)
+
+
+def test_a_removal_that_is_interrupted_leaves_no_complete_checkpoint(tmp_path: Path) -> None:
+    class Interrupted(Directory):
+        def remove(self, name: str) -> None:
+            if name == "step-00000002":
+                raise OSError
+            super().remove(name)
+
+    write_checkpoints(tmp_path, 2, 4, 6)
+    prune_checkpoints(Interrupted(tmp_path), keep=2)
+    assert complete_checkpoints(tmp_path) == [4, 6]

@@ -1,0 +1,123 @@
+"""Real runs whose holders share the optimizer's state: through losses, a return to a checkpoint, and a resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from chameleon_ft.config import Checkpoint, FailurePhase, Parallel, RunConfig
+from chameleon_ft.events.records import JoinRecord
+from chameleon_ft.launch.live_run import inject
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.worker.checkpoint import read_layer
+from tests.harness import (
+    assert_as_the_plain_loop,
+    assert_trained_as_if_nothing_failed,
+    fails,
+    in_thread,
+    resume_here,
+    small_config,
+    train_here,
+)
+from tests.histories import StoppingView
+
+pytestmark = pytest.mark.multiprocess
+
+
+def sharing(redundancy: int | Literal["auto"] = "auto") -> Parallel:
+    return Parallel(dp=3, pp=2, optimizer_redundancy=redundancy)
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer", "gather"])
+def test_a_kill_leaves_one_owner_of_each_slice(tmp_path: Path, phase: FailurePhase) -> None:
+    config = small_config(tmp_path, parallel=sharing(), failures=(fails(3, step=4, phase=phase),))
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    (failure,) = ended.failures
+    assert (failure.worker, failure.policy) == (3, "reroute")
+    # In the last two phases the step is applied: what has not been received of it is sent once more.
+    assert failure.resume_step == (4 if phase == "backward" else 5)
+
+
+OWN_OPTIMIZER = """
+import torch
+from dataclasses import replace
+from chameleon_ft.models.llama_job import llama_job
+
+class Mine(torch.optim.SGD):
+    pass
+
+def job(config):
+    return replace(llama_job(config), optimizer=lambda parameters: Mine(parameters, lr=1e-2), learning_rate=None)
+"""
+
+
+def test_an_optimizer_that_is_not_known_is_kept_whole_and_the_run_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(OWN_OPTIMIZER)
+    ended = train_here(small_config(tmp_path, job=str(path), parallel=sharing(), steps=4), tmp_path / "run")
+    assert ended.code == 0
+    (event,) = ended.events("optimizer_undivided")
+    assert event["optimizer"] == "Mine"
+    assert "Job(elementwise=True)" in event["message"]
+    assert ended.summary["samples_repeated"] == 0
+
+
+@dataclass
+class KillsNextOwner(StoppingView):
+    """Kills the other owner once slices have two again, and ends the run some steps after that."""
+
+    def join(self, record: JoinRecord) -> None:
+        if record.policy == "redundancy":
+            in_thread(lambda: inject(self.run, worker=3, kind="kill", phase="gather", step=None))()
+
+
+def test_the_other_owner_is_lost_once_slices_have_two_again(tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=10_000, parallel=sharing(2), failures=(fails(1, step=2),))
+    run = RunDirectory(tmp_path / "run")
+    view = KillsNextOwner(run, lambda ended: len(ended.failures) == 2, more_steps=2)
+    ended = train_here(config, run.path, view=view)
+    assert [failure.worker for failure in ended.failures] == [1, 3]
+    assert [failure.policy for failure in ended.failures] == ["reroute", "reroute"]
+    assert_as_the_plain_loop(ended, steps=60)
+
+
+def test_without_redundancy_a_loss_returns_to_a_checkpoint(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, parallel=sharing(1), checkpoint=Checkpoint(every=3), failures=(fails(3, step=7, phase="gather"),)
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 0
+    (failure,) = ended.failures
+    assert failure.policy == "checkpoint"
+    assert "the optimizer's state of layers 2-3 is lost" in failure.action
+    assert_as_the_plain_loop(ended)
+
+
+def test_without_redundancy_and_checkpoints_a_loss_ends_the_run(tmp_path: Path) -> None:
+    config = small_config(tmp_path, parallel=sharing(1), failures=(fails(3, step=4),))
+    ended = train_here(config, tmp_path / "run")
+    assert ended.code == 1
+    assert "no live worker has all of the optimizer's state of layers 2-3" in ended.summary["reason"]
+    assert "raise parallel.optimizer_redundancy" in ended.summary["reason"]
+
+
+def test_a_run_resumes_in_bf16_with_other_owners(tmp_path: Path) -> None:
+    def resumed(name: str, first: Parallel, other: Parallel) -> list[torch.Tensor]:
+        directory = tmp_path / name
+        directory.mkdir()
+        config: RunConfig = small_config(directory, steps=3, parallel=first, precision="bf16")
+        ended = train_here(config, directory / "run")
+        ended = resume_here(ended, parallel=other, steps=6)
+        assert ended.code == 0
+        states = [read_layer(ended.run.checkpoints, 6, layer) for layer in range(4)]
+        return [state[key] for state in states for key in sorted(state) if key.startswith("module/")]
+
+    every = Parallel(dp=3, pp=2)
+    expected = resumed("plain", every, every)
+    for one, other in zip(resumed("slices", sharing(2), sharing(1)), expected, strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,50 @@
+"""A rank's part in a generation, in cases that whole runs rarely reach."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from chameleon_ft.protocol.messages import Position
+from chameleon_ft.worker.control_client import Activity
+from chameleon_ft.worker.step_loop import Outcome
+from chameleon_ft.worker.trainer import Trainer
+
+
+def test_a_worker_that_hangs_before_its_first_operation_does_not_seem_to_wait() -> None:
+    """The watchdog gives up only workers that compute, and all others wait for this one."""
+    activity, found = Activity(), list[Position]()
+
+    def train(*_: object) -> Outcome:
+        found.append(activity.position(1))
+        return Outcome.FINISHED
+
+    def nothing(*_: object) -> None: ...
+
+    trainer: Any = SimpleNamespace(
+        _activity=activity,
+        _has_quiesced=False,
+        _state=SimpleNamespace(
+            snapshots=SimpleNamespace(keep_only=nothing),
+            prepare=nothing,
+            restore=nothing,
+            gather_again=nothing,
+            committer="a committer",
+            allocator=None,
+        ),
+        _train=train,
+        _leave=nothing,
+        client=SimpleNamespace(enter=lambda *_: True, rendezvous=nothing),
+    )
+    generation: Any = SimpleNamespace(
+        order=SimpleNamespace(generation=1, first_step=0, snapshot=None, transition=None),
+        communicators=None,
+        is_open=False,
+        open=lambda _: found.append(activity.position(1)),
+        interrupt=nothing,
+    )
+    Trainer._take_part(trainer, generation)
+    assert [(each.doing, each.waiting, each.for_message) for each in found] == [
+        ("regroup", True, True),
+        ("the start of training", False, False),
+    ]
