@@ -15,7 +15,7 @@ TESTS ?= tests
 OF_PROCESSOR := tests/models tests/cost/test_memory.py $(addprefix tests/worker/test_,worker_memory.py \
 	profiling_layers.py split_backward.py float32_modules.py precision.py recompute.py executor.py)
 
-.PHONY: help setup train test test-single test-multi test-avx2 test-paced explore sequences check
+.PHONY: help setup train test test-single test-multi test-avx2 test-paced explore golden sequences check
 
 help:
 	@echo "make train      train a small model on this machine, through two failures"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-avx2  run the tests that depend on the processor as on one without AVX-512"
 	@echo "make test-paced run the tests of worker processes at several paces, and beside a load"
 	@echo "make explore    run the tests of one process with examples that are drawn anew"
+	@echo "make golden     rewrite the outputs and messages that tests compare, those of TESTS"
 	@echo "make sequences  train through 50 drawn sequences of failures, and check each"
 	@echo "make check      check format, lint and types"
 	@echo "make setup      only install everything into $(VENV)"
@@ -53,6 +54,10 @@ test-multi: $(VENV)/.with-dev
 
 explore: $(VENV)/.with-dev
 	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore
+
+golden: $(VENV)/.with-dev
+	CHAMELEON_GOLDEN=write $(BIN)/python -m pytest -q -m "not multiprocess" -p no:xdist \
+		$$(grep -rl 'tests.golden' $(TESTS) --include='test_*.py' | sort)
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff format --check .

@@ -20,6 +20,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, check_job_reference, load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.llama import num_parameters
+from tests.golden import refused
 
 RUN = RunConfig()
 
@@ -55,16 +56,16 @@ def test_a_job_counts_one_term_for_each_sample_and_takes_layers_for_alike() -> N
 
 
 @pytest.mark.parametrize(
-    ("tied", "message"),
+    "tied",
     [
-        ([((0, "weight"),)], "in two layers or more"),
-        ([((0, "weight"), (0, "bias"))], "each layer once"),
-        ([((0, "weight"), (2, "weight"))], "the layers are 0 to 1"),
-        ([((0, "weight"), (1, "weight")), ((0, "bias"), (1, "weight"))], "a parameter twice"),
+        [((0, "weight"),)],
+        [((0, "weight"), (0, "bias"))],
+        [((0, "weight"), (2, "weight"))],
+        [((0, "weight"), (1, "weight")), ((0, "bias"), (1, "weight"))],
     ],
 )
-def test_what_is_tied_is_in_different_layers_and_in_one_group(tied: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_tied_is_in_different_layers_and_in_one_group(tied: Any) -> None:
+    with refused(ConfigError):
         make_job(tied=tied)
 
 
@@ -80,42 +81,42 @@ def test_a_class_is_a_factory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"layers": []}, "at least one layer"),
-        ({"layers": [nn.Linear(2, 2)]}, r"layers\[0\] is a module: give a factory"),
-        ({"layers": [nn.Identity, None]}, r"`layers\[1\]` is NoneType: it must be a function"),
-        ({"layers": nn.Identity}, "`layers` is type: give a list"),
-        ({"layers": nn.Sequential(nn.Identity())}, r"`layers` is Sequential: give a list"),
-        ({"loss": 1.0}, "`loss` is float: it must be a function"),
-        ({"loss_terms": 4}, "`loss_terms` is int"),
-        ({"optimizer": None}, "`optimizer` is NoneType"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "`optimizer` is SGD"),
-        ({"learning_rate": 0.1}, "`learning_rate` is float"),
-        ({"boundaries": [1]}, "`boundaries` is list"),
-        ({"dataset": iter([])}, "`dataset` must be map-style"),
-        ({"dataset": Numbers(0)}, "`dataset` is empty"),
-        ({"clip_norm": 0.0}, "`clip_norm` is 0.0: it must be positive"),
-        ({"clip_norm": float("nan")}, "`clip_norm` is nan"),
-        ({"layer_costs": [1.0]}, r"`layer_costs` is \(1.0,\): give a list of 2 numbers, one for each layer"),
-        ({"layer_costs": 3}, "`layer_costs` is 3: give a list of 2 numbers, one for each layer"),
-        ({"layer_costs": [1.0, "a"]}, "`layer_costs` must all be positive"),
-        ({"clip_norm": "high"}, "`clip_norm` is high: it must be positive"),
-        ({"tied": 3}, "`tied` is 3: give for each shared parameter a list of its copies"),
-        ({"tied": [(0, "weight"), (1, "weight")]}, "give for each shared parameter a list of its copies, each as"),
-        ({"layer_costs": [1.0, 0.0]}, "`layer_costs` must all be positive"),
-        ({"layer_costs": [1.0, float("inf")]}, "`layer_costs` must all be positive"),
+        {"layers": []},
+        {"layers": [nn.Linear(2, 2)]},
+        {"layers": [nn.Identity, None]},
+        {"layers": nn.Identity},
+        {"layers": nn.Sequential(nn.Identity())},
+        {"loss": 1.0},
+        {"loss_terms": 4},
+        {"optimizer": None},
+        {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+        {"learning_rate": 0.1},
+        {"boundaries": [1]},
+        {"dataset": iter([])},
+        {"dataset": Numbers(0)},
+        {"clip_norm": 0.0},
+        {"clip_norm": float("nan")},
+        {"layer_costs": [1.0]},
+        {"layer_costs": 3},
+        {"layer_costs": [1.0, "a"]},
+        {"clip_norm": "high"},
+        {"tied": 3},
+        {"tied": [(0, "weight"), (1, "weight")]},
+        {"layer_costs": [1.0, 0.0]},
+        {"layer_costs": [1.0, float("inf")]},
     ],
 )
-def test_a_job_that_cannot_be_trained_says_what_to_change(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_job_that_cannot_be_trained_says_what_to_change(fields: dict[str, Any]) -> None:
+    with refused(ConfigError):
         make_job(**fields)
 
 
 def test_a_boundary_has_elements() -> None:
     assert BoundarySpec((2, 3), torch.bfloat16).num_bytes == 12
     assert BoundarySpec((), torch.float32).num_bytes == 4
-    with pytest.raises(ConfigError, match=r"\(2, 0\): every dimension"):
+    with refused(ConfigError):
         BoundarySpec((2, 0), torch.float32)
 
 
@@ -219,21 +220,21 @@ def test_what_a_job_draws_itself_is_equal_in_all_processes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    "reference",
     [
-        ("no_such_file.py:job", "there is no file no_such_file.py"),
-        ("__main__:job", "into a file"),
-        ("no_such_package.module:job", "there is no module no_such_package.module; a file is named with its ending"),
-        ("chameleon_ft.nothing_here", "there is no module chameleon_ft.nothing_here"),
-        (":job", "write it as package.module:function"),
-        (".relative:job", "write it as package.module:function"),
-        ("path/to/file:job", "write it as package.module:function"),
-        ("a:b:c", "write it as package.module:function"),
+        "no_such_file.py:job",
+        "__main__:job",
+        "no_such_package.module:job",
+        "chameleon_ft.nothing_here",
+        ":job",
+        ".relative:job",
+        "path/to/file:job",
+        "a:b:c",
     ],
 )
-def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None:
+def test_a_reference_to_nothing_is_refused(reference: str) -> None:
     for use in (check_job_reference, lambda reference: load_job(reference, RUN)):
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError):
             use(reference)
 
 
@@ -249,21 +250,21 @@ def test_what_a_package_lacks_itself_is_not_taken_for_a_wrong_reference(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        ("nothing", "has no function 'nothing'"),
-        ("number", "'number' is not a function"),
-        ("wrong", r"wrong\(\) returned int, not a chameleon_ft.Job"),
+        "nothing",
+        "number",
+        "wrong",
     ],
 )
-def test_a_name_that_gives_no_job_is_refused(job_file: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_name_that_gives_no_job_is_refused(job_file: Path, name: str) -> None:
+    with refused(ConfigError):
         load_job(f"{job_file}:{name}", RUN)
 
 
 def test_a_file_that_fails_is_loaded_anew_once_it_is_repaired(job_file: Path) -> None:
     job_file.write_text("raise RuntimeError('mine')")
-    with pytest.raises(RuntimeError, match="mine"):
+    with refused(RuntimeError):
         load_job(f"{job_file}:job", RUN)
 
     job_file.write_text(JOB_FILE + "# repaired")

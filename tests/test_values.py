@@ -12,6 +12,7 @@ from chameleon_ft import errors
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ChameleonError, ConfigError, DataError, NoHolderError, PlanError
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
+from tests.golden import refused
 
 LAYER = LayerCost("block 3", 1.0, 0.75, 0.5)
 LINK = Link(0.5, 100.0)
@@ -34,35 +35,32 @@ def test_a_missing_holder_keeps_its_layers_across_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "match"),
+    "make",
     [
-        (
-            lambda: LayerCost("a", -1.0, 0, 0),
-            "forward_s of layer 'a' must be zero or a positive number of seconds; got",
-        ),
-        (lambda: LayerCost("a", 0, math.nan, 0), "input_grad_s of layer 'a'"),
-        (lambda: TiedParameters((1,), 4), "two or more different layers"),
-        (lambda: TiedParameters((2, 1), 4), "ascending"),
-        (lambda: TiedParameters((0, 1), -4), "gradient_bytes tied between layers"),
-        (lambda: Workload((LAYER,), 1, 1, tied=(TiedParameters((0, 1), 4),)), "there are only 1 layers"),
-        (lambda: LayerCost("a", 0, 0, math.inf), "weight_grad_s of layer 'a'"),
-        (lambda: LayerCost("a", 0, 0, 0, output_bytes=-1), "output_bytes of layer 'a' .* of bytes"),
-        (lambda: Workload((), 1, 1), "at least one layer"),
-        (lambda: Workload((LAYER,), 0, 1), "micro_batches must be at least 1; got 0"),
-        (lambda: Workload((LAYER,), 1, 0), "micro_batch_size must be at least 1"),
-        (lambda: Workload((LAYER,), 1, 1, -0.1), "operation_overhead_s"),
-        (lambda: Link(-1, 1), "latency_s"),
-        (lambda: Link(0, 0), "bytes_per_s"),
-        (lambda: Link(0, math.nan), "bytes_per_s"),
-        (lambda: Worker(-1, "a"), "worker id"),
-        (lambda: Worker(1, "a", speed=0), "speed of worker 1"),
-        (lambda: Worker(1, "a", memory_bytes=0), "memory_bytes of worker 1"),
-        (lambda: Cluster((Worker(1, "a"), Worker(1, "b")), LINK, LINK), "worker 1 is in the cluster twice"),
-        (lambda: Cluster((), LINK, LINK).worker(0), "its workers are: none"),
+        lambda: LayerCost("a", -1.0, 0, 0),
+        lambda: LayerCost("a", 0, math.nan, 0),
+        lambda: TiedParameters((1,), 4),
+        lambda: TiedParameters((2, 1), 4),
+        lambda: TiedParameters((0, 1), -4),
+        lambda: Workload((LAYER,), 1, 1, tied=(TiedParameters((0, 1), 4),)),
+        lambda: LayerCost("a", 0, 0, math.inf),
+        lambda: LayerCost("a", 0, 0, 0, output_bytes=-1),
+        lambda: Workload((), 1, 1),
+        lambda: Workload((LAYER,), 0, 1),
+        lambda: Workload((LAYER,), 1, 0),
+        lambda: Workload((LAYER,), 1, 1, -0.1),
+        lambda: Link(-1, 1),
+        lambda: Link(0, 0),
+        lambda: Link(0, math.nan),
+        lambda: Worker(-1, "a"),
+        lambda: Worker(1, "a", speed=0),
+        lambda: Worker(1, "a", memory_bytes=0),
+        lambda: Cluster((Worker(1, "a"), Worker(1, "b")), LINK, LINK),
+        lambda: Cluster((), LINK, LINK).worker(0),
     ],
 )
-def test_values_say_what_is_wrong_with_them(make: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
+def test_values_say_what_is_wrong_with_them(make: Any) -> None:
+    with refused(ConfigError):
         make()
 
 

@@ -24,6 +24,7 @@ from chameleon_ft.keys import init_key, step_key
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
 from chameleon_ft.verify import Verification, _share, repeat_run
+from tests.golden import refused
 from tests.report.records import run_info
 
 STEPS = 6
@@ -159,7 +160,7 @@ def test_a_limit_repeats_the_first_steps_only(run: RunDirectory, config: RunConf
 def test_a_missing_step_is_named(run: RunDirectory, config: RunConfig) -> None:
     records = train_by_hand(config, steps_of_run=[STEPS] * STEPS)
     record(run, [*records[:2], *records[3:]])
-    with pytest.raises(ConfigError, match="no record of step 2"):
+    with refused(ConfigError):
         list(repeat_run(run))
 
 
@@ -168,12 +169,12 @@ def test_a_damaged_line_is_named(name: str, run: RunDirectory, config: RunConfig
     record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
     with (run.path / name).open("ab") as file:
         file.write(bytes(60) + b"\n")
-    with pytest.raises(ConfigError, match=rf"{name}, line \d+: is not JSON; the file is damaged"):
+    with refused(ConfigError):
         Verification.of(repeat_run(run), tolerance=1e-5)
 
 
 def test_a_run_without_steps_cannot_be_verified(run: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match="no step"):
+    with refused(ConfigError):
         Verification.of(repeat_run(run), tolerance=1e-5)
 
 

@@ -20,6 +20,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.slurm import BatchScript, Machines, time_limit_s
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
+from tests.golden import refused
 
 # Each writes down how it was called. The coordinator ends with the next code of the file `codes`, or waits for SIGTERM.
 PYTHON = """\
@@ -266,7 +267,7 @@ def test_time_limits_are_taken_as_sbatch_takes_them(limit: str, seconds: float |
 
 @pytest.mark.parametrize("limit", ["", "1h", "1:2:3:4", "-5", "1.5", "2-", "1-2:3:4:5", "½"])
 def test_what_is_no_time_limit(limit: str) -> None:
-    with pytest.raises(ConfigError, match="--time"):
+    with refused(ConfigError):
         time_limit_s(limit)
 
 

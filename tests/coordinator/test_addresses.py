@@ -21,6 +21,7 @@ from chameleon_ft.protocol.address import (
 from chameleon_ft.protocol.job_info import OperationRate
 from chameleon_ft.protocol.parts import BoundaryMessage
 from tests.coordinator.stage import JOB
+from tests.golden import refused
 
 
 def test_the_costs_of_a_job_follow_its_layers() -> None:
@@ -62,8 +63,7 @@ def test_a_host_that_uses_other_ports_than_the_firewall_leaves_open_is_told_what
     for allowed in ("", "32768-60999", "1-65535"):
         require_worker_ports(allowed, kernel_range=kernel_range)
     for allowed in ("32769-60999", "32768-60998", "40000-49999"):
-        low, high = allowed.split("-")
-        with pytest.raises(ConfigError, match=rf'32768 to 60999; run `sysctl .*ip_local_port_range="{low} {high}"`'):
+        with refused(ConfigError):
             require_worker_ports(allowed, kernel_range=kernel_range)
 
 
@@ -81,13 +81,13 @@ def test_an_ipv6_address_may_lack_its_brackets() -> None:
     ],
 )
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(ConfigError, match="write it as HOST:PORT"):
+    with refused(ConfigError):
         split_address(address)
 
 
 def test_the_way_to_loopback_is_loopback() -> None:
     assert local_address_towards("127.0.0.1:9") == "127.0.0.1"
-    with pytest.raises(ConfigError, match="there is no route to it from here"):
+    with refused(ConfigError):
         local_address_towards("no.such.host.invalid:9")
 
 
@@ -110,13 +110,13 @@ def the_interfaces_are(monkeypatch: pytest.MonkeyPatch, **addresses: str | None)
 def test_the_only_interface_is_found_without_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
     the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0="10.0.0.1", ib0=None)
     assert address_of_host("auto") == "10.0.0.1"
-    with pytest.raises(ConfigError, match="interface 'ib0': has no IPv4 address"):
+    with refused(ConfigError):
         address_of_host("ib0")
 
 
 def test_of_several_interfaces_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     the_interfaces_are(monkeypatch, lo="127.0.0.1", eth0="10.0.0.1", ib0="10.1.0.1")
-    with pytest.raises(ConfigError, match=r"eth0 \(10\.0\.0\.1\), ib0 \(10\.1\.0\.1\); name one"):
+    with refused(ConfigError):
         address_of_host("auto")
     assert address_of_host("ib0") == "10.1.0.1"
 

@@ -34,6 +34,7 @@ from chameleon_ft.protocol.messages import (
     WorkerExited,
 )
 from chameleon_ft.protocol.parts import HostReport, RankProcess
+from tests.golden import refused
 
 
 @dataclass
@@ -195,7 +196,7 @@ def test_it_leaves_where_a_rank_cannot_be_started() -> None:
         await tell(connection, Spawn(workers=(0,), incarnations=(1,)))
         await connection.wait_closed()
 
-    with pytest.raises(ControlError, match="worker 0 cannot be started here: no more processes"):
+    with refused(ControlError):
         play(starter, coordinator)
 
 

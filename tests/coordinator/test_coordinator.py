@@ -30,6 +30,7 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from tests.coordinator.stage import Puppet, Stage, scene
+from tests.golden import refused
 from tests.stored import layer_directory
 
 # --- gathering -------------------------------------------------------------------------------------------------------
@@ -58,15 +59,15 @@ async def test_hosts_get_workers_in_the_order_they_come(stage: Stage) -> None:
     stage.say(second, HostHello(host="b", slots=8))
     assert first.last(Spawn).workers == (0,)
     assert second.last(Spawn).workers == (1, 2, 3)
-    with pytest.raises(ControlError, match="host c is not needed yet: all 4 workers have a place"):
+    with refused(ControlError):
         stage.say(third, HostHello(host="c", slots=1))
 
 
 @scene()
 async def test_a_refused_worker_receives_the_reason(stage: Stage) -> None:
     stage.join(1)
-    for worker, match in [(4, "does not exist: the run has 4"), (-1, "does not exist"), (1, "has joined already")]:
-        with pytest.raises(ControlError, match=match):
+    for worker in (4, -1, 1):
+        with refused(ControlError):
             stage.say(Puppet("stranger"), Hello(worker=worker, host="h"))
     assert stage.ended is None
 
@@ -75,9 +76,9 @@ async def test_a_refused_worker_receives_the_reason(stage: Stage) -> None:
 async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     stage.train()
     for message in (Started(generation=1), CheckpointSaved(generation=1, step=2, layers=(0,))):
-        with pytest.raises(ControlError, match="from a peer that has not joined"):
+        with refused(ControlError):
             stage.say(Puppet("stranger"), message)
-    with pytest.raises(ControlError, match="a rank does not send 'exit'"):
+    with refused(ControlError):
         stage.say(stage.ranks[0], Exit(reason="enough"))
     stage.commit(3)
     assert stage.ended is None

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from chameleon_ft.coordinator.coordinator import Coordinator
 from chameleon_ft.errors import DeposedError
 from chameleon_ft.protocol.messages import Acknowledged, Committed, Drain, Hello, Publish, StandbyHello, Stop
 from chameleon_ft.protocol.parts import OperationTimes
 from chameleon_ft.protocol.server import Peer
 from tests.coordinator.stage import Puppet, Stage, scene, vote
+from tests.golden import refused
 
 COMMITTED = {
     "generation": 1,
@@ -116,7 +115,7 @@ async def test_a_coordinator_that_is_deposed_does_nothing_any_more(stage: Stage)
     hello = Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=stage.ranks[0].number, known=1, term=7)
     returned = Puppet("worker 0")
     stage.say(returned, hello)
-    with pytest.raises(DeposedError, match="another coordinator leads the run"):
+    with refused(DeposedError):
         await waiting
     before = stage.run.events_file.read_text()
     stage.commit(3)
@@ -136,7 +135,7 @@ async def test_a_coordinator_hands_over_to_one_that_stands_by(stage: Stage) -> N
     stage.coordinator.message(cast(Peer, Puppet("standby")), StandbyHello(address="10.0.0.9:7"))
     stage.coordinator.hand_over()
     stage.commit(3)
-    with pytest.raises(DeposedError, match=r"the coordinator at 10\.0\.0\.9:7 leads the run"):
+    with refused(DeposedError):
         await waiting
     assert term.is_released
     assert len(stage.run.steps()) == 4, "until it leaves, it leads"

@@ -21,6 +21,7 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.storage.files import FaultLog
 from tests.coordinator.stage import THREE_PIPELINES, Puppet, Stage, scene
+from tests.golden import refused
 
 
 def lost(stage: Stage) -> list[tuple[int, str, str]]:
@@ -316,9 +317,9 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
         WorkerExited(worker=17, exit_code=1),
         ProcessState(probe=1, worker=17, stopped=True),
     ):
-        with pytest.raises(ControlError, match="worker 17 was not started by this agent"):
+        with refused(ControlError):
             stage.say(stage.host, message)
-    with pytest.raises(ControlError, match="from a peer that has not joined"):
+    with refused(ControlError):
         stage.say(Puppet("stranger"), WorkerExited(worker=1, exit_code=1))
     assert stage.live() == [0, 1, 2, 3]
 
@@ -326,7 +327,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
 @scene()
 async def test_a_message_that_a_rank_may_not_send_costs_no_other_worker(stage: Stage) -> None:
     stage.train()
-    with pytest.raises(ControlError, match="a rank does not send 'start_generation'"):
+    with refused(ControlError):
         stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))
     stage.depart(stage.ranks[1])  # as the server does then
     stage.recover(2)

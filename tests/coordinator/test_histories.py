@@ -16,6 +16,7 @@ from chameleon_ft.protocol.messages import CheckpointSaved, Crashed, Exit, HostH
 from tests.coordinator.histories import AGENT, History
 from tests.coordinator.plans import a_plan
 from tests.coordinator.situations import RESPAWNING, lose_and_respawn, training
+from tests.golden import refused
 
 
 def test_a_run_without_failures() -> None:
@@ -121,9 +122,9 @@ def test_another_process_can_continue_a_run_in_the_middle_of_an_incident() -> No
 def test_a_message_that_is_not_allowed_leaves_the_state_as_it_is() -> None:
     history = training()
     before = history.state
-    with pytest.raises(ControlError, match="a rank does not send 'exit'"):
+    with refused(ControlError):
         history.tell(1, Exit(reason="enough"))
-    with pytest.raises(ControlError, match="from a peer that has not joined"):
+    with refused(ControlError):
         history.say(999, Ready())
     assert history.state is before
 

@@ -24,6 +24,7 @@ from chameleon_ft.protocol.messages import (
 )
 from tests.coordinator.histories import AGENT, History, process_of
 from tests.coordinator.situations import training
+from tests.golden import refused
 
 NEXT = AGENT + 1  # connection of the agent that follows
 RESPAWN = Recovery(respawn=True, respawn_delay_s=0.1)
@@ -371,7 +372,7 @@ def test_an_agent_does_not_take_the_place_of_another_one() -> None:
     """Its connection has the number of one that a coordinator had before which the journal does not know."""
     history = History()
     history.say(AGENT, HostHello(host="a host", slots=4, id="x"))
-    with pytest.raises(ControlError, match="host a host is not needed yet"):
+    with refused(ControlError):
         history.say(NEXT, HostHello(host="a host", slots=4, id="y", resumes=AGENT))
     assert dict(history.state.members.agents) == {AGENT: "a host"}
     assert dict(history.state.members.agents) == {AGENT: "a host"}
@@ -388,5 +389,5 @@ def test_a_rank_whose_first_connection_was_lost_early_is_recognised() -> None:
     history.say(77, hello)
     assert Welcome(77, 1) in history.commands, "it may lack that"
     assert history.state.members[1].connection == 77
-    with pytest.raises(ControlError, match="worker 1 has joined already"):
+    with refused(ControlError):
         history.say(78, hello.model_copy(update={"process": process_of(3)}))

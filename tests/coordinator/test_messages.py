@@ -110,9 +110,9 @@ def test_long_fields_that_messages_share_are_compressed() -> None:
 
 @pytest.mark.parametrize("packed", ["", "AAAA", "A", "eJw="])
 def test_what_cannot_be_decompressed_is_no_message(packed: str) -> None:
-    with pytest.raises(ControlError, match="not a message of this protocol"):
+    with pytest.raises(ControlError):
         decode(f'{{"type":"ready","zlib":"{packed}"}}')
-    with pytest.raises(ControlError, match="not a message of this protocol"):
+    with pytest.raises(ControlError):
         decode(b"\xff")
 
 

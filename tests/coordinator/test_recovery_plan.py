@@ -21,6 +21,7 @@ from chameleon_ft.protocol.parts import Vote
 from chameleon_ft.recovery import FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
+from tests.golden import refused
 from tests.strategies import Shape, equal_costs, losses, pipelines, shapes, survivable
 
 LAYERS = 4
@@ -136,20 +137,20 @@ def test_the_vote_of_a_resumed_step_is_not_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behind", "match"),
+    "behind",
     [
-        (quiesced(7), "cannot follow the others to step 8"),  # it holds no reduced gradient
-        (quiesced(6, reduced=True), "cannot follow the others to step 8"),  # it is two steps behind
+        quiesced(7),  # it holds no reduced gradient
+        quiesced(6, reduced=True),  # it is two steps behind
     ],
 )
-def test_states_that_the_commit_protocol_rules_out_are_not_patched_up(behind: Quiesced, match: str) -> None:
-    with pytest.raises(ControlError, match=match):
+def test_states_that_the_commit_protocol_rules_out_are_not_patched_up(behind: Quiesced) -> None:
+    with refused(ControlError):
         decided(cluster_state(all_but(3, state=quiesced(8)) | {0: behind}, committed=8))
 
 
 def test_a_step_cannot_be_applied_without_its_vote() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {0: quiesced(8).model_copy(update={"last_vote": None})}
-    with pytest.raises(ControlError, match="step 7 was applied by some worker, but its vote is not known"):
+    with refused(ControlError):
         decided(dataclasses.replace(cluster_state(states), last_vote=None))
 
 
@@ -175,7 +176,7 @@ def test_chameleon_reads_it_into_the_fastest_plan() -> None:
     assert (decision.program, decision.prepared) == (decision.decision.course.program, False)
     again = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=decision.decision)
     assert (again.policy, again.prepared, again.plan) == ("checkpoint", True, decision.plan)
-    with pytest.raises(NoHolderError, match="no live worker holds layers 2-3"):
+    with refused(NoHolderError):
         decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
 
 
@@ -286,7 +287,7 @@ def test_layers_of_a_shadow_holder_outside_the_plan_count_if_they_are_of_the_sam
 
 def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:
     states = all_but(3, state=quiesced(7))
-    with pytest.raises(ControlError, match=r"restart begins anew from a checkpoint, .*: set checkpoint.every"):
+    with pytest.raises(ControlError):
         decided(cluster_state(states), policy="restart")
     decision = decided(cluster_state(states, checkpoints=[4]), policy="restart")
     assert (decision.policy, decision.load, decision.first_step) == ("restart", 4, 4)

@@ -27,6 +27,7 @@ from chameleon_ft.launch.live_run import (
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.messages import CheckpointState, Drain, Finish, Inject, Message, Refused, SaveCheckpoint
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from tests.golden import refused
 
 
 @pytest.fixture
@@ -73,9 +74,9 @@ def test_drained_are_the_workers_that_the_coordinator_names(run: RunDirectory) -
 
 def test_a_refusal_is_an_error(run: RunDirectory) -> None:
     with live(run, lambda _: Refused(reason="none would be left")):
-        with pytest.raises(ControlError, match="none would be left"):
+        with refused(ControlError):
             drain(run, workers=[0])
-        with pytest.raises(ControlError, match="--worker 0: none would be left"):
+        with refused(ControlError):
             inject(run, worker=0, kind="kill", phase=None, step=None)
 
 
@@ -86,11 +87,11 @@ def test_a_step_without_a_phase_is_its_forward(run: RunDirectory) -> None:
 
 
 def test_a_run_that_is_not_live_is_named(run: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match="this run is not live, because it has no"):
+    with refused(ConfigError):
         drain(run, workers=[0])
     with live(run):
         pass
-    with pytest.raises(ConfigError, match="this run is not live any more"):
+    with refused(ConfigError):
         drain(run, workers=[0])
 
 
@@ -110,7 +111,7 @@ def test_it_does_not_wait_for_workers_that_stay(run: RunDirectory) -> None:
     record(run, {"event": "drained", "worker": 1}, {"event": "drain_failed", "workers": [2, 4], "reason": "no memory"})
     with live(run):
         wait_until_out(run, (1,), after=0)
-        with pytest.raises(ControlError, match=r"no plan without the workers \[2\], which stay: no memory"):
+        with refused(ControlError):
             wait_until_out(run, (1, 2), after=0)
 
 
@@ -155,12 +156,12 @@ def refusing(run: RunDirectory, status: HTTPStatus) -> Iterator[None]:
 def test_a_coordinator_that_does_not_lead_or_answer_is_no_run_that_is_over(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refusing(run, HTTPStatus.UNAUTHORIZED), pytest.raises(ConfigError, match=r"does not answer .*401"):
+    with refusing(run, HTTPStatus.UNAUTHORIZED), refused(ConfigError):
         drain(run, workers=[1])
-    with refusing(run, HTTPStatus.SERVICE_UNAVAILABLE), pytest.raises(ControlError, match="does not take requests now"):
+    with refusing(run, HTTPStatus.SERVICE_UNAVAILABLE), refused(ControlError):
         drain(run, workers=[0])
     monkeypatch.setattr(asking, "_ANSWER_TIMEOUT_S", 0.2)
-    with live(run) as received, pytest.raises(ControlError, match=r"has not answered for 0\.2 s"):
+    with live(run) as received, refused(ControlError):
         drain(run, workers=[0])
     assert received == [Drain(workers=(0,))]
 
@@ -169,7 +170,7 @@ def test_a_coordinator_that_is_lost_is_reported(run: RunDirectory, monkeypatch: 
     monkeypatch.setattr(asking, "_ENDING_S", 0.2)
     with live(run):
         pass
-    with pytest.raises(ConfigError, match="this run is not live any more"):
+    with refused(ConfigError):
         wait_until_out(run, (1,), after=0)
 
 
@@ -179,7 +180,7 @@ def test_a_checkpoint_and_the_end_are_asked_for(run: RunDirectory) -> None:
         stop(run)
         stop(run, at_once=True)
     assert requests == [SaveCheckpoint(), Finish(), Finish(at_once=True)]
-    with live(run, lambda _: Refused(reason="it has not begun")), pytest.raises(ControlError, match="it has not begun"):
+    with live(run, lambda _: Refused(reason="it has not begun")), refused(ControlError):
         checkpoint(run)
 
 
@@ -194,7 +195,7 @@ def test_it_waits_for_the_checkpoint_that_was_asked_for(run: RunDirectory) -> No
         waiting.join()
         assert wait_until_saved(run, 7, after=1) == 8
         record(run, {"event": "checkpoint_failed", "step": 9, "error": "disk full"})
-        with pytest.raises(ControlError, match="the checkpoint of step 9 could not be written: disk full"):
+        with refused(ControlError):
             wait_until_saved(run, 9, after=1)
 
 
@@ -206,7 +207,7 @@ def test_what_the_files_of_a_run_cannot_tell_its_coordinator_does(run: RunDirect
     told: list[str] = []
     with (
         live(run, lambda _: answers.pop(0) if answers else failed) as requests,
-        pytest.raises(ControlError, match="the checkpoint of step 9 could not be written: disk full"),
+        refused(ControlError),
     ):
         wait_until_saved(run, 7, after=0, delayed=told.append)
     assert told == [why]

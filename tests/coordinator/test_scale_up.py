@@ -48,6 +48,7 @@ from tests.coordinator.newcomers import (
     watched,
 )
 from tests.coordinator.stage import Puppet, Stage, scene
+from tests.golden import refused
 
 
 @scene(**RESPAWNING)
@@ -339,8 +340,8 @@ async def test_the_outcome_of_a_better_plan_begins_with_it(stage: Stage) -> None
 @scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
 async def test_a_number_that_no_worker_has_can_be_refused(stage: Stage) -> None:
     stage.train()
-    for worker, match in [(2, "worker 2 has joined already"), (9, "worker 9 does not exist"), (-1, "does not exist")]:
-        with pytest.raises(ControlError, match=match):
+    for worker in (2, 9, -1):
+        with refused(ControlError):
             stage.say(Puppet("late"), Hello(worker=worker, host="h"))
     stage.commit(3)
     assert len(stage.run.steps()) == 4
@@ -363,7 +364,7 @@ async def test_a_host_with_unknown_links_is_not_admitted(stage: Stage) -> None:
         stage.train()
         for host in (near, far):
             stage.say(host, HostHello(host="late", slots=1))
-        with pytest.raises(ControlError, match="worker 5 cannot take part: the profile of one host has no link betw"):
+        with refused(ControlError):
             stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", incarnation=1))
         stage.ranks[4] = Puppet("worker 4")
         stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", incarnation=1))

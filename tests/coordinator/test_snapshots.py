@@ -36,6 +36,7 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 from tests.coordinator.histories import History, new_state
 from tests.coordinator.test_recovery_plan import PLAN, RATE, cluster_state, context_of, quiesced
+from tests.golden import refused
 
 EVERY_THIRD = Snapshots(every=3)
 HOSTS = {worker: f"host{worker}" for worker in range(6)}
@@ -364,9 +365,9 @@ def test_a_layer_that_is_still_held_needs_no_snapshot() -> None:
 
 def test_without_any_state_to_go_back_to_it_is_said_what_is_lost() -> None:
     sharding = shard_optimizer(PLAN.placement, HOSTS, 2)
-    with pytest.raises(NoHolderError, match=r"no live worker holds layers 2-3; .* snapshot .* by more pipelines"):
+    with refused(NoHolderError):
         back([1, 3, 5], sharding=sharding, snapshot=None)
-    with pytest.raises(NoHolderError, match=r"all of the optimizer's state of layers 2-3; .*optimizer_redundancy"):
+    with refused(NoHolderError):
         back([1, 3], sharding=sharding, snapshot=None)
 
 

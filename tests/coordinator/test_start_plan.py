@@ -11,6 +11,7 @@ from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.storage.plans import read_start_plan
+from tests.golden import refused
 
 
 def plan(micro_batches: int = 4) -> Plan:
@@ -41,26 +42,20 @@ def test_with_a_plan_the_layout_of_equal_pipelines_does_not_matter(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("text", "changes", "message"),
+    ("text", "changes"),
     [
-        (None, {}, "cannot be read"),
-        ("no json", {}, "a plan must be JSON"),
-        ("{}", {}, 'must have "format"'),
-        (plan(6).to_json(), {}, r"is of 6 micro-batches, and \[batch\] says 4; set batch.micro_batches"),
-        (
-            json.dumps({"micro_batch_size": 4, "plan": json.loads(plan().to_json())}),
-            {},
-            r"is of 4 micro-batches of 4, and \[batch\] says 4 of 2; set batch.micro_batches and",
-        ),
-        (plan().to_json(), {"workers": 3}, "needs worker 3, and workers = 3, numbered from 0; take at least 4"),
+        (None, {}),
+        ("no json", {}),
+        ("{}", {}),
+        (plan(6).to_json(), {}),
+        (json.dumps({"micro_batch_size": 4, "plan": json.loads(plan().to_json())}), {}),
+        (plan().to_json(), {"workers": 3}),
     ],
 )
-def test_what_cannot_be_followed_is_refused(
-    text: str | None, changes: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_followed_is_refused(text: str | None, changes: dict[str, object], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with refused(ConfigError) as caught:
         read_start_plan(config(file, **changes))
     assert str(file) in str(caught.value)

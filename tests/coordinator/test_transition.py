@@ -13,6 +13,7 @@ from chameleon_ft.coordinator.state.active_plan import PlannedTransition, placem
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.workload import LayerCost
+from tests.golden import refused
 
 LAYERS = 4
 COSTS = tuple(LayerCost(f"layer {n}", 1.0, 1.0, 1.0, param_bytes=10 + n, optimizer_bytes=20) for n in range(LAYERS))
@@ -76,7 +77,7 @@ def test_a_layer_that_no_worker_holds() -> None:
 
 
 def test_states_that_the_protocol_rules_out_are_not_patched_up() -> None:
-    with pytest.raises(ControlError, match=r"workers \[2\] do not hold"):
+    with refused(ControlError):
         plan_transition(placed(OLD), placed({0: range(4)}), held={0: (0, 1), 2: (0,), 3: (2, 3)}, layers=COSTS)
 
 

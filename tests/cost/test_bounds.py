@@ -11,6 +11,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.schedule import list_schedule, replay
 from chameleon_ft.schedule.network import PipelineTimes, pipeline_times
 from tests.cost.programs import with_fused_backwards
+from tests.golden import refused
 from tests.strategies import (
     Planned,
     Shape,
@@ -84,10 +85,10 @@ def test_the_split_bound_is_at_least_the_simple_one(data: st.DataObject) -> None
 def test_a_cluster_that_is_empty_has_no_bound() -> None:
     costs = equal_costs(layers=2, micro_batches=2, workers=0)
 
-    with pytest.raises(PlanError, match="no worker is left"):
+    with refused(PlanError):
         total_work_bound_s(costs)
 
 
 def test_lists_that_do_not_fit_are_no_pipeline() -> None:
-    with pytest.raises(PlanError, match="p - 1 message times"):
+    with refused(PlanError):
         PipelineTimes(forward_s=(1.0,), backward_s=(1.0,), weight_grad_s=(0.0,), message_s=(0.0,))

@@ -33,6 +33,7 @@ from chameleon_ft.schedule import CostModel, list_schedule
 from chameleon_ft.storage.profiles import read_profile
 from chameleon_ft.workload import TiedParameters
 from tests.cost.shapes import gpt, model_flops_per_token
+from tests.golden import refused
 from tests.strategies import recomputing
 
 PROFILES = Path(__file__).parents[2] / "profiles"
@@ -190,32 +191,26 @@ def test_a_name_may_be_shortened_to_a_unique_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("derive", "message"),
+    "derive",
     [
-        (lambda: device("h100-81g"), "there is no device 'h100-81g'; did you mean 'h100-80g'\\? There are a100-80g"),
-        (lambda: device("v100"), "there is no device 'v100'; there are a100-80g"),
-        (lambda: model_shape("llama2"), "there is no model 'llama2'; did you mean 'llama2-7b'"),
-        (lambda: state_policy("bf17"), "did you mean 'bf16'"),
-        (lambda: dataclasses.replace(COUNTER, achievable=1.5), "achievable of device 'counter' must be in"),
-        (lambda: dataclasses.replace(COUNTER, memory_bytes=0), "memory_bytes of device 'counter'"),
-        (lambda: dataclasses.replace(COUNTER, peak_flops={}), "at least one element type"),
-        (lambda: COUNTER.flops_per_s(DType.FP32), "no rate for fp32; it has one for: bf16"),
-        (lambda: COUNTER.cluster(0), "at least 1"),
-        (lambda: Execution(tp=0), "tp must be at least 1"),
-        (
-            lambda: derive_workload(
-                model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=1, micro_batches=1, execution=Execution(tp=8)
-            ),
-            "tp 8 does not divide heads 28",
+        lambda: device("h100-81g"),
+        lambda: device("v100"),
+        lambda: model_shape("llama2"),
+        lambda: state_policy("bf17"),
+        lambda: dataclasses.replace(COUNTER, achievable=1.5),
+        lambda: dataclasses.replace(COUNTER, memory_bytes=0),
+        lambda: dataclasses.replace(COUNTER, peak_flops={}),
+        lambda: COUNTER.flops_per_s(DType.FP32),
+        lambda: COUNTER.cluster(0),
+        lambda: Execution(tp=0),
+        lambda: derive_workload(
+            model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=1, micro_batches=1, execution=Execution(tp=8)
         ),
-        (
-            lambda: derive_workload(model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=0, micro_batches=1),
-            "micro_batch_size must be at least 1",
-        ),
+        lambda: derive_workload(model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=0, micro_batches=1),
     ],
 )
-def test_what_cannot_be_is_refused(derive: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_is_refused(derive: Callable[[], object]) -> None:
+    with refused(ConfigError):
         derive()
 
 

@@ -16,6 +16,7 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, list_schedule
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
+from tests.golden import refused
 from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned, recomputing, some_recompute
 
 sizes = st.integers(0, 1000)
@@ -338,14 +339,14 @@ def test_the_workload_of_another_model_is_refused() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=1))
     _, workload = activations_only(pipelines(Shape(dp=1, pp=3, share=1)))
 
-    with pytest.raises(PlanError, match="2 layers are placed, but the workload has 3"):
+    with refused(PlanError):
         program_memory(Program({}), plan.placement, workload)
 
 
 def test_buffers_need_room_for_the_message_that_is_next() -> None:
-    with pytest.raises(ConfigError, match="receives_ahead"):
+    with refused(ConfigError):
         MessageBuffers(receives_ahead=0)
-    with pytest.raises(ConfigError, match="sends_kept"):
+    with refused(ConfigError):
         MessageBuffers(receives_ahead=2, sends_kept=2)
 
 

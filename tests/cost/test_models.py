@@ -11,6 +11,7 @@ from chameleon_ft.cost.derive import layer_work
 from chameleon_ft.cost.presets import MODELS, Attention, Execution, Recompute, from_hugging_face, model_shape
 from chameleon_ft.errors import ConfigError
 from tests.cost.shapes import gpt, model_flops_per_token
+from tests.golden import refused
 
 # Parameters in the files that each model is published with on Hugging Face (their safetensors index).
 PUBLISHED = {
@@ -92,7 +93,7 @@ def test_flash_attention_skips_what_the_mask_hides() -> None:
     ("name", "near"), [("llama3-80b", "llama3-8b"), ("llama2", "llama2-7b"), ("qwen-2.5-72b", "qwen2.5-72b")]
 )
 def test_the_nearest_name_is_offered(name: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"there is no model '{name}'; did you mean '{near}'"):
+    with refused(ConfigError):
         model_shape(name)
 
 
@@ -100,11 +101,9 @@ def test_names_may_be_written_in_capitals() -> None:
     assert model_shape("Llama3-8B") is MODELS["llama3-8b"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [({"hidden": 0}, "hidden of model 'llama3-8b'"), ({"kv_heads": 5}, "must divide heads")]
-)
-def test_impossible_shapes_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("change", [{"hidden": 0}, {"kv_heads": 5}])
+def test_impossible_shapes_are_refused(change: dict[str, Any]) -> None:
+    with refused(ConfigError):
         dataclasses.replace(model_shape("llama3-8b"), **change)
 
 
@@ -160,16 +159,16 @@ def test_keys_that_files_leave_out_or_null_follow_from_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral'"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"num_attention_heads": 33, "num_key_value_heads": 33}, "give head_dim"),
+        {"model_type": "mixtral"},
+        {"hidden_size": None},
+        {"vocab_size": "many"},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"num_attention_heads": 33, "num_key_value_heads": 33},
     ],
 )
-def test_files_of_other_models_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_files_of_other_models_are_refused(change: dict[str, Any]) -> None:
+    with refused(ConfigError):
         from_hugging_face({**LLAMA_3_8B, **change})

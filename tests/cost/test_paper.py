@@ -18,6 +18,7 @@ from chameleon_ft.schedule import CostModel, list_schedule, replay
 from chameleon_ft.schedule.network import pipeline_times
 from chameleon_ft.workload import LayerCost, Workload
 from tests.cost.programs import one_f_one_b, stage_bytes
+from tests.golden import refused
 from tests.strategies import Planned, Shape, equal_costs, pipelined, pipelines, seconds, shapes
 
 
@@ -115,5 +116,5 @@ def test_samples_per_second_are_those_of_the_time_that_is_left(transition_s: flo
 
 
 def test_a_pipeline_needs_both_times_of_every_stage() -> None:
-    with pytest.raises(PlanError, match="a forward and a backward time"):
+    with refused(PlanError):
         paper.pipeline_step_s(forward_s=(1.0, 1.0), backward_s=(1.0,), micro_batches=2)

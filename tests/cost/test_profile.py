@@ -17,6 +17,7 @@ from chameleon_ft.cost.profile import AllReduceTime, Fingerprint, LayerTimes, Pr
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run, read_profile, write_profile
 from chameleon_ft.workload import LayerCost
+from tests.golden import refused
 
 SPREAD = Spread(2.0, 1.0, 4.0, 5)
 
@@ -76,25 +77,25 @@ def test_a_damaged_profile_is_refused_with_the_place(before: str, after: str, me
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"nothing\.json: cannot be read: No such file"):
+    with refused(ProfileError):
         read_profile(tmp_path / "nothing.json")
-    with pytest.raises(ProfileError, match="cannot be written"):
+    with refused(ProfileError):
         write_profile(profile(), tmp_path / "no folder" / "profile.json")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "field"),
+    "wanted",
     [
-        ({"model": "abd"}, "another model: it was made for 'abc', and is to be used for 'abd'"),
-        ({"micro_batch_size": 4}, "another micro_batch_size"),
-        ({"device": "NVIDIA H100"}, "another device"),
-        ({"threads": 2}, "another threads"),
-        ({"versions": {"torch": "2.14.0"}}, "another version of torch: it was made for '2.13.0'"),
-        ({"versions": {"numpy": "2.0"}}, "another version of numpy: it was made for None"),
+        {"model": "abd"},
+        {"micro_batch_size": 4},
+        {"device": "NVIDIA H100"},
+        {"threads": 2},
+        {"versions": {"torch": "2.14.0"}},
+        {"versions": {"numpy": "2.0"}},
     ],
 )
-def test_what_does_not_match_is_named(wanted: dict[str, object], field: str) -> None:
-    with pytest.raises(ProfileError, match=field):
+def test_what_does_not_match_is_named(wanted: dict[str, object]) -> None:
+    with refused(ProfileError):
         profile().require(wanted)
 
 
@@ -106,7 +107,7 @@ def test_what_matches_is_let_through() -> None:
 
 def test_several_hosts_need_a_link_between_them() -> None:
     hosts = {0: "a", 1: "b"}
-    with pytest.raises(ProfileError, match="no link between hosts, and the workers are on 2"):
+    with refused(ProfileError):
         profile().cluster(hosts)
     cluster = profile(inter_host=Link(9.0, 1.0)).cluster(hosts, speeds={1: 0.5})
     assert cluster.link(0, 1) == Link(9.0, 1.0)
@@ -154,15 +155,15 @@ def test_a_derived_profile_knows_what_layers_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"layers": ()}, "at least one layer"),
-        ({"layers": (LayerCost("one", 0.0, 0.0, 0.0),), "times": ()}, "needs layers that take time"),
-        ({"layers": (LayerCost("one", 1.0, 1.0, 1.0),)}, "times of 2 layers and costs of 1"),
+        {"layers": ()},
+        {"layers": (LayerCost("one", 0.0, 0.0, 0.0),), "times": ()},
+        {"layers": (LayerCost("one", 1.0, 1.0, 1.0),)},
     ],
 )
-def test_an_invalid_profile_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
+def test_an_invalid_profile_is_refused(changes: dict[str, object]) -> None:
+    with refused(ProfileError):
         dataclasses.replace(profile(), **changes)  # type: ignore[arg-type]
 
 
@@ -175,9 +176,9 @@ def test_the_profile_of_a_run_is_of_its_micro_batch(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     write_profile(profile(), file)
     assert profile_of_run(run_config(file)) == profile()
-    with pytest.raises(ProfileError, match="another micro_batch_size"):
+    with refused(ProfileError):
         profile_of_run(run_config(file, batch=Batch(micro_batches=4, micro_batch_size=3)))
-    with pytest.raises(ProfileError, match="has no profile"):
+    with refused(ProfileError):
         profile_of_run(run_config(None))
 
 

@@ -11,6 +11,7 @@ from chameleon_ft.cost.transition import StallModel, TransitionEstimate, receive
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.workload import LayerCost, Workload
+from tests.golden import refused
 
 STALL = StallModel(detect_s=0.125, stop_s=0.25, decide_s=0.5, regroup_s=1.0)
 
@@ -34,16 +35,16 @@ def test_parameters_and_optimizer_state_move_and_gradients_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    "build",
     [
-        (lambda: StallModel(detect_s=-1.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0), "detect_s must be zero or a"),
-        (lambda: StallModel(detect_s=0.0, stop_s=math.nan, decide_s=0.0, regroup_s=0.0), "stop_s"),
-        (lambda: TransitionEstimate(phases=STALL, transfer_s=-1.0, repeat_s=0.0), "transfer_s must be zero or a"),
-        (lambda: TransitionEstimate(phases=STALL, transfer_s=0.0, repeat_s=math.inf), "repeat_s"),
+        lambda: StallModel(detect_s=-1.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
+        lambda: StallModel(detect_s=0.0, stop_s=math.nan, decide_s=0.0, regroup_s=0.0),
+        lambda: TransitionEstimate(phases=STALL, transfer_s=-1.0, repeat_s=0.0),
+        lambda: TransitionEstimate(phases=STALL, transfer_s=0.0, repeat_s=math.inf),
     ],
 )
-def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_is_refused(build: Callable[[], object]) -> None:
+    with refused(ConfigError):
         build()
 
 

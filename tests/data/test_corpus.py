@@ -17,6 +17,7 @@ from chameleon_ft.config import Data, LlamaConfig, TrainConfig
 from chameleon_ft.data import DataSummary, SampleOrder, check_data, load_tokens, prepare_data
 from chameleon_ft.data.samples import TokenWindows, load_micro_batch
 from chameleon_ft.errors import DataError
+from tests.golden import refused
 
 SEQ_LEN = 4
 
@@ -131,37 +132,30 @@ def test_a_token_file_is_its_ids(tmp_path: Path, dtype: str, suffix: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "options", "message"),
+    ("name", "content", "options"),
     [
-        ("missing.txt", None, {}, "does not exist: give a text file"),
-        ("missing.bin", None, {}, r"does not exist: give a token file"),
-        ("empty.txt", b"", {}, "is empty"),
-        ("empty.bin", b"", {}, "is empty: give a file with token ids"),
-        ("empty.npy", b"", {}, "is empty: give a file with token ids"),
-        ("short.txt", b"abcd", {}, r"has 4 tokens, and one sample takes model.seq_len \+ 1 = 5: give more data"),
-        ("short.bin", b"\1\0" * 4, {}, r"has 4 tokens, and one sample takes"),
-        ("odd.bin", b"\1\0" * 9 + b"\1", {}, "19 bytes, which is not a whole number of uint16 ids .* set data.dtype"),
-        ("large.bin", b"\1\0" * 9 + b"\0\1", {}, "ids up to 256, and model.vocab_size is 256: set it to 257 or more"),
-        ("minus.bin", b"\xff" * 40, {"dtype": "int32"}, "token 0 is -1, and ids begin at 0"),
-        ("latin.txt", "grüße".encode("latin-1"), {}, "is not UTF-8 text; give a UTF-8 text"),
-        (
-            "text.txt",
-            b"long enough",
-            {"vocab_size": 255},
-            "vocab_size is 255, and text is read as bytes: set it to 256",
-        ),
-        ("wrong.npy", b"no numpy file", {}, "is not a numpy file of numbers"),
-        ("ids.bin", b"\xff\xfe" * 20, {"kind": "text"}, "is not UTF-8 text"),
+        ("missing.txt", None, {}),
+        ("missing.bin", None, {}),
+        ("empty.txt", b"", {}),
+        ("empty.bin", b"", {}),
+        ("empty.npy", b"", {}),
+        ("short.txt", b"abcd", {}),
+        ("short.bin", b"\1\0" * 4, {}),
+        ("odd.bin", b"\1\0" * 9 + b"\1", {}),
+        ("large.bin", b"\1\0" * 9 + b"\0\1", {}),
+        ("minus.bin", b"\xff" * 40, {"dtype": "int32"}),
+        ("latin.txt", "grüße".encode("latin-1"), {}),
+        ("text.txt", b"long enough", {"vocab_size": 255}),
+        ("wrong.npy", b"no numpy file", {}),
+        ("ids.bin", b"\xff\xfe" * 20, {"kind": "text"}),
     ],
 )
-def test_unusable_data_has_a_remedy(
-    tmp_path: Path, name: str, content: bytes | None, options: dict[str, Any], message: str
-) -> None:
+def test_unusable_data_has_a_remedy(tmp_path: Path, name: str, content: bytes | None, options: dict[str, Any]) -> None:
     path = tmp_path / name
     if content is not None:
         write(path, content)
 
-    with pytest.raises(DataError, match=message) as caught:
+    with refused(DataError) as caught:
         check_data(make_config(path, **options))
     assert name in str(caught.value) or "vocab_size" in str(caught.value)
 
@@ -171,34 +165,34 @@ def test_an_id_beyond_the_vocabulary_is_found_in_a_later_chunk(tmp_path: Path) -
     ids[-1] = 700
     ids.tofile(tmp_path / "ids.bin")
 
-    with pytest.raises(DataError, match="ids up to 700"):
+    with refused(DataError):
         check_data(make_config(tmp_path / "ids.bin", vocab_size=700))
     check_data(make_config(tmp_path / "ids.bin", vocab_size=701))
 
 
 @pytest.mark.parametrize(
-    ("array", "message"),
-    [(np.zeros((3, 4), dtype=np.uint16), r"uint16 of shape \(3, 4\)"), (np.zeros(9), "float64 of shape")],
+    "array",
+    [np.zeros((3, 4), dtype=np.uint16), np.zeros(9)],
 )
-def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: Any, message: str) -> None:
+def test_an_array_of_another_kind_is_refused(tmp_path: Path, array: Any) -> None:
     np.save(tmp_path / "ids.npy", array)
 
-    with pytest.raises(DataError, match=message):
+    with refused(DataError):
         check_data(make_config(tmp_path / "ids.npy"))
 
 
 def test_an_empty_folder_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no files"):
+    with refused(DataError):
         check_data(make_config(tmp_path))
     write(tmp_path / "picture.png", b"\xff\xfe")
-    with pytest.raises(DataError, match="holds 1 files, none of them UTF-8 text"):
+    with refused(DataError):
         check_data(make_config(tmp_path))
 
 
 def test_tokens_need_a_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data.path is empty: name a token file"):
+    with refused(DataError):
         check_data(make_config("", kind="tokens"))
-    with pytest.raises(DataError, match="is not a file: give a token file"):
+    with refused(DataError):
         check_data(make_config(tmp_path, kind="tokens"))
 
 
@@ -233,7 +227,7 @@ def test_a_token_file_is_used_where_it_lies_and_missed_when_it_changes(tmp_path:
     assert load_tokens(config).tolist() == list(range(40))
     np.arange(1, 41, dtype=np.uint16).tofile(source)
     for use in (load_tokens, lambda config: prepare_data(config, tmp_path / "run")):
-        with pytest.raises(DataError, match=r"ids.bin has changed since the run in .* began"):
+        with refused(DataError):
             use(config)
 
 
@@ -241,7 +235,7 @@ def test_a_run_is_not_continued_on_other_data(tmp_path: Path) -> None:
     prepare_data(make_config(write(tmp_path / "one.txt", "the first text")), tmp_path / "run")
     other = make_config(write(tmp_path / "two.txt", "the second text"))
 
-    with pytest.raises(DataError, match=r"trains on .*one.txt' as text, and data.path is now .*two.txt' as text"):
+    with refused(DataError):
         prepare_data(other, tmp_path / "run")
 
 
@@ -250,14 +244,14 @@ def test_a_damaged_run_directory_is_named(tmp_path: Path) -> None:
     prepare_data(config, tmp_path / "run")
     write(tmp_path / "run" / "data" / "source.json", "{}")
 
-    with pytest.raises(DataError, match=r"source.json cannot be read .*: remove it"):
+    with refused(DataError):
         prepare_data(config, tmp_path / "run")
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     config = make_config(write(tmp_path / "one.txt", "the first text"))
 
-    with pytest.raises(DataError, match=r"one.txt/data/.* cannot be written"):
+    with refused(DataError):
         prepare_data(config, tmp_path / "one.txt")
 
 
@@ -287,7 +281,7 @@ def test_samples_are_windows_that_do_not_overlap() -> None:
 
 
 def test_too_few_tokens_for_a_window_are_refused() -> None:
-    with pytest.raises(DataError, match=r"4 tokens are less than one sample of 4 \+ 1"):
+    with refused(DataError):
         TokenWindows(np.arange(4, dtype=np.uint16), SEQ_LEN)
 
 

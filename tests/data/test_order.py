@@ -16,6 +16,7 @@ from chameleon_ft.data import SampleOrder, read_sample
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.keys import Purpose, random_key
+from tests.golden import refused
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 
@@ -78,13 +79,13 @@ def test_neighbours_are_torn_apart() -> None:
 
 @pytest.mark.parametrize("num_samples", [0, -1])
 def test_no_samples_have_no_order(num_samples: int) -> None:
-    with pytest.raises(ConfigError, match="at least one sample"):
+    with refused(ConfigError):
         SampleOrder(num_samples, 0)
 
 
 @pytest.mark.parametrize(("step", "batch_size"), [(-1, 4), (0, 0)])
 def test_a_step_that_cannot_be_is_refused(step: int, batch_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"step {step} of {batch_size} samples"):
+    with refused(ConfigError):
         SampleOrder(5, 0).ids(step, batch_size)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.data.corpus import open_tokens
 from chameleon_ft.errors import DataError
 from tests.examples import examples
+from tests.golden import refused
 
 IDS = [*range(300), 7, 0, 0]
 
@@ -38,31 +39,31 @@ def with_index(path: Path, ids: list[int], *, code: int, dtype: str, lengths: li
 def test_a_header_is_no_token(tmp_path: Path, magic: int, dtype: str) -> None:
     path = with_header(tmp_path / "ids.bin", IDS, magic=magic, dtype=dtype)
     assert open_tokens(path, dtype).tolist() == IDS
-    with pytest.raises(DataError, match=f"data.dtype to {dtype}"):
+    with refused(DataError):
         open_tokens(path, "uint32" if dtype == "uint16" else "uint16")
 
 
 @pytest.mark.parametrize("count", [len(IDS) + 1, len(IDS) - 1, 0, -1])
 def test_a_header_that_tells_another_length_is_refused(tmp_path: Path, count: int) -> None:
     path = with_header(tmp_path / "ids.bin", IDS, magic=20240520, dtype="uint16", count=count)
-    with pytest.raises(DataError, match="header"):
+    with refused(DataError):
         open_tokens(path, "uint16")
 
 
 def test_a_header_without_ids_is_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is empty"):
+    with refused(DataError):
         open_tokens(with_header(tmp_path / "ids.bin", [], magic=20240520, dtype="uint16"), "uint16")
 
 
 def test_an_index_has_to_fit_its_ids(tmp_path: Path) -> None:
     path = tmp_path / "ids.bin"
     assert open_tokens(with_index(path, IDS, code=8, dtype="uint16", lengths=[300, 3]), "uint16").tolist() == IDS
-    with pytest.raises(DataError, match="index of Megatron-LM"):
+    with refused(DataError):
         open_tokens(path.with_suffix(".idx"), "uint16")
-    with pytest.raises(DataError, match="ids are uint16"):
+    with refused(DataError):
         open_tokens(path, "uint8")
     with_index(path, IDS, code=8, dtype="uint16", lengths=[300, 4])
-    with pytest.raises(DataError, match="304 ids"):
+    with refused(DataError):
         open_tokens(path, "uint16")
     assert open_tokens(with_index(path, IDS, code=4, dtype="int32", lengths=[303]), "int32").tolist() == IDS
     path.with_suffix(".idx").write_text("an index of something else")
@@ -79,7 +80,7 @@ def test_a_numpy_file_is_recognised_under_any_name(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_no_file_of_ids(tmp_path: Path, start: bytes) -> None:
     path = tmp_path / "ids.bin"
     path.write_bytes(start.ljust(5_000, b"\0"))
-    with pytest.raises(DataError, match="no file of token ids"):
+    with refused(DataError):
         open_tokens(path, "uint16")
 
 

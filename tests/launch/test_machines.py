@@ -7,6 +7,7 @@ import pytest
 from chameleon_ft.config import Control, Parallel, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.slurm import Machines, with_reachable_host
+from tests.golden import refused
 
 CONFIG = TrainConfig(workers=12, parallel=Parallel(dp=4, pp=3))
 
@@ -17,15 +18,15 @@ def test_there_are_as_many_as_the_workers_need(nodes: int | None, workers: int, 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "workers", "expected"),
+    ("nodes", "workers"),
     [
-        (2, 4, "--nodes 2: the run begins with 12 workers, and 2 machines with 4 each have 8; take --nodes 3"),
-        (0, 4, "--nodes 0: should be 1 or more"),
-        (None, 0, "--workers-per-node 0: should be 1 or more"),
+        (2, 4),
+        (0, 4),
+        (None, 0),
     ],
 )
-def test_too_few_are_refused(nodes: int | None, workers: int, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+def test_too_few_are_refused(nodes: int | None, workers: int) -> None:
+    with refused(ConfigError):
         Machines.for_run(CONFIG, nodes=nodes, workers_per_node=workers)
 
 
@@ -40,5 +41,5 @@ def test_the_coordinator_is_reached_wherever_it_is(host: str, expected: str) -> 
 
 def test_the_address_of_one_machine_is_refused() -> None:
     config = CONFIG.model_copy(update={"control": Control(host="10.0.0.1")})
-    with pytest.raises(ConfigError, match=r'control.host = "10.0.0.1": Slurm chooses the machine of the coordinator'):
+    with refused(ConfigError):
         with_reachable_host(config, chooser="Slurm")

@@ -26,6 +26,7 @@ from chameleon_ft.models.build import (
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.models.optimizer import state_bytes
 from chameleon_ft.optim import adamw
+from tests.golden import refused
 from tests.models.jobs import CONFIG, LLAMA, Zeros, make_job
 
 
@@ -145,7 +146,7 @@ def test_complex_parameters_are_refused_if_they_are_trained() -> None:
             super().__init__()
             self.angle = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=trained)
 
-    with pytest.raises(ConfigError, match=r"layer 0 trains the complex parameter 'angle', .* torch.view_as_complex"):
+    with refused(ConfigError):
         param_bytes(make_job([partial(Rotated, trained=True)], Zeros(4)))
     assert param_bytes(make_job([partial(Rotated, trained=False)], Zeros(4))) == (32,)
 
@@ -158,12 +159,12 @@ def test_a_parameter_whose_sum_of_gradients_is_changed_by_a_hook_is_refused() ->
             super().__init__(4, 4)
             self.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
-    with pytest.raises(ConfigError, match=r"layer 1 has a hook on the sum of the gradients of 'weight'"):
+    with refused(ConfigError):
         param_bytes(make_job([nn.Identity, Clipped], Zeros(4)))
 
 
 def test_a_layer_without_sizes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layer 1 has the parameter 'weight' without a size"):
+    with refused(ConfigError):
         param_bytes(make_job([nn.Identity, partial(nn.LazyLinear, 4)], Zeros(4)))
 
 
@@ -171,7 +172,7 @@ def test_a_factory_that_fails_is_named() -> None:
     def broken() -> nn.Module:
         raise RuntimeError("no weights here")
 
-    with pytest.raises(ConfigError, match=r"layer 1 cannot be built .*no weights here"):
+    with refused(ConfigError):
         param_bytes(make_job([nn.Identity, broken], Zeros(4)))
 
 

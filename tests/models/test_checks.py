@@ -36,6 +36,7 @@ from chameleon_ft.models.checks import (
 from chameleon_ft.models.optimizer import state_bytes, undivided_optimizer
 from chameleon_ft.models.precision import loss_and_terms, terms_of
 from chameleon_ft.worker.inspection import inspect_job
+from tests.golden import refused
 
 OUTPUT = BoundarySpec((2, 4), torch.float32)
 CPU = torch.device("cpu")
@@ -52,17 +53,17 @@ def job(**changes: Any) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    "loss",
     [
-        (partial(functional.cross_entropy, reduction="none"), r"returned a tensor of shape \(2,\): .* reduction=.sum."),
-        (lambda output, targets: 3.0, r"`loss` returned float: it returns the sum"),
-        (lambda output, targets: functional.cross_entropy(output.detach(), targets), r"has no gradient .* detach\(\)"),
-        (lambda output: output.sum(), r"cannot be computed \(TypeError: .*; check that `loss` takes the output"),
+        partial(functional.cross_entropy, reduction="none"),
+        lambda output, targets: 3.0,
+        lambda output, targets: functional.cross_entropy(output.detach(), targets),
+        lambda output: output.sum(),
     ],
     ids=["of each term", "no tensor", "detached", "of one argument"],
 )
-def test_a_loss_that_trains_nothing_is_refused(loss: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_loss_that_trains_nothing_is_refused(loss: Callable[..., Any]) -> None:
+    with refused(ConfigError):
         check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
 
 
@@ -84,7 +85,7 @@ def test_terms_are_any_number(terms: Any, expected: float) -> None:
 
 @pytest.mark.parametrize("terms", [-1, -0.25, math.nan, math.inf, "many", None, torch.ones(2), 1j])
 def test_what_counts_no_terms_is_refused(terms: Any) -> None:
-    with pytest.raises(ConfigError, match="`loss_terms`"):
+    with refused(ConfigError):
         check_loss(job(loss_terms=lambda targets: terms), OUTPUT, 2, device=CPU)
 
 
@@ -118,10 +119,10 @@ def test_a_loss_that_is_trained_itself_is_refused_however_it_is_given() -> None:
     learned = _OfOutput(frozen=False)
     given: list[Callable[..., Any]] = [learned, learned.forward, partial(learned), lambda *args: learned(*args)]
     for loss in given:
-        with pytest.raises(ConfigError, match=r"parameter of its own, of shape \(\)"):
+        with refused(ConfigError):
             check_loss(job(loss=loss), OUTPUT, 2, device=CPU)
     assert check_loss(job(loss=_OfOutput(frozen=True)), OUTPUT, 2, device=CPU)[1] == ()
-    with pytest.raises(ConfigError, match="changes what it keeps"):
+    with refused(ConfigError):
         check_loss(job(loss=_OfOutput(frozen=True, counts=True)), OUTPUT, 2, device=CPU)
 
 
@@ -151,17 +152,17 @@ def test_a_hint_is_given_where_the_loss_sums_other_terms_than_those_counted(
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan"), "high", None])
 def test_what_is_no_learning_rate_is_refused(rate: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`learning_rate` returned .* for step 0: it returns the rate"):
+    with refused(ConfigError):
         check_learning_rate(job(learning_rate=lambda step: rate))
     check_learning_rate(job(learning_rate=lambda step: torch.tensor(0.1)))
 
 
 def test_what_is_no_optimizer_and_what_are_no_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`optimizer` returned NoneType: it returns a torch.optim.Optimizer"):
+    with refused(ConfigError):
         undivided_optimizer(job(optimizer=lambda parameters: None))
     nothing = job(layers=[partial(nn.Linear, 4, 4), lambda: None])
     for check in (param_bytes, partial(boundary_specs, micro_batch_size=2)):
-        with pytest.raises(ConfigError, match=r"factory of layer 1 returned NoneType: it returns a torch.nn.Module"):
+        with refused(ConfigError):
             check(nothing)
 
 
@@ -176,7 +177,7 @@ def test_a_run_is_refused_for_them_before_it_starts(tmp_path: Path) -> None:
         "    loss = nn.MSELoss(reduction='none')\n"
         "    return Job(layers=[lambda: nn.Linear(4, 4)] * 2, loss=loss, dataset=data, optimizer=torch.optim.SGD)\n"
     )
-    with pytest.raises(ConfigError, match=r"`loss` returned a tensor of shape \(2, 4\)"):
+    with refused(ConfigError):
         inspect_job(RunConfig(job=str(path)))
 
 
@@ -198,7 +199,7 @@ def test_a_parameter_of_two_layers_is_refused_unless_they_are_tied(is_one_factor
     if tied:
         check_separate_parameters(job(layers=factories, tied=copies))
     else:
-        with pytest.raises(ConfigError, match=r"layers 0 and 1 share the parameter 'shared.weight'.* `tied`"):
+        with refused(ConfigError):
             check_separate_parameters(job(layers=factories))
 
 
@@ -243,16 +244,15 @@ READS = itertools.count()
     ids=["a generator of its own", "the clock", "a count", "fresh entropy"],
 )
 def test_a_data_set_that_reads_a_sample_differently_is_refused(offset: Callable[[int], float]) -> None:
-    first = SampleOrder(40, 5).ids(0, 1)[0]
     reads = SampleReads(job(dataset=Augmented(offset)), 5)
-    with pytest.raises(ConfigError, match=f"sample {first} "):
+    with refused(ConfigError):
         reads.check()
 
 
 def test_a_data_set_that_reads_few_samples_differently_is_refused() -> None:
     odd, generator = SampleOrder(40, 5).ids(0, 30)[-1], random.Random(0)
     reads = SampleReads(job(dataset=Augmented(lambda index: generator.random() if index == odd else 0.0)), 5)
-    with pytest.raises(ConfigError, match=f"sample {odd} "):
+    with refused(ConfigError):
         reads.check()
 
 

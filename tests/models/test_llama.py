@@ -23,6 +23,7 @@ from chameleon_ft.models.llama import (
     tied_parameters,
     to_hugging_face,
 )
+from tests.golden import refused
 from tests.models.transformers_llama import transformers_llama
 
 GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
@@ -134,11 +135,11 @@ def test_weights_go_to_transformers_names_and_back() -> None:
 def test_weights_of_another_shape_are_refused_with_the_missing_names() -> None:
     state = to_hugging_face({0: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
 
-    with pytest.raises(ConfigError, match=r"layer 4: missing .*model.norm"):
+    with refused(ConfigError):
         from_hugging_face(state, 4, GROUPED.num_layers)
-    with pytest.raises(ConfigError, match="no layer 5"):
+    with refused(ConfigError):
         from_hugging_face(state, 5, GROUPED.num_layers)
-    with pytest.raises(ConfigError, match=r"unexpected \['tokens.weight'\]"):
+    with refused(ConfigError):
         to_hugging_face({1: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
 
 

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.optimizer import check_optimizer
+from tests.golden import refused
 from tests.models.test_checks import CPU, job
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
+    "optimizer",
     [
-        (torch.optim.LBFGS, r"LBFGS, which cannot make an update \(TypeError: .*closure.* without a closure"),
-        (lambda ps: torch.optim.SparseAdam(list(ps)), r"SparseAdam, which cannot .* all gradients are dense"),
+        torch.optim.LBFGS,
+        lambda ps: torch.optim.SparseAdam(list(ps)),
     ],
 )
-def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_optimizer_that_cannot_make_an_update_is_refused(optimizer: Any) -> None:
+    with refused(ConfigError):
         check_optimizer(job(optimizer=optimizer), device=CPU)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.models.checks import _is_close, boundary_specs
+from tests.golden import refused
 from tests.models.jobs import LLAMA, Zeros, make_job
 
 
@@ -98,14 +99,14 @@ def test_the_type_of_one_layer_is_the_input_of_the_next() -> None:
 
 def test_a_layer_that_cannot_be_run_is_named_and_can_be_stated_instead() -> None:
     layers, meta = [nn.Identity, KeepPositive], torch.device("meta")
-    with pytest.raises(ConfigError, match=r"layer 1 \(KeepPositive\) cannot be run on .*\(2, 4\).* `boundaries`"):
+    with refused(ConfigError):
         boundary_specs(make_job(layers, Zeros(4)), 2, device=meta)
 
     stated = BoundarySpec((2, 4), torch.float32)
     for device in (meta, torch.device("cpu")):
         job = make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size)
         assert boundary_specs(job, 2, device=device) == (stated, stated)
-    with pytest.raises(ConfigError, match="3 shapes for 2 layers"):
+    with refused(ConfigError):
         boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * 3), 2)
 
 
@@ -114,19 +115,19 @@ def test_samples_of_several_shapes_are_refused() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             return torch.zeros(index + 1), torch.zeros(1)
 
-    with pytest.raises(ConfigError, match=r"samples cannot be stacked .* one shape for all i"):
+    with refused(ConfigError):
         boundary_specs(make_job([nn.Identity], Growing()), 2)
 
 
 def test_layers_that_do_not_fit_together_are_named() -> None:
     job = make_job([lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 2)], Zeros(4))
 
-    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be run on an input of shape \(2, 6\)"):
+    with refused(ConfigError):
         boundary_specs(job, 2)
 
 
 def test_a_layer_that_returns_several_tensors_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"layer 0 \(LSTM\) returned tuple: a layer returns one tensor"):
+    with refused(ConfigError):
         boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
 
 
@@ -149,7 +150,7 @@ class Running(nn.Module):
 def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.device) -> None:
     for persistent in (True, False):
         job = make_job([nn.Identity, partial(Running, persistent=persistent)], Zeros(4))
-        with pytest.raises(ConfigError, match=r"layer 1 \(Running\) changes 'mean'"):
+        with refused(ConfigError):
             boundary_specs(job, 2, device=device)
 
 
@@ -158,7 +159,7 @@ def test_a_layer_that_changes_its_state_in_a_forward_is_refused(device: torch.de
 def test_a_layer_that_changes_its_input_in_place_is_refused(layer: int, device: torch.device) -> None:
     layers: list[Callable[[], nn.Module]] = [nn.Identity, nn.Identity, lambda: nn.Linear(8, 8)]
     layers[layer] = InPlace
-    with pytest.raises(ConfigError, match=rf"layer {layer} \(InPlace\) changes its input in place"):
+    with refused(ConfigError):
         boundary_specs(make_job(layers, Zeros(8)), 2, device=device)
     # What a layer has made itself it may change.
     layers[layer] = lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True))
@@ -171,7 +172,7 @@ def test_samples_that_are_no_pairs_of_tensors_are_refused(sample: Any) -> None:
         def __getitem__(self, index: int) -> Any:
             return sample
 
-    with pytest.raises(ConfigError, match=r"samples must be pairs of tensors"):
+    with refused(ConfigError):
         boundary_specs(make_job([nn.Identity], Samples()), 2)
 
 
@@ -224,7 +225,7 @@ def test_a_layer_whose_output_depends_on_earlier_calls_is_refused(
     run: Callable[[Runs, Tensor], Tensor], name: str
 ) -> None:
     job = make_job([nn.Identity, partial(Runs, run)], Ones(4))
-    with pytest.raises(ConfigError, match=rf"layer 1 \(Runs\) changes '{name}'"):
+    with refused(ConfigError):
         boundary_specs(job, 2)
 
 
@@ -274,7 +275,7 @@ class CountsGlobally(nn.Module):
 def test_a_layer_that_keeps_more_than_its_last_input_is_refused_whatever_its_output(
     layer: Callable[[], nn.Module],
 ) -> None:
-    with pytest.raises(ConfigError, match="in its forward"):
+    with refused(ConfigError):
         boundary_specs(make_job([layer], Zeros(2, dtype=torch.int64) if layer is EMBEDDING else Ones(4)), 2)
 
 
@@ -324,7 +325,7 @@ def test_what_would_not_be_trained_is_refused(changes: dict[str, Any], device: t
     if device.type == "meta" and (changes.get("listed") or changes.get("way") == "global"):
         pytest.skip("a tensor that is none of its parameters is not on that device")
     job = make_job([partial(nn.Linear, 4, 4), partial(Partly, **changes)], Zeros(4))
-    with pytest.raises(ConfigError, match=r"layer 1 \(Partly\).*train"):
+    with refused(ConfigError):
         boundary_specs(job, 2, device=device)
 
 
@@ -357,7 +358,7 @@ def test_outputs_may_differ_in_their_last_bit(dtype: torch.dtype) -> None:
     ],
 )
 def test_a_layer_that_draws_from_another_generator_is_refused(run: Callable[[Runs, Tensor], Tensor], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"layer 0 \(Runs\) draws numbers from `{name}` in its forward"):
+    with refused(ConfigError):
         boundary_specs(make_job([partial(Runs, run)], Ones(4)), 2)
 
 
@@ -369,6 +370,6 @@ def test_weights_from_another_generator_are_refused_unless_they_are_always_equal
         layer.weight.data.copy_(torch.tensor(np.random.randn(4, 4)))
         return layer
 
-    with pytest.raises(ConfigError, match=r"the factory of layer 0 draws numbers from `numpy.random`"):
+    with refused(ConfigError):
         boundary_specs(make_job([partial(drawn, seed=None)], Ones(4)), 2)
     assert len(boundary_specs(make_job([partial(drawn, seed=3)], Ones(4)), 2)) == 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.models.recomputation import recomputable, selective_recomputation
 from chameleon_ft.worker.execution.backward import input_gradient
+from tests.golden import refused
 
 
 class Counted:
@@ -126,5 +127,5 @@ def test_a_part_that_does_something_else_the_second_time_is_found_out() -> None:
         calls.append(0)
         return x.sin() if len(calls) == 1 else x.sin().exp()
 
-    with pytest.raises(RuntimeError, match="must do the same each time"):
+    with refused(RuntimeError):
         gradients(Layer(changing), selective=True)

@@ -11,6 +11,7 @@ from torch import nn
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import build_layer, tied_bytes
+from tests.golden import refused
 from tests.models.jobs import LLAMA, Zeros, make_job
 
 
@@ -42,12 +43,12 @@ def test_gradients_of_a_tied_parameter_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    "names",
     [
-        (("weight", "2.weight"), "`tied` names the parameter '2.weight' of layer 2"),
-        (("weight", "1.bias"), "these differ in shape, type or in whether they are trained"),
+        ("weight", "2.weight"),
+        ("weight", "1.bias"),
     ],
 )
-def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str]) -> None:
+    with refused(ConfigError):
         tied_bytes(tied_job(*names))

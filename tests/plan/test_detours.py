@@ -10,6 +10,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.layouts import detoured_hops, disjoint_pipelines, home_pipelines
 from chameleon_ft.recovery import reroute
+from tests.golden import refused
 from tests.strategies import Shape, equal_costs, losses, pipelines, survivable
 
 
@@ -95,7 +96,7 @@ def test_workers_that_are_in_no_pipeline_make_no_detours() -> None:
 
 
 def test_a_worker_of_two_pipelines_is_refused() -> None:
-    with pytest.raises(PlanError, match="worker 1 is in pipelines 0 and 2"):
+    with refused(PlanError):
         detoured_hops(plan_of([[0, 1]]), [[0, 1], [2, 3], [1, 4]])
 
 

@@ -19,6 +19,7 @@ from chameleon_ft.plan import (
     pipelines_plan,
     split_layers,
 )
+from tests.golden import refused
 from tests.strategies import seconds, shapes
 
 
@@ -43,13 +44,13 @@ def test_an_expensive_layer_is_alone() -> None:
 
 @pytest.mark.parametrize("stages", [0, 4, -1])
 def test_there_are_at_most_as_many_stages_as_layers(stages: int) -> None:
-    with pytest.raises(PlanError, match=f"3 layers can be cut into 1 to 3 stages, not {stages}"):
+    with refused(PlanError):
         split_layers([1.0, 1.0, 1.0], stages)
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
 def test_costs_are_amounts(cost: float) -> None:
-    with pytest.raises(PlanError, match="cost of a layer"):
+    with refused(PlanError):
         split_layers([1.0, cost], 1)
 
 
@@ -72,21 +73,18 @@ def test_pipelines_lie_side_by_side(shape: object, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    "changes",
     [
-        ({"dp": 0}, "at least 1"),
-        ({"pp": 3}, "use fewer stages"),
-        (
-            {"micro_batches": 5},
-            "5 micro-batches cannot be shared equally by 2 pipelines; use a multiple of 2, such as 6",
-        ),
-        ({"workers": [0, 1, 2]}, "need 4 different workers"),
-        ({"workers": [0, 1, 2, 2]}, "need 4 different workers"),
+        {"dp": 0},
+        {"pp": 3},
+        {"micro_batches": 5},
+        {"workers": [0, 1, 2]},
+        {"workers": [0, 1, 2, 2]},
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, object], match: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, object]) -> None:
     arguments: dict[str, object] = {"layer_costs": [1.0, 1.0], "dp": 2, "pp": 2, "micro_batches": 4}
-    with pytest.raises(PlanError, match=match):
+    with refused(PlanError):
         data_pipeline_plan(**(arguments | changes))  # type: ignore[arg-type]
 
 
@@ -104,24 +102,22 @@ def test_pipelines_of_any_depths_make_a_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut_points", "workers", "micro_batches", "message"),
+    ("cut_points", "workers", "micro_batches"),
     [
-        ((2, 5), (0,), 1, "a worker for each stage; got 1 for 2 stages"),
-        ((), (), 1, "cut points must ascend from 1"),
-        ((0, 5), (0, 1), 1, "cut points must ascend from 1"),
-        ((5, 5), (0, 1), 1, "cut points must ascend from 1"),
-        ((5,), (0,), 0, "at least one micro-batch; got 0"),
+        ((2, 5), (0,), 1),
+        ((), (), 1),
+        ((0, 5), (0, 1), 1),
+        ((5, 5), (0, 1), 1),
+        ((5,), (0,), 0),
     ],
 )
-def test_a_pipeline_is_checked(
-    cut_points: tuple[int, ...], workers: tuple[int, ...], micro_batches: int, message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
+def test_a_pipeline_is_checked(cut_points: tuple[int, ...], workers: tuple[int, ...], micro_batches: int) -> None:
+    with refused(PlanError):
         PipelineLayout(cut_points, workers, micro_batches)
 
 
 def test_a_worker_has_one_stage() -> None:
-    with pytest.raises(PlanError, match="one stage of one pipeline"):
+    with refused(PlanError):
         pipelines_plan([PipelineLayout((1, 2), (0, 1), 1), PipelineLayout((2,), (1,), 1)])
-    with pytest.raises(PlanError, match="at least one pipeline"):
+    with refused(PlanError):
         pipelines_plan([])

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
+from tests.golden import refused
 from tests.strategies import placements
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 1), (-1, 3)])
 def test_a_range_is_never_empty(start: int, stop: int) -> None:
-    with pytest.raises(PlanError, match="0 <= start < stop"):
+    with refused(PlanError):
         LayerRange(start, stop)
 
 
@@ -35,17 +36,17 @@ def test_a_range_is_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "ranges", "match"),
+    ("num_layers", "ranges"),
     [
-        (0, {}, "at least one layer"),
-        (2, {-1: (LayerRange(0, 2),)}, "worker id"),
-        (2, {3: ()}, "worker 3 holds no layers; leave it out"),
-        (2, {3: (LayerRange(0, 3),)}, r"worker 3 holds layers \[0, 3\), but there are only 2"),
-        (4, {3: (LayerRange(1, 3), LayerRange(0, 2))}, "which overlap"),
+        (0, {}),
+        (2, {-1: (LayerRange(0, 2),)}),
+        (2, {3: ()}),
+        (2, {3: (LayerRange(0, 3),)}),
+        (4, {3: (LayerRange(1, 3), LayerRange(0, 2))}),
     ],
 )
-def test_a_placement_says_what_is_wrong(num_layers: int, ranges: dict[int, tuple[LayerRange, ...]], match: str) -> None:
-    with pytest.raises(PlanError, match=match):
+def test_a_placement_says_what_is_wrong(num_layers: int, ranges: dict[int, tuple[LayerRange, ...]]) -> None:
+    with refused(PlanError):
         Placement(num_layers, ranges)
 
 
@@ -72,7 +73,7 @@ def test_a_layer_without_a_holder_is_named() -> None:
     assert placement.holders(0) == ()
     assert placement.ranges_of(8) == ()
     assert not placement.holds(8, LayerRange(1, 2))
-    with pytest.raises(PlanError, match="no layer 4; the layers are 0 to 3"):
+    with refused(PlanError):
         placement.holders(4)
 
 

@@ -24,6 +24,7 @@ from chameleon_ft.plan.shards import (
     owners_on_ring,
     shard_optimizer,
 )
+from tests.golden import refused
 
 SLACK = 64  # units, of rounding: a thousandth of a layer
 
@@ -150,7 +151,7 @@ def test_without_redundancy_a_loss_leaves_slices_without_owners() -> None:
     before = shard_optimizer(placement_of([{0, 1, 2}, {3}]), on_hosts(4, 1), 1)
     left = before.left_to({0: [0], 2: [0], 3: [1]})
     assert left.lost_layers == (0,)
-    with pytest.raises(PlanError, match="no worker has all of the optimizer's state of layers \\(0,\\)"):
+    with refused(PlanError):
         left.moves_from(left)
 
 
@@ -189,17 +190,17 @@ def test_updated_parameters_stay_on_a_host_that_has_an_owner_and_come_from_few_w
 
 
 @pytest.mark.parametrize(
-    ("slices", "problem"),
+    "slices",
     [
-        ((Slice(0, 5, (0,)),), "without gaps"),
-        ((Slice(5, UNITS, (0,)),), "without gaps"),
-        ((Slice(0, UNITS, (2,)),), "do not hold"),
+        (Slice(0, 5, (0,)),),
+        (Slice(5, UNITS, (0,)),),
+        (Slice(0, UNITS, (2,)),),
     ],
 )
-def test_slices_cover_a_layer_and_belong_to_its_holders(slices: tuple[Slice, ...], problem: str) -> None:
-    with pytest.raises(PlanError, match=problem):
+def test_slices_cover_a_layer_and_belong_to_its_holders(slices: tuple[Slice, ...]) -> None:
+    with refused(PlanError):
         LayerShards((0, 1), slices)
-    with pytest.raises(PlanError, match="needs 0 <= start < stop"):
+    with refused(PlanError):
         Slice(5, 5, ())
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery.checkpoints import Checkpoints, daly_interval_s, expected_unsaved_s
+from tests.golden import refused
 
 
 def time_of_work_s(interval_s: float, write_s: float, mtbf_s: float) -> float:
@@ -32,11 +33,11 @@ def test_where_a_checkpoint_takes_longer_than_failures_are_apart() -> None:
 
 
 def test_times_that_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="failures have some between them"):
+    with refused(ConfigError):
         daly_interval_s(1.0, 0.0)
-    with pytest.raises(ConfigError, match="zero or more seconds"):
+    with refused(ConfigError):
         daly_interval_s(-1.0, 10.0)
-    with pytest.raises(ConfigError, match="zero or positive numbers of seconds"):
+    with refused(ConfigError):
         Checkpoints(unsaved_s=-1.0)
 
 

@@ -28,6 +28,7 @@ from chameleon_ft.recovery.scoring import best_of, measure
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import SearchResult, find_plan
 from tests.examples import examples
+from tests.golden import refused
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 from tests.recovery.courses import check_course
 
@@ -334,11 +335,11 @@ def test_what_a_transfer_that_was_cut_short_has_left_behind_need_not_move_again(
 def test_what_cannot_be_decided_is_refused() -> None:
     now = context(dp=2, pp=2)
     rate = FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)
-    with pytest.raises(ConfigError, match="there is no policy 'chamelion'; did you mean 'chameleon'"):
+    with refused(ConfigError):
         decide(now, "chamelion", rate)
-    with pytest.raises(PlanError, match="no worker is live"):
+    with refused(PlanError):
         decide(after(now, 0, 1, 2, 3), "chameleon", rate)
-    with pytest.raises(ConfigError, match="step_factor must be a positive number"):
+    with refused(ConfigError):
         replace(context(dp=2, pp=2), step_factor=0.0)
-    with pytest.raises(ConfigError, match="repeat_s must be zero or a positive number"):
+    with refused(ConfigError):
         replace(now, repeat_s=-1.0)

@@ -17,6 +17,7 @@ from scipy.stats import beta, expon, lomax, nbinom
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import Checkpoints, FailureModel, HolderSets, LossRisk, Prospect
 from chameleon_ft.recovery.failure_model import _PRIORS, Gap, Wait
+from tests.golden import refused
 
 positive = st.floats(0.1, 1e6)
 rates = st.builds(
@@ -168,23 +169,23 @@ def test_a_failure_makes_it_shorter_and_quiet_time_longer(rate: FailureModel, wo
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    "changed",
     [
-        ({"worker_mtbf_s": 0.0}, "worker_mtbf_s must be a positive number"),
-        ({"prior_failures": float("inf")}, "prior_failures must be a positive number"),
-        ({"prior_failures": 1e-300}, "prior_failures must be between 1e-09 and 1e\\+18"),
-        ({"worker_mtbf_s": 1e300}, "worker_mtbf_s must be between 1e-09 and 1e\\+18"),
-        ({"failures": -1}, "failures must be zero or more"),
-        ({"failures": 1, "host_failures": 2}, "host_failures must be between 0 and the 1 failures"),
-        ({"prior_host_failure_fraction": 1.5}, "prior_host_failure_fraction must be between 0 and 1"),
-        ({"failures": 3, "together": {1: 2}}, "together must count incidents of two failures or more"),
-        ({"failures": 3, "together": {2: 2}}, "has more than the 3 failures"),
-        ({"failures": 3, "together": {2: 1}, "bursts": 3}, "bursts must be between 0 and the 2 incidents"),
-        ({"worker_s": -1.0}, "worker_s must be zero or a positive number"),
+        {"worker_mtbf_s": 0.0},
+        {"prior_failures": float("inf")},
+        {"prior_failures": 1e-300},
+        {"worker_mtbf_s": 1e300},
+        {"failures": -1},
+        {"failures": 1, "host_failures": 2},
+        {"prior_host_failure_fraction": 1.5},
+        {"failures": 3, "together": {1: 2}},
+        {"failures": 3, "together": {2: 2}},
+        {"failures": 3, "together": {2: 1}, "bursts": 3},
+        {"worker_s": -1.0},
     ],
 )
-def test_what_cannot_be_is_refused(changed: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+def test_what_cannot_be_is_refused(changed: dict[str, Any]) -> None:
+    with refused(ConfigError):
         FailureModel(**({"worker_mtbf_s": 1.0, "prior_failures": 1.0} | changed))
 
 
@@ -230,7 +231,7 @@ def test_it_can_be_written_down() -> None:
 
 
 def test_without_workers_nothing_can_fail() -> None:
-    with pytest.raises(ConfigError, match="no worker that could fail"):
+    with refused(ConfigError):
         FailureModel(worker_mtbf_s=1.0, prior_failures=1.0).horizon_s(0)
 
 

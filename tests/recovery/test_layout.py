@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import PlanError
 from chameleon_ft.recovery import largest_symmetric_layout
 from chameleon_ft.recovery.layout import replicated_layout
+from tests.golden import refused
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 24), st.integers(1, 8), st.booleans())
@@ -40,11 +41,11 @@ def test_no_layout_uses_more_workers_or_is_nearer_to_the_depth_wanted(
 
 
 @pytest.mark.parametrize(
-    ("live", "layer_costs", "micro_batches", "match"),
-    [([], [1.0], 1, "no worker is live"), ([0], [], 1, "needs layers"), ([0], [1.0], 0, "needs layers")],
+    ("live", "layer_costs", "micro_batches"),
+    [([], [1.0], 1), ([0], [], 1), ([0], [1.0], 0)],
 )
-def test_nothing_comes_of_nothing(live: list[int], layer_costs: list[float], micro_batches: int, match: str) -> None:
-    with pytest.raises(PlanError, match=match):
+def test_nothing_comes_of_nothing(live: list[int], layer_costs: list[float], micro_batches: int) -> None:
+    with refused(PlanError):
         largest_symmetric_layout(live=live, layer_costs=layer_costs, micro_batches=micro_batches, preferred_pp=1)
 
 

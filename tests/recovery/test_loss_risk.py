@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.recovery import HolderSets, LossRisk, risk_of
+from tests.golden import refused
 
 
 @st.composite
@@ -98,5 +99,5 @@ def test_owners_of_a_slice_are_lost_with_part_of_the_holders_of_a_layer() -> Non
 
 @pytest.mark.parametrize("counts", [{0: 1}, {4: 1}, {1: 0}])
 def test_sets_have_some_of_the_groups(counts: dict[int, int]) -> None:
-    with pytest.raises(PlanError, match="1 to 3 groups"):
+    with refused(PlanError):
         HolderSets(3, counts)

@@ -21,6 +21,7 @@ from chameleon_ft.storage.checkpoints import (
     sound_checkpoint,
 )
 from chameleon_ft.storage.stores import Directory
+from tests.golden import refused
 from tests.stored import layer_directory, step_directory
 
 
@@ -48,7 +49,7 @@ def test_a_mark_has_reached_the_disk_once_it_is_made(tmp_path: Path, monkeypatch
 
 def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to("checkpoints")
-    with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Too many levels of symbolic links"):
+    with refused(CheckpointError):
         sound_checkpoint(tmp_path / "checkpoints")
 
 

@@ -19,6 +19,7 @@ from chameleon_ft.schedule import CostModel, OperationKind, best_program
 from chameleon_ft.storage.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.storage.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
 from chameleon_ft.workload import LayerCost, Workload
+from tests.golden import refused
 from tests.strategies import recomputing
 
 
@@ -91,7 +92,7 @@ def test_a_damaged_plan_is_named(before: str, after: str, tmp_path: Path) -> Non
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after, 1))
-    with pytest.raises(ConfigError, match="does not hold the plan of a generation"):
+    with refused(ConfigError):
         read_generation_plans(tmp_path)
 
 
@@ -198,10 +199,10 @@ def test_a_step_that_a_worker_did_not_finish_is_left_out() -> None:
 
 def test_records_that_fit_no_plan_are_refused() -> None:
     plan = planned()
-    with pytest.raises(ConfigError, match="recorded in generation 1, whose plan is missing"):
+    with refused(ConfigError):
         measured_steps({2: plan}, recorded(plan, 3))
     short = [dataclasses.replace(step, operations=step.operations[1:]) for step in recorded(plan, 3)]
-    with pytest.raises(ConfigError, match=r"worker 0 recorded 5 operations in step 3, .* has 6"):
+    with refused(ConfigError):
         measured_steps({1: plan}, short)
 
 
@@ -227,5 +228,5 @@ def test_an_unfinished_record_is_cut_off_and_a_damaged_one_is_named(tmp_path: Pa
     TimelineLog(path).append(second)
     assert read_recorded_steps(path.parent) == [first, second]
     path.write_text(path.read_text().replace('"vote_s"', '"vote"', 1))
-    with pytest.raises(ConfigError, match=r"worker-0\.jsonl, line 1: vote_s: Field required; the file is damaged"):
+    with refused(ConfigError):
         read_recorded_steps(path.parent)

@@ -15,6 +15,7 @@ import pytest
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.storage.files import ControlAddress, FaultLog, RunDirectory, detach
+from tests.golden import refused
 from tests.mounts import fill, small_disk
 
 CONTROL = ControlAddress(address="127.0.0.1:4000", token="secret", pid=1)
@@ -46,7 +47,7 @@ def test_a_run_can_be_moved(run: RunDirectory, tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_directory_for_which_there_is_no_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         fill(disk)
-        with pytest.raises(ConfigError, match="No space left on device"):
+        with refused(ConfigError):
             RunDirectory.create(disk / "run", TrainConfig())
         assert not (disk / "run").exists()
 
@@ -61,28 +62,28 @@ def test_a_zombie_has_no_start_time(run: RunDirectory) -> None:
 
 
 def test_an_existing_directory_is_never_written_over(run: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match=r"exists already.*--resume"):
+    with refused(ConfigError):
         RunDirectory.create(run.path, TrainConfig())
 
 
 def test_a_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with refused(ConfigError):
         RunDirectory.create(tmp_path / "file" / "run", TrainConfig())
 
 
 def test_another_directory_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run directory"):
+    with refused(ConfigError):
         RunDirectory.open(tmp_path)
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with refused(ConfigError):
         RunDirectory.open(tmp_path / "none")
 
 
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 300)
-    with pytest.raises(ConfigError, match="cannot be read: File name too long; give the directory"):
+    with refused(ConfigError):
         RunDirectory.open(path)
-    with pytest.raises(ConfigError, match="cannot be made: File name too long; take another"):
+    with refused(ConfigError):
         RunDirectory.create(path, TrainConfig())
 
 
@@ -120,20 +121,18 @@ def test_a_run_that_is_not_live_has_no_address(run: RunDirectory) -> None:
     run.write_control(CONTROL)
     run.remove_control()
     run.remove_control()
-    with pytest.raises(ConfigError, match="not live"):
+    with refused(ConfigError):
         run.read_control()
 
 
 @pytest.mark.parametrize("text", ["{}", "", "3", '"x"', "[]", "\0" * 80, '{"address": 3, "token": "t", "pid": 1}'])
 def test_a_damaged_control_file_is_named(text: str, run: RunDirectory) -> None:
     run.control_file.write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"control\.json: cannot be read: .*; remove it if no coordinator of this run"
-    ):
+    with refused(ConfigError):
         run.read_control()
     run.control_file.unlink()
     run.control_file.mkdir()
-    with pytest.raises(ConfigError, match=r"control\.json: cannot be read: Is a directory; remove it"):
+    with refused(ConfigError):
         run.read_control()
 
 
@@ -144,15 +143,15 @@ def test_an_unfinished_last_line_is_passed_over(run: RunDirectory) -> None:
 
 def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
     run.events_file.write_text('{"event": "one"}\n{"event": "tw\n{"event": "three"}\n')
-    with pytest.raises(ConfigError, match="line 2"):
+    with refused(ConfigError):
         run.events()
 
 
 def test_a_file_that_cannot_be_read_is_named(run: RunDirectory) -> None:
     run.events_file.mkdir()
     run.metrics_file.symlink_to(run.metrics_file)
-    for read, why in ((run.events, "events.jsonl: cannot be read: Is a"), (run.steps, "metrics.jsonl: cannot be read")):
-        with pytest.raises(ConfigError, match=why):
+    for read in (run.events, run.steps):
+        with refused(ConfigError):
             read()
 
 

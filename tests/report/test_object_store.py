@@ -33,6 +33,7 @@ from chameleon_ft.storage.checkpoints import (
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.run_storage import RecordCopies, has_records
 from chameleon_ft.storage.stores import ObjectStore, storage_of
+from tests.golden import refused
 
 TIMEOUT_S = 30.0
 
@@ -126,7 +127,7 @@ def test_nothing_is_stored_of_a_part_whose_writing_fails(store: ObjectStore) -> 
 def test_a_part_that_cannot_be_unpacked_is_damaged(store: ObjectStore) -> None:
     store.write("step/layer-0.tar", "no archive")
     with (
-        pytest.raises(DamagedCheckpointError, match=r"layer-0\.tar is not as it was written"),
+        refused(DamagedCheckpointError),
         store.reading("step/layer-0"),
     ):
         pass
@@ -164,14 +165,14 @@ def test_a_request_that_fails_is_tried_again(uncertain: ObjectStore) -> None:
 
 def test_a_request_that_fails_again_and_again_is_given_up(uncertain: ObjectStore) -> None:
     UncertainFileSystem.before = staticmethod(failing(4, OSError("slow down")))
-    with pytest.raises(StoreError, match=r"run/file: OSError: slow down, 4 times"):
+    with refused(StoreError):
         uncertain.write("file", "content")
     assert not uncertain.exists("file")
 
 
 def test_a_refusal_is_not_tried_again_and_says_what_to_check(uncertain: ObjectStore) -> None:
     UncertainFileSystem.before = staticmethod(failing(1, PermissionError("Access Denied")))
-    with pytest.raises(ConfigError, match=r"is refused: PermissionError: Access Denied; check the credentials"):
+    with refused(ConfigError):
         uncertain.check()
     uncertain.check()
 
@@ -180,7 +181,7 @@ def test_a_request_without_an_answer_is_given_up_and_later_ones_are_made(uncerta
     goes_on = threading.Event()
     UncertainFileSystem.before = staticmethod(lambda name: assert_set(goes_on))
     impatient = ObjectStore(uncertain.url, timeout_s=0.1)
-    with pytest.raises(StoreError, match=r"run/file: does not answer for 100 ms"):
+    with refused(StoreError):
         impatient.write("file", "content")
     goes_on.set()
     impatient.write("other", "content")
@@ -193,9 +194,9 @@ def test_what_has_to_be_read_is_waited_for(uncertain: ObjectStore) -> None:
     assert uncertain.exists("file")
 
 
-@pytest.mark.parametrize(("url", "expected"), [("bogus://bucket/run", "use s3://"), ("ftp2://a/b", "use s3://")])
-def test_a_kind_of_store_that_does_not_exist_is_refused(url: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
+@pytest.mark.parametrize("url", ["bogus://bucket/run", "ftp2://a/b"])
+def test_a_kind_of_store_that_does_not_exist_is_refused(url: str) -> None:
+    with refused(ConfigError):
         ObjectStore(url, timeout_s=TIMEOUT_S).check()
 
 
@@ -204,7 +205,7 @@ def test_a_kind_of_store_whose_package_is_missing_says_what_to_install(monkeypat
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
-    with pytest.raises(ConfigError, match=r"Install s3fs to access S3; .*chameleon-ft\[stores\]"):
+    with refused(ConfigError):
         ObjectStore("s3://bucket/run", timeout_s=TIMEOUT_S).check()
 
 

@@ -21,6 +21,7 @@ from chameleon_ft.quantities import duration
 from chameleon_ft.report.picture import Lane, fit_title
 from chameleon_ft.report.schedule_picture import draw_schedule
 from chameleon_ft.schedule import OperationKind, Timeline
+from tests.golden import refused
 from tests.report.schedules import Scheduled, scheduled, slowed
 from tests.strategies import Shape
 
@@ -290,14 +291,14 @@ def test_the_suffix_determines_the_file_format(tmp_path: Path, name: str, begins
 @pytest.mark.parametrize("name", ["a.gif", "a"])
 def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    with pytest.raises(ConfigError, match=r"\.svg, \.png, \.pdf"):
+    with refused(ConfigError):
         draw_schedule(path, title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
     assert not path.exists()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "a.svg"
-    with pytest.raises(ConfigError, match=r"missing/a\.svg: .*no such folder; give a file in a folder that exists"):
+    with refused(ConfigError):
         draw_schedule(path, title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
 
 
@@ -305,7 +306,7 @@ def test_without_matplotlib_the_error_names_the_package(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"pip install 'chameleon-ft\[pictures\]'"):
+    with refused(ConfigError):
         draw_schedule(
             tmp_path / "a.svg", title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane]
         )

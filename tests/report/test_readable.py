@@ -19,6 +19,7 @@ from chameleon_ft.report.page import content
 from chameleon_ft.report.view import RunState
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.readable import parse_line, readable_events
+from tests.golden import refused
 from tests.report.live.lines import BEGAN, SLOW, event, failed, new_run, started, stepped
 from tests.report.records import join_record, outcome_record
 from tests.report.test_decisions import decided
@@ -168,10 +169,10 @@ def test_an_unfinished_last_line_is_no_damage(tmp_path: Path) -> None:
     run.events_file.write_text(json.dumps(EVENTS[0]) + "\n[\n3\n{}\n" + json.dumps(EVENTS[1])[:20])
     events, damage = readable_events(run)
     assert [each["event"] for each in events] == ["started"]
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is not JSON"):
+    with refused(ConfigError):
         run.events()
     run.events_file.write_text(json.dumps(EVENTS[0]) + "\n3\n")
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is not an event; the file is damaged"):
+    with refused(ConfigError):
         run.events()
     assert [text.partition(", ")[2].partition(";")[0] for text in damage] == [
         "line 2: is not JSON",

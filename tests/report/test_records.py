@@ -8,6 +8,7 @@ import pytest
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.events.records import FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary, summarize
+from tests.golden import refused
 from tests.report.records import failure_record, join_record, outcome_record, step_record
 
 
@@ -38,12 +39,12 @@ def test_an_outcome_has_its_errors_and_words() -> None:
 
 
 def test_a_line_without_a_field_is_refused() -> None:
-    with pytest.raises(ConfigError, match="StepRecord without 'loss'"):
+    with refused(ConfigError):
         StepRecord.from_json({"step": 1})
 
 
 def test_a_step_that_took_no_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="step_s > 0"):
+    with pytest.raises(ValueError, match="step_s"):
         step_record(0, step_s=0.0)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import Operation, OperationKind, Program, check_program, list_schedule, replay
+from tests.golden import refused
 from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned
 
 F, B, I, W = OperationKind  # noqa: E741
@@ -114,23 +115,23 @@ def test_the_order_of_sends_must_be_the_order_of_receives() -> None:
     by_name = {str(operation): operation for operation in program.of(1)}
     second_first = [by_name[name] for name in ("F1.1", "B1.1", "F0.1", "B0.1")]
 
-    with pytest.raises(ProgramError, match="activations from worker 0 to worker 1 arrive in another order"):
+    with refused(ProgramError):
         check_program(changed(program, 1, second_first), plan)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "match"),
+    "kinds",
     [
-        ((B, F), "runs B0.0 before F0.0"),
-        ((F, W, I), "runs W0.0 before I0.0"),
-        ((I, F, W), "runs I0.0 before F0.0"),
+        (B, F),
+        (F, W, I),
+        (I, F, W),
     ],
 )
-def test_a_worker_may_not_run_what_it_has_not_prepared(kinds: tuple[OperationKind, ...], match: str) -> None:
+def test_a_worker_may_not_run_what_it_has_not_prepared(kinds: tuple[OperationKind, ...]) -> None:
     plan = pipelines(Shape(dp=1, pp=1, share=1), split_backward=W in kinds)
     program = Program({0: tuple(Operation.of(kind, plan.routes[0], 0) for kind in kinds)})
 
-    with pytest.raises(ProgramError, match=match):
+    with refused(ProgramError):
         check_program(program, plan)
 
 
@@ -143,9 +144,9 @@ def test_what_is_handed_over_on_a_worker_must_be_there() -> None:
         return Program({0: tuple(Operation.of(kind, route, hop) for kind, hop in order)})
 
     check_program(program((F, 0), (F, 1), (B, 1), (B, 0)), plan)
-    with pytest.raises(ProgramError, match=r"runs F0\.1 before F0\.0"):
+    with refused(ProgramError):
         check_program(program((F, 1), (F, 0), (B, 1), (B, 0)), plan)
-    with pytest.raises(ProgramError, match=r"runs B0\.0 before B0\.1"):
+    with refused(ProgramError):
         check_program(program((F, 0), (F, 1), (B, 0), (B, 1)), plan)
 
 
@@ -173,9 +174,9 @@ def test_waiting_for_each_other_is_a_deadlock() -> None:
         }
     )
 
-    with pytest.raises(ProgramError, match="deadlocks"):
+    with refused(ProgramError):
         check_program(program, plan)
-    with pytest.raises(ProgramError, match="never ends"):
+    with refused(ProgramError):
         replay(program, equal_costs(layers=2, micro_batches=4, workers=2))
 
 
@@ -194,7 +195,7 @@ def test_sends_that_cross_are_a_deadlock_though_a_replay_with_endless_buffers_en
     )
 
     assert replay(program, equal_costs(layers=2, micro_batches=4, workers=2)).step_s > 0
-    with pytest.raises(ProgramError, match=r"deadlocks when sends block: worker 0 sending the result of F2\.0"):
+    with refused(ProgramError):
         check_program(program, plan)
 
 
@@ -246,7 +247,7 @@ def test_a_program_of_another_plan_is_refused() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=2))
     program = list_schedule(plan, equal_costs(layers=2, micro_batches=2, workers=2))
 
-    with pytest.raises(ProgramError, match=r"lacks 8 operations of the plan, first F2\.0 on worker 0"):
+    with refused(ProgramError):
         check_program(program, pipelines(Shape(dp=1, pp=2, share=4)))
-    with pytest.raises(ProgramError, match="does not ask"):
+    with refused(ProgramError):
         check_program(program, pipelines(Shape(dp=1, pp=2, share=2), split_backward=True))

@@ -26,6 +26,7 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
+from tests.golden import refused
 from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, plans
 
 FORWARD = OperationKind.FORWARD
@@ -171,25 +172,25 @@ def test_the_default_limits_of_a_pipeline_are_those_of_1f1b_and_zb_h1() -> None:
 
 @pytest.mark.parametrize(("in_flight", "kept"), [(0, 1), (2, 1), (-1, -1)])
 def test_a_limit_must_leave_room(in_flight: int, kept: int) -> None:
-    with pytest.raises(PlanError, match="1 <= in_flight <= kept"):
+    with refused(PlanError):
         InFlightLimit(in_flight, kept)
 
 
 def test_limits_must_name_every_worker() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=1))
-    with pytest.raises(PlanError, match="say nothing about worker 1"):
+    with refused(PlanError):
         list_schedule(plan, equal_costs(layers=2, micro_batches=1, workers=2), {0: InFlightLimit(1, 1)})
 
 
 def test_a_workload_of_another_model_is_refused() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=1))
-    with pytest.raises(PlanError, match="2 layers, but the workload has 3"):
+    with refused(PlanError):
         list_schedule(plan, equal_costs(layers=3, micro_batches=1, workers=2))
 
 
 def test_a_cluster_without_a_worker_of_the_plan_is_refused() -> None:
     plan = pipelines(Shape(dp=1, pp=2, share=1))
-    with pytest.raises(ConfigError, match="worker 1 is not in the cluster"):
+    with refused(ConfigError):
         list_schedule(plan, equal_costs(layers=2, micro_batches=1, workers=1))
 
 

@@ -18,6 +18,7 @@ from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, 
 from chameleon_ft.schedule.program import operations_from, records_from
 from chameleon_ft.transfer import remap_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.golden import refused
 from tests.strategies import Planned, planned
 
 ROUTE = Route(3, (Hop(5, LayerRange(0, 1)), Hop(5, LayerRange(1, 2)), Hop(7, LayerRange(2, 4))))
@@ -90,7 +91,7 @@ def test_with_workers_exchanged_it_is_the_program_of_the_plan_with_workers_excha
 
 def test_a_program_cannot_be_changed() -> None:
     program = Program({5: (Operation.of(OperationKind.FORWARD, ROUTE, 0),)})
-    with pytest.raises(ValueError, match="read-only"):
+    with refused(ValueError):
         program.records_of(5)["hop"] = 1
 
 
@@ -145,9 +146,9 @@ def test_messages_take_the_link_between_the_hosts() -> None:
 
 
 def test_layers_and_workers_must_exist() -> None:
-    with pytest.raises(PlanError, match="past the 3 layers"):
+    with refused(PlanError):
         costs().compute_s(0, OperationKind.FORWARD, LayerRange(2, 4))
-    with pytest.raises(ConfigError, match="worker 9 is not in the cluster; its workers are: 0, 1, 2"):
+    with refused(ConfigError):
         costs().compute_s(9, OperationKind.FORWARD, LayerRange(0, 1))
 
 

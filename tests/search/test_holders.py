@@ -15,6 +15,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.golden import refused
 from tests.search.instances import instance, with_gradients
 
 PRESET = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=64)
@@ -50,7 +51,7 @@ def test_a_plan_with_so_many_holders_is_found_if_there_is_one(seed: int, kinds: 
         steps_s.append(found.best.step_s)
     if effort is None:
         assert steps_s == sorted(steps_s)
-    with pytest.raises(InfeasibleError, match="no plan was found in which every layer has 5 holders"):
+    with refused(InfeasibleError):
         find_plan(costs, min_holders=5, effort=effort)
 
 

@@ -17,6 +17,7 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import BoundFamily, InfeasibleError, SizeFigures, find_plan, find_plan_of_sizes
 from tests.examples import examples
+from tests.golden import refused
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import Exhaustive
 
@@ -140,10 +141,10 @@ def test_costs_that_cannot_be_compared_are_refused() -> None:
         [preset(1), preset(2, model="llama2-7b")],
         [preset(1), CostModel(preset(2).workload, preset(2).cluster.without([3]))],
     ):
-        with pytest.raises(ConfigError, match="the same samples in a step"):
+        with refused(ConfigError):
             find_plan_of_sizes(costs)
-    with pytest.raises(PlanError, match="no worker is left"):
+    with refused(PlanError):
         find_plan_of_sizes([CostModel(preset(size).workload, Cluster((), Link(0, 1), Link(0, 1))) for size in (1, 2)])
     one_worker = preset(1).cluster.without(range(1, 8))
-    with pytest.raises(InfeasibleError, match="the model does not fit"):
+    with refused(InfeasibleError):
         find_plan_of_sizes([CostModel(preset(size).workload, one_worker) for size in (1, 2)])

@@ -16,6 +16,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
 from chameleon_ft.simulate.traces.formats.infinitehbd import RESOLUTION_S
 from chameleon_ft.simulate.traces.trace import Trace
+from tests.golden import refused
 from tests.simulate.live import live_at
 from tests.simulate.traces import Case, cases
 
@@ -62,58 +63,58 @@ class TestJsonLines:
         assert (trace.hosts, trace.name, trace.events) == (4, "", ())
 
     @pytest.mark.parametrize(
-        ("line", "message"),
+        "line",
         [
-            ('{"time_s": 1, "kind": "lost"}', "line 3: workers is missing"),
-            ('{"time_s": 1, "kind": "lost", "workers": [0], "worker": 1}', "line 3: 'worker' is unknown; known here"),
-            ('{"time_s": 1, "time_s": 2, "kind": "lost", "workers": [0]}', "line 3: time_s is there twice"),
-            ('{"time_s": NaN, "kind": "lost", "workers": [0]}', "line 3: NaN is not a number"),
-            ('{"time_s": 1e999, "kind": "lost", "workers": [0]}', "line 3: time_s Infinity must be a number"),
-            ('{"time_s": -1, "kind": "lost", "workers": [0]}', "line 3: time_s -1 must be a number, 0 or more"),
-            ('{"time_s": true, "kind": "lost", "workers": [0]}', "line 3: time_s true must be a number"),
-            ('{"time_s": "1", "kind": "lost", "workers": [0]}', 'line 3: time_s "1" must be a number'),
-            ('{"time_s": 1, "kind": "gone", "workers": [0]}', "line 3: kind 'gone' must be lost, back or slow"),
-            ('{"time_s": 1, "kind": ["lost"], "workers": [0]}', "line 3: kind .* must be lost, back or slow"),
-            ('{"time_s": 1, "kind": "slow", "workers": [0]}', "line 3: speed is missing"),
-            ('{"time_s": 1, "kind": "slow", "workers": [0], "speed": 2}', "line 3: speed 2.0 of a slow event"),
-            ('{"time_s": 1, "kind": "lost", "workers": []}', "line 3: an event has no workers"),
-            ('{"time_s": 1, "kind": "lost", "workers": [true]}', "line 3: workers .* list of whole numbers"),
-            ('{"time_s": 1, "kind": "lost", "workers": 0}', "line 3: workers 0 must be a list"),
-            ('{"time_s": 1, "kind": "lost", "workers": [0], "cause": 7}', "line 3: cause 7 must be text"),
-            ('{"time_s": 1, "kind": "lost", "workers": [4]}', "line 3, lost at 1.0 s: worker 4 is not one of 0..3"),
-            ('{"time_s": 1, "kind": "back", "workers": [0]}', "line 3, back at 1.0 s: worker 0 is up"),
-            ('{"time_s": 0.5, "kind": "lost", "workers": [0]}', "line 3, lost at 0.5 s: it comes after a later one"),
-            ('{"time_s": 11, "kind": "lost", "workers": [0]}', "line 3, lost at 11.0 s: the trace ends before"),
-            ('{"time_s": 1, "kind": "lost", "workers": [0]} 5', "line 3: nothing may come after the object"),
-            ('{"time_s": 1, "kind": ', "line 3: is not JSON: .* at column"),
-            ("", "line 3: is not JSON"),
-            ("[1]", r"line 3: \[1\] must be an object with time_s, kind, workers"),
+            '{"time_s": 1, "kind": "lost"}',
+            '{"time_s": 1, "kind": "lost", "workers": [0], "worker": 1}',
+            '{"time_s": 1, "time_s": 2, "kind": "lost", "workers": [0]}',
+            '{"time_s": NaN, "kind": "lost", "workers": [0]}',
+            '{"time_s": 1e999, "kind": "lost", "workers": [0]}',
+            '{"time_s": -1, "kind": "lost", "workers": [0]}',
+            '{"time_s": true, "kind": "lost", "workers": [0]}',
+            '{"time_s": "1", "kind": "lost", "workers": [0]}',
+            '{"time_s": 1, "kind": "gone", "workers": [0]}',
+            '{"time_s": 1, "kind": ["lost"], "workers": [0]}',
+            '{"time_s": 1, "kind": "slow", "workers": [0]}',
+            '{"time_s": 1, "kind": "slow", "workers": [0], "speed": 2}',
+            '{"time_s": 1, "kind": "lost", "workers": []}',
+            '{"time_s": 1, "kind": "lost", "workers": [true]}',
+            '{"time_s": 1, "kind": "lost", "workers": 0}',
+            '{"time_s": 1, "kind": "lost", "workers": [0], "cause": 7}',
+            '{"time_s": 1, "kind": "lost", "workers": [4]}',
+            '{"time_s": 1, "kind": "back", "workers": [0]}',
+            '{"time_s": 0.5, "kind": "lost", "workers": [0]}',
+            '{"time_s": 11, "kind": "lost", "workers": [0]}',
+            '{"time_s": 1, "kind": "lost", "workers": [0]} 5',
+            '{"time_s": 1, "kind": ',
+            "",
+            "[1]",
         ],
     )
-    def test_a_line_that_cannot_be_read_is_named(self, line: str, message: str) -> None:
+    def test_a_line_that_cannot_be_read_is_named(self, line: str) -> None:
         good = '{"time_s": 1, "kind": "lost", "workers": [3]}\n'
         last = '{"time_s": 9, "kind": "back", "workers": [3]}\n'
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError):
             parse_trace(f"{HEADER}{good}{line}\n{last}")
 
     @pytest.mark.parametrize(
-        ("header", "message"),
+        "header",
         [
-            ('{"chameleon_trace": 2, "workers": 4, "duration_s": 10}', "line 1: chameleon_trace 2 must be 1"),
-            ('{"workers": 4, "duration_s": 10}', "line 1: chameleon_trace is missing"),
-            ('{"chameleon_trace": 1, "workers": 0, "duration_s": 10}', "line 1: workers 0 of a trace"),
-            ('{"chameleon_trace": 1, "workers": 1.5, "duration_s": 10}', "line 1: workers 1.5 must be a whole number"),
-            ('{"chameleon_trace": 1, "workers": 4, "duration_s": 0}', "line 1: duration_s 0.0 of a trace"),
-            ('{"chameleon_trace": 1, "workers": 4, "duration_s": 1, "hosts": 2}', "line 1: 'hosts' is unknown"),
+            '{"chameleon_trace": 2, "workers": 4, "duration_s": 10}',
+            '{"workers": 4, "duration_s": 10}',
+            '{"chameleon_trace": 1, "workers": 0, "duration_s": 10}',
+            '{"chameleon_trace": 1, "workers": 1.5, "duration_s": 10}',
+            '{"chameleon_trace": 1, "workers": 4, "duration_s": 0}',
+            '{"chameleon_trace": 1, "workers": 4, "duration_s": 1, "hosts": 2}',
         ],
     )
-    def test_a_first_line_that_cannot_be_read(self, header: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_a_first_line_that_cannot_be_read(self, header: str) -> None:
+        with refused(ConfigError):
             parse_trace(header)
 
     def test_it_knows_how_many_hosts_it_is_of(self) -> None:
         assert parse_trace(HEADER, nodes=2).hosts == 2
-        with pytest.raises(ConfigError, match="names all of its hosts, 2, so it is not of 3"):
+        with refused(ConfigError):
             parse_trace(HEADER, nodes=3)
 
 
@@ -156,49 +157,49 @@ class TestInfiniteHbd:
         assert sorted(worker for event in trace.events for worker in event.workers) == [0, 2, 4, 6]
 
     @pytest.mark.parametrize(
-        ("elements", "message"),
+        "elements",
         [
-            ([{"node_id": "a"}], "element 2 .*: event_time is missing"),
-            ([{**start("a", 1), "event_type": "fault"}], 'element 2 .*: event_type "fault" must be fault_start or'),
-            ([{**start("a", 1), "event_type": ["fault_end"]}], "element 2 .*: event_type .* must be fault_start or"),
-            ([start("a", -1)], "element 2 .*: event_time -1 must be a number, 0 or more"),
-            ([{**start("a", 1), "event_time": "1"}], 'element 2 .*: event_time "1" must be a number'),
-            ([{**start("a", 1), "event_time": None}], "element 2 .*: event_time null must be a number"),
-            ([{**start("a", 1), "event_time": 10**400}], "element 2 .*: event_time .*"),
-            ([{**start("a", 1), "node_id": ""}], 'element 2 .*: node_id "" must be text'),
-            ([start("a", 1, "GPU")], 'element 2 .*: "GPU" must be an object with Level, Class, Desc'),
-            ([start("a", 1, {"Level": "x", "Class": "GPU"})], "element 2 .*: Desc is missing"),
-            ([end("a", 1)], "element 2 .*: node a has no fault that could end at that time"),
-            ([start("a", 2), end("a", 1)], "element 3 .*: node a has no fault that could end"),
-            ([start("a", 1), start("a", 1)], "element 3 .*: is the same as .*element 2"),
-            ([17], "element 2 .*: 17 must be an object"),
+            [{"node_id": "a"}],
+            [{**start("a", 1), "event_type": "fault"}],
+            [{**start("a", 1), "event_type": ["fault_end"]}],
+            [start("a", -1)],
+            [{**start("a", 1), "event_time": "1"}],
+            [{**start("a", 1), "event_time": None}],
+            [{**start("a", 1), "event_time": 10**400}],
+            [{**start("a", 1), "node_id": ""}],
+            [start("a", 1, "GPU")],
+            [start("a", 1, {"Level": "x", "Class": "GPU"})],
+            [end("a", 1)],
+            [start("a", 2), end("a", 1)],
+            [start("a", 1), start("a", 1)],
+            [17],
         ],
     )
-    def test_an_element_that_cannot_be_read_is_named(self, elements: Sequence[object], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_an_element_that_cannot_be_read_is_named(self, elements: Sequence[object]) -> None:
+        with refused(ConfigError):
             parse_trace(json.dumps([start("z", 0.5), *elements, start("z", 9)]))
 
     @pytest.mark.parametrize(
-        ("text", "message"),
+        "text",
         [
-            ('[\n{"a": 1, "a": 2}]', r"element 1 \(line 2\): a is there twice"),
-            ('[\n{"event_time": NaN}]', r"element 1 \(line 2\): NaN is not a number"),
-            ('[\n{"event_time": -Infinity}]', r"element 1 \(line 2\): -Infinity is not a number"),
-            ('[{"event_time"', r"element 1 \(line 1\): is not JSON"),
-            ("[" * 100_000, r"element 1 \(line 1\)"),
-            ("[]", "has no element, so it names no node"),
-            (json.dumps([start("a", 0)]), "ends at time 0"),
-            (json.dumps([start("a", 1)])[:-1], r"element 1 .*: a comma or the \]"),
-            (json.dumps([start("a", 1)])[:-1] + ",]", r"element 2 .*: is not JSON: Expecting value"),
-            (json.dumps([start("a", 1)]) + " x", "nothing may come after the list, but there is 'x'"),
+            '[\n{"a": 1, "a": 2}]',
+            '[\n{"event_time": NaN}]',
+            '[\n{"event_time": -Infinity}]',
+            '[{"event_time"',
+            "[" * 100_000,
+            "[]",
+            json.dumps([start("a", 0)]),
+            json.dumps([start("a", 1)])[:-1],
+            json.dumps([start("a", 1)])[:-1] + ",]",
+            json.dumps([start("a", 1)]) + " x",
         ],
     )
-    def test_a_list_that_is_none(self, text: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_a_list_that_is_none(self, text: str) -> None:
+        with refused(ConfigError):
             parse_trace(text)
 
     def test_it_names_at_most_the_existing_nodes(self) -> None:
-        with pytest.raises(ConfigError, match="names 2 nodes; it cannot have been measured on 1"):
+        with refused(ConfigError):
             parse_trace(json.dumps([start("a", 1), start("b", 2)]), nodes=1)
 
 
@@ -257,45 +258,45 @@ class TestMembership:
         assert parse_trace("\n".join(reversed(lines))) == parse_trace("\n\n".join(lines))
 
     @pytest.mark.parametrize(
-        ("line", "message"),
+        "line",
         [
-            ("5,add", "line 2: has 2 values"),
-            ("5,add,b,c", "line 2: has 4 values"),
-            ("5,kill,b", "line 2: 'kill' must be add or remove"),
-            ("5,add, ", "line 2: the name of the node is missing"),
-            ("x,add,b", "line 2: the time 'x' must be a number of milliseconds"),
-            ("nan,add,b", "line 2: the time 'nan' must be"),
-            ("inf,add,b", "line 2: the time 'inf' must be"),
-            ("-5,add,b", "line 2: the time '-5' must be"),
-            ("5,add,a", "line 2: node a is there already"),
-            ("2500,remove,a", "line 2: node a is not there"),
+            "5,add",
+            "5,add,b,c",
+            "5,kill,b",
+            "5,add, ",
+            "x,add,b",
+            "nan,add,b",
+            "inf,add,b",
+            "-5,add,b",
+            "5,add,a",
+            "2500,remove,a",
         ],
     )
-    def test_a_line_that_cannot_be_read_is_named(self, line: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_a_line_that_cannot_be_read_is_named(self, line: str) -> None:
+        with refused(ConfigError):
             parse_trace(f"0,add,a\n{line}\n2000,remove,a\n")
 
     def test_a_log_that_does_not_last(self) -> None:
-        with pytest.raises(ConfigError, match="ends at time 0"):
+        with refused(ConfigError):
             parse_trace("0,add,a\n0,add,b\n")
 
     def test_it_names_every_node(self) -> None:
-        with pytest.raises(ConfigError, match="names all of its hosts, 1, so it is not of 3: take at most 1"):
+        with refused(ConfigError):
             parse_trace("0,add,a\n1000,remove,a", nodes=3)
 
 
 class TestWhichFormat:
     @pytest.mark.parametrize(
-        ("text", "message"),
+        "text",
         [
-            ("", "log.txt is empty"),
-            (" \n", "log.txt is empty"),
-            ("hello\nworld", "log.txt, line 1: 'hello' begins none of the formats"),
-            ("time,action,node\n0,add,a", "line 1: 'time,action,node' begins none of the formats"),
+            "",
+            " \n",
+            "hello\nworld",
+            "time,action,node\n0,add,a",
         ],
     )
-    def test_text_that_is_no_trace(self, text: str, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
+    def test_text_that_is_no_trace(self, text: str) -> None:
+        with refused(ConfigError):
             parse_trace(text, source="log.txt")
 
     @pytest.mark.parametrize("text", [HEADER, "0,add,a\n9,remove,a", json.dumps([start("a", 1)])])
@@ -303,7 +304,7 @@ class TestWhichFormat:
         assert parse_trace("\ufeff" + text) == parse_trace(text)
 
     def test_a_trace_was_measured_on_some_nodes(self) -> None:
-        with pytest.raises(ConfigError, match="on 0 nodes"):
+        with refused(ConfigError):
             parse_trace(HEADER, nodes=0)
 
     def test_the_examples_of_the_page_can_be_read(self) -> None:
@@ -323,21 +324,21 @@ class TestFiles:
         trace = load_trace(faults, nodes=5)
         save_trace(trace, tmp_path / "own.jsonl")
         assert load_trace(tmp_path / "own.jsonl") == trace
-        with pytest.raises(ConfigError, match="exists already"):
+        with refused(ConfigError):
             save_trace(trace, tmp_path / "own.jsonl")
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with refused(ConfigError):
             save_trace(trace, tmp_path / "nowhere" / "own.jsonl")
 
     def test_files_that_cannot_be_read(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with refused(ConfigError):
             load_trace(tmp_path / "none.json")
-        with pytest.raises(ConfigError, match="cannot be read"):
+        with refused(ConfigError):
             load_trace(tmp_path)
         (tmp_path / "bytes").write_bytes(b"\x80\x81")
-        with pytest.raises(ConfigError, match="not UTF-8"):
+        with refused(ConfigError):
             load_trace(tmp_path / "bytes")
         (tmp_path / "bad.csv").write_text("0,add,a\n1,add,a", encoding="utf-8")
-        with pytest.raises(ConfigError, match=r"bad\.csv, line 2: node a is there already"):
+        with refused(ConfigError):
             load_trace(tmp_path / "bad.csv")
 
     @pytest.mark.parametrize(
@@ -355,9 +356,9 @@ class TestFiles:
         assert sorted(set(range(trace.workers)) - live_at(trace, DAY_S)) == lost
 
     def test_too_few_hosts_for_a_cluster(self, tmp_path: Path, faults: Path) -> None:
-        with pytest.raises(ConfigError, match="5 hosts are asked of a trace with 4"):
+        with refused(ConfigError):
             load_trace_for(faults, hosts=5, workers_per_host=2, nodes=4)
         log = tmp_path / "log.csv"
         log.write_text("0,add,a\n1000,remove,a", encoding="utf-8")
-        with pytest.raises(ConfigError, match="names all of its hosts, 1, so it is not of 2: take at most 1, or"):
+        with refused(ConfigError):
             load_trace_for(log, hosts=2, workers_per_host=2)

@@ -29,6 +29,7 @@ from chameleon_ft.simulate.traces.generators import (
     generate_trace,
 )
 from chameleon_ft.simulate.traces.trace import Trace, TraceStatistics, trace_statistics
+from tests.golden import refused
 from tests.simulate.live import live_at
 
 DAY_S = 86_400.0
@@ -224,30 +225,30 @@ def test_spot_hosts_are_up_as_often_as_the_rates_balance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (lambda: Weibull(shape=0.1), "shape 0.1"),
-        (lambda: Weibull(shape=float("nan")), "shape nan"),
-        (lambda: IncidentSizes(exponent=0.5), "exponent 0.5"),
-        (lambda: IncidentSizes(exponent=2, largest=0), "largest incident 0"),
-        (lambda: Bursts(simultaneous_share=1.1), "simultaneous_share 1.1"),
-        (lambda: Repairs(median_days=0), "median_days 0"),
-        (lambda: Repairs(spread=-1), "spread -1"),
-        (lambda: Repairs(longest_days=-1), "longest_days -1"),
-        (lambda: Repairs(together_share=2), "together_share 2"),
-        (lambda: Stragglers(per_1000_worker_days=0), "per_1000_worker_days 0"),
-        (lambda: Stragglers(per_1000_worker_days=1, mean_hours=0), "mean_hours 0"),
-        (lambda: Stragglers(per_1000_worker_days=1, slowest=0.9, fastest=0.8), "slowest 0.9 and fastest 0.8"),
-        (lambda: Stragglers(per_1000_worker_days=1, fastest=1.0), "fastest 1.0"),
-        (lambda: FaultModel(faults_per_1000_host_days=-1), "faults_per_1000_host_days -1"),
-        (lambda: FaultModel(single_share=-0.1), "single_share -0.1"),
-        (lambda: SpotModel(removals_per_host_hour=0), "removals_per_host_hour 0"),
-        (lambda: SpotModel(returns_per_place_hour=float("inf")), "returns_per_place_hour inf"),
-        (lambda: generate_trace(FaultModel(), hosts=0, duration_s=1, seed=0), "hosts 0"),
-        (lambda: generate_trace(FaultModel(), hosts=1, workers_per_host=0, duration_s=1, seed=0), "workers_per_host 0"),
-        (lambda: generate_trace(SpotModel(), hosts=1, duration_s=0, seed=0), "duration_s 0"),
+        lambda: Weibull(shape=0.1),
+        lambda: Weibull(shape=float("nan")),
+        lambda: IncidentSizes(exponent=0.5),
+        lambda: IncidentSizes(exponent=2, largest=0),
+        lambda: Bursts(simultaneous_share=1.1),
+        lambda: Repairs(median_days=0),
+        lambda: Repairs(spread=-1),
+        lambda: Repairs(longest_days=-1),
+        lambda: Repairs(together_share=2),
+        lambda: Stragglers(per_1000_worker_days=0),
+        lambda: Stragglers(per_1000_worker_days=1, mean_hours=0),
+        lambda: Stragglers(per_1000_worker_days=1, slowest=0.9, fastest=0.8),
+        lambda: Stragglers(per_1000_worker_days=1, fastest=1.0),
+        lambda: FaultModel(faults_per_1000_host_days=-1),
+        lambda: FaultModel(single_share=-0.1),
+        lambda: SpotModel(removals_per_host_hour=0),
+        lambda: SpotModel(returns_per_place_hour=float("inf")),
+        lambda: generate_trace(FaultModel(), hosts=0, duration_s=1, seed=0),
+        lambda: generate_trace(FaultModel(), hosts=1, workers_per_host=0, duration_s=1, seed=0),
+        lambda: generate_trace(SpotModel(), hosts=1, duration_s=0, seed=0),
     ],
 )
-def test_values_that_cannot_be(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_values_that_cannot_be(make: Any) -> None:
+    with refused(ConfigError):
         make()

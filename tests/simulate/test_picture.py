@@ -20,6 +20,7 @@ from chameleon_ft.simulate.pictures import draw_results, draw_sweep
 from chameleon_ft.simulate.pictures.figures import binned, live_workers, losses_s, missing
 from chameleon_ft.simulate.run import Point, Scene, Sweep, simulate, sweep
 from chameleon_ft.simulate.traces.trace import Event, Trace
+from tests.golden import refused
 from tests.simulate.clusters import cluster, random_trace, workload
 
 pytest.importorskip("matplotlib")
@@ -116,11 +117,11 @@ def test_pictures_are_files_that_can_be_read(results: Results, scene: Scene, tmp
 
 
 def test_pictures_that_cannot_be_drawn_are_refused(results: Results, scene: Scene, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\.svg, \.png, \.pdf"):
+    with refused(ConfigError):
         draw_results(tmp_path / "a.bmp", title="", results=results, trace=scene.trace)
-    with pytest.raises(ConfigError, match="folder that exists"):
+    with refused(ConfigError):
         draw_results(tmp_path / "none" / "a.svg", title="", results=results, trace=scene.trace)
-    with pytest.raises(ConfigError, match="nothing to draw"):
+    with refused(ConfigError):
         draw_sweep(tmp_path / "a.svg", title="", sweep=Sweep("rate", (Point(1.0, None, "no"),)))
 
 

@@ -21,6 +21,7 @@ from chameleon_ft.simulate.recorded import (
     trace_of_changes,
 )
 from chameleon_ft.storage.plans import CostsFrom
+from tests.golden import refused
 from tests.simulate.clusters import costs
 from tests.simulate.live import live_at
 from tests.simulate.runs import PLAN, config, decision, failure, prepared, recorded, started
@@ -99,24 +100,22 @@ def test_checkpoints_of_a_run_that_chose_their_interval_come_as_often_as_there(
 
 
 def test_without_a_profile_measured_costs_are_used(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="had no profile"):
+    with refused(ConfigError):
         recorded_run(recorded(tmp_path / "none", [started()], plans={1: (PLAN, "assumed")}))
     plans: dict[int, tuple[Plan, CostsFrom]] = {1: (PLAN, "assumed"), 2: (PLAN, "measured")}
     assert recorded_run(recorded(tmp_path / "some", [started()], plans=plans)).costs == costs(2)
 
 
-@pytest.mark.parametrize(
-    ("events", "message"), [([], "never began to train"), ([started(), started(1100.0)], "was resumed")]
-)
-def test_runs_that_say_too_little_are_refused(tmp_path: Path, events: list[dict[str, object]], message: str) -> None:
+@pytest.mark.parametrize("events", [[], [started(), started(1100.0)]])
+def test_runs_that_say_too_little_are_refused(tmp_path: Path, events: list[dict[str, object]]) -> None:
     run = recorded(tmp_path / "run", events)
     for read in (recorded_run, recorded_changes):
-        with pytest.raises(ConfigError, match=message):
+        with refused(ConfigError):
             read(run)
 
 
 def test_a_run_without_plans_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no plan of any generation"):
+    with refused(ConfigError):
         recorded_run(recorded(tmp_path / "run", [started()], plans={}))
 
 

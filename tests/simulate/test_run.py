@@ -20,6 +20,7 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.traces.trace import Fault, Trace
+from tests.golden import refused
 from tests.simulate.clusters import cluster, costs, random_trace, workload
 
 BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)
@@ -290,15 +291,15 @@ def test_cached_decisions_equal_new_ones() -> None:
 
 def test_unknown_policies_and_other_clusters_are_refused() -> None:
     trace = Trace(4, 100.0, ())
-    with pytest.raises(ConfigError, match="did you mean 'chameleon'"):
+    with refused(ConfigError):
         simulated(trace, "chamaeleon")
-    with pytest.raises(ConfigError, match="workers 0 to 3"):
+    with refused(ConfigError):
         simulate(trace, workload(), cluster(5))
-    with pytest.raises(PlanError, match="no pipelines of 4 workers fit"):
+    with refused(PlanError):
         simulate(trace, workload(), cluster(4, memory_bytes=10**9))
-    with pytest.raises(ConfigError, match="restart_cost_s must be zero or a positive"):
+    with refused(ConfigError):
         Parameters(restart_cost_s=-1.0)
-    with pytest.raises(ConfigError, match="checkpoint_interval_s must be a positive"):
+    with refused(ConfigError):
         Parameters(checkpoint_interval_s=0.0)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.run import SWEPT, Lead, Point, Scene, Sweep, simulate, sweep, varied
+from tests.golden import refused
 from tests.simulate.clusters import cluster, random_trace, workload
 
 WORKERS = 40
@@ -40,16 +41,16 @@ def test_each_quantity_is_varied_alone(scene: Scene) -> None:
 @pytest.mark.parametrize("name", SWEPT)
 def test_nothing_is_varied_below_zero(scene: Scene, name: str) -> None:
     for value in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="take numbers above 0"):
+        with refused(ConfigError):
             varied(scene, name, value)
 
 
 def test_quantities_that_cannot_be_varied_are_refused(scene: Scene) -> None:
-    with pytest.raises(ConfigError, match="take one of rate, workers"):
+    with refused(ConfigError):
         varied(scene, "speed", 1.0)
-    with pytest.raises(ConfigError, match="each of them once"):
+    with refused(ConfigError):
         sweep(scene, "rate", [1.0, 1.0], ["restart"])
-    with pytest.raises(ConfigError, match="needs values"):
+    with refused(ConfigError):
         sweep(scene, "rate", [], ["restart"])
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.traces.trace import Event, Fault, Trace
+from tests.golden import refused
 from tests.simulate.live import live_at
 from tests.simulate.traces import DURATION_S, GRID, GRID_S, Case, cases, speeds, trace_of
 
@@ -158,87 +159,87 @@ def back(time_s: float, *workers: int) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("events", "message"),
+    "events",
     [
-        ([lost(1, 0), lost(2, 0)], "event 2 of the trace, lost at 2 s: worker 0 is lost at that time"),
-        ([back(1, 0)], "event 1 of the trace, back at 1 s: worker 0 is up, at speed 1 at that time"),
-        ([lost(1, 0), Event(2, (0,), "slow", 0.5)], "event 2 .* worker 0 is lost"),
-        ([Event(1, (0,), "slow", 0.5), Event(2, (0,), "slow", 0.5)], "event 2 .* worker 0 is up, at speed 0.5"),
-        ([Event(1, (0,), "slow", 0.5), Event(1, (0,), "slow", 1.0)], "event 2 .* worker 0 is slow at the same time"),
-        ([lost(1, 0), back(1, 0)], "event 2 .* worker 0 is lost at the same time"),
-        ([lost(2, 0), lost(1, 1)], "event 2 .* comes after a later one"),
-        ([lost(1, 0), back(2, 0), lost(2, 1)], "event 3 .* comes after a later one"),
-        ([lost(1, 4)], "event 1 .* worker 4 is not one of 0..3"),
-        ([lost(11, 0)], "event 1 .* the trace ends before, at 10 s"),
+        [lost(1, 0), lost(2, 0)],
+        [back(1, 0)],
+        [lost(1, 0), Event(2, (0,), "slow", 0.5)],
+        [Event(1, (0,), "slow", 0.5), Event(2, (0,), "slow", 0.5)],
+        [Event(1, (0,), "slow", 0.5), Event(1, (0,), "slow", 1.0)],
+        [lost(1, 0), back(1, 0)],
+        [lost(2, 0), lost(1, 1)],
+        [lost(1, 0), back(2, 0), lost(2, 1)],
+        [lost(1, 4)],
+        [lost(11, 0)],
     ],
 )
-def test_events_that_cannot_follow_one_another(events: list[Event], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_events_that_cannot_follow_one_another(events: list[Event]) -> None:
+    with refused(ConfigError):
         Trace(4, 10, tuple(events))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"workers": 0}, "workers 0 of a trace"),
-        ({"duration_s": 0}, "duration_s 0 of a trace"),
-        ({"duration_s": math.nan}, "duration_s nan"),
-        ({"workers_per_host": 3}, "multiple of workers_per_host 3"),
-        ({"workers_per_host": 0}, "multiple of workers_per_host 0"),
+        {"workers": 0},
+        {"duration_s": 0},
+        {"duration_s": math.nan},
+        {"workers_per_host": 3},
+        {"workers_per_host": 0},
     ],
 )
-def test_a_trace_of_nothing(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_trace_of_nothing(arguments: dict[str, Any]) -> None:
+    with refused(ConfigError):
         Trace(**{"workers": 4, "duration_s": 10, "events": (), **arguments})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"time_s": -1}, "time_s -1 of an event"),
-        ({"time_s": math.nan}, "time_s nan"),
-        ({"time_s": math.inf}, "time_s inf"),
-        ({"workers": ()}, "an event has no workers"),
-        ({"workers": (1, 0)}, "ascending"),
-        ({"workers": (0, 0)}, "none twice"),
-        ({"workers": (-1,)}, "numbers from 0"),
-        ({"kind": "gone"}, "'gone' of an event must be one of lost, back, slow"),
-        ({"kind": "slow", "speed": 0}, "speed 0 of a slow event"),
-        ({"kind": "slow", "speed": 1.5}, "speed 1.5 of a slow event"),
-        ({"kind": "back", "speed": 0.5}, "speed 0.5 of a back event must be 1"),
+        {"time_s": -1},
+        {"time_s": math.nan},
+        {"time_s": math.inf},
+        {"workers": ()},
+        {"workers": (1, 0)},
+        {"workers": (0, 0)},
+        {"workers": (-1,)},
+        {"kind": "gone"},
+        {"kind": "slow", "speed": 0},
+        {"kind": "slow", "speed": 1.5},
+        {"kind": "back", "speed": 0.5},
     ],
 )
-def test_an_event_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_event_that_cannot_be(arguments: dict[str, Any]) -> None:
+    with refused(ConfigError):
         Event(**{"time_s": 1.0, "workers": (0,), "kind": "lost", **arguments})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"start_s": -1}, "start_s -1 of a fault"),
-        ({"end_s": 1}, "end_s 1 of a fault must come after"),
-        ({"end_s": math.nan}, "end_s nan"),
-        ({"speed": 1}, "speed 1 of a fault"),
-        ({"workers": ()}, "a fault has no workers"),
+        {"start_s": -1},
+        {"end_s": 1},
+        {"end_s": math.nan},
+        {"speed": 1},
+        {"workers": ()},
     ],
 )
-def test_a_fault_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_fault_that_cannot_be(arguments: dict[str, Any]) -> None:
+    with refused(ConfigError):
         Fault(**{"workers": (0,), "start_s": 1, "end_s": 2, **arguments})
 
 
 def test_transformations_that_are_refused() -> None:
     trace = far_apart(3)
     for hosts in (0, 4):
-        with pytest.raises(ConfigError, match=f"{hosts} hosts are asked of a trace with 3"):
+        with refused(ConfigError):
             trace.on_hosts(hosts, workers_per_host=2)
-    with pytest.raises(ConfigError, match="3 workers per host are asked of a trace with 2"):
+    with refused(ConfigError):
         trace.on_hosts(3, workers_per_host=3)
     for rate_factor in (0, -1, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="rate_factor"):
+        with refused(ConfigError):
             trace.scaled(rate_factor)
-        with pytest.raises(ConfigError, match="rate_factor"):
+        with refused(ConfigError):
             trace.compressed(rate_factor)
-    with pytest.raises(ConfigError, match="starts at 11 s, after the end"):
+    with refused(ConfigError):
         trace_of([Fault((0,), 11)], workers=1, duration_s=10)

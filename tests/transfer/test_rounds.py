@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer import Message, message_rounds
+from tests.golden import refused
 
 # Few workers and layers, so that pairs meet in several messages.
 pairs = st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1])
@@ -39,7 +39,7 @@ def test_there_are_as_many_rounds_as_messages_meet_at_a_worker_and_no_worker_is_
 
 
 def test_a_message_to_oneself_or_of_negative_size_is_refused() -> None:
-    with pytest.raises(PlanError, match="cannot send to itself"):
+    with refused(PlanError):
         Message(1, 1, LayerRange(0, 1), 5)
-    with pytest.raises(PlanError, match="zero or more bytes"):
+    with refused(PlanError):
         Message(0, 1, LayerRange(0, 1), -5)

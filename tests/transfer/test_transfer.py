@@ -13,6 +13,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.transfer import Message, Transfer, plan_transfer, transfer_s, transfer_to, worker_kinds
+from tests.golden import refused
 from tests.transfer.instances import layers_of, placements_of_five
 
 CLUSTER = Cluster(
@@ -96,7 +97,7 @@ def test_a_worker_waits_for_its_own_messages_only() -> None:
     assert transfer_s([first, second[:1]], CLUSTER) == 6.0
     assert transfer_s([first, second], CLUSTER) == 16.0
     assert transfer_s([], CLUSTER) == 0.0
-    with pytest.raises(ConfigError, match="worker 9 is not in the cluster"):
+    with refused(ConfigError):
         transfer_s([(Message(0, 9, LayerRange(0, 1), 1),)], CLUSTER)
 
 
@@ -110,18 +111,18 @@ def test_a_worker_waits_for_its_own_messages_only() -> None:
 def test_a_round_in_which_a_worker_is_asked_twice_is_refused(messages: tuple[Message, ...], end: str) -> None:
     placement = Placement(2, {2: (LayerRange(0, 2),)})
 
-    with pytest.raises(PlanError, match=f"is the {end} of two messages of a round"):
+    with refused(PlanError):
         Transfer(placement=placement, roles={2: 2}, rounds=(messages,))
 
 
 def test_a_placement_that_does_not_fit_is_refused() -> None:
     current, new = Placement(2, {0: (LayerRange(0, 2),)}), Placement(2, {0: (LayerRange(0, 2),)})
 
-    with pytest.raises(PlanError, match=r"not live: \[0\]"):
+    with refused(PlanError):
         plan_transfer(current, new, kinds={1: None}, layers=layers_of([1, 1]))
-    with pytest.raises(PlanError, match=r"not live: \[0\]"):
+    with refused(PlanError):
         transfer_to(current, new, live=[1], layers=layers_of([1, 1]))
-    with pytest.raises(PlanError, match="has 2 layers, but there are costs of 3"):
+    with refused(PlanError):
         transfer_to(current, new, live=[0], layers=layers_of([1, 1, 1]))
 
 

@@ -15,6 +15,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import gradient_segments
 from chameleon_ft.worker.inspection import inspect_job
+from tests.golden import refused
 from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, train_here
 from tests.worker.interrupted import LAYERS, Worker
 from tests.worker.switchboard import Line, Switchboard
@@ -123,7 +124,7 @@ def test_the_layer_and_both_kinds_are_named(tensor: torch.Tensor, gradient: bool
     spec = BoundarySpec((2, 4), torch.float32)
     spec.require(torch.zeros(2, 4), layer=3)
 
-    with pytest.raises(ConfigError, match=message + r".* but float32 of shape \(2, 4\) is expected"):
+    with refused(ConfigError):
         spec.require(tensor, layer=3, gradient=gradient)
 
 
@@ -135,7 +136,7 @@ def test_what_does_not_fit_the_buffer_of_its_receiver_is_not_sent() -> None:
     worker, board = Worker(0, toy_job(LAYERS), plan, gradient_segments(plan.placement)), Switchboard()
     executor = worker.executor(Line(0, board))
     doubles = [BoundarySpec(each.shape, torch.float64) for each in executor.boundaries]
-    with pytest.raises(ConfigError, match=r"the output of layer 1 is float32 of .* but float64 of .* is expected"):
+    with refused(ConfigError):
         replace(executor, boundaries=doubles).run(
             worker.state, [Operation.of(OperationKind.FORWARD, route, 0)], after=lambda _: None
         )

@@ -21,6 +21,7 @@ from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.reductions import Reductions
 from chameleon_ft.worker.execution.steps import StepStats
+from tests.golden import refused
 from tests.worker.toy import toy_job
 from tests.worker.toy_state import LAYERS, WHOLE, held_layers, no_faults, set_gradients, weights
 
@@ -151,7 +152,7 @@ def test_a_vote_without_every_worker_is_none(tmp_path: Path) -> None:
 def test_a_step_without_a_contribution_or_with_one_twice_is_not_applied(tmp_path: Path, contributions: int) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
     stats = StepStats(loss=1.0, terms=1, samples=1)
-    with pytest.raises(ControlError, match=f"of step 0 have {contributions} contributions of micro-batches to layers"):
+    with refused(ControlError):
         commit_step(commit, stats, contributions=contributions)
     assert commit.committed == 0
 

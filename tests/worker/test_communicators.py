@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from chameleon_ft.worker.communicators.gloo import SocketTracker, WaitCancelledError, Waiter
+from tests.golden import refused
 from tests.worker.ranks import open_descriptors
 
 # --- waiter ----------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def test_a_wait_lasts_until_the_operation_is_done() -> None:
 
 def test_the_error_of_an_operation_is_raised_and_the_next_one_is_waited_for() -> None:
     with waiter() as waiting:
-        with pytest.raises(ValueError, match="reset by peer"):
+        with refused(ValueError):
             waiting.wait(ended(ValueError("reset by peer")))
         waiting.wait(ended())
 

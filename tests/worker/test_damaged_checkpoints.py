@@ -36,6 +36,7 @@ from chameleon_ft.worker.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.worker.execution.gradients import GradientBuffers
 from chameleon_ft.worker.execution.layers import HeldLayers
 from tests.examples import examples
+from tests.golden import refused
 from tests.harness import Ended, assert_as_the_plain_loop, fails, in_thread, resume_here, small_config, train_here
 from tests.stored import layer_directory, step_directory
 from tests.worker.toy import SEED, toy_job
@@ -130,7 +131,7 @@ def test_the_tensor_is_named(written: Path, tmp_path: Path) -> None:
     content = data.read_bytes()
     place = content.index(value)
     data.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-    with pytest.raises(DamagedCheckpointError, match=rf"layer 0: {data} is not as it was written, in module/weight$"):
+    with refused(DamagedCheckpointError):
         read_layer(checkpoints, NEWER, 0)
 
 
@@ -142,7 +143,7 @@ def test_values_that_were_changed_before_they_were_written_are_noticed(written: 
     (directory / "checksums.json").unlink()
     tensors["module/weight"][0] += 1
     seal_layer(directory, tensors)
-    with pytest.raises(DamagedCheckpointError, match="other values of module/weight than"):
+    with refused(DamagedCheckpointError):
         read_layer(checkpoints, NEWER, 0)
 
 
@@ -162,7 +163,7 @@ def test_a_checkpoint_without_checksums_is_damaged(written: Path, tmp_path: Path
     model = json.loads(mark.read_text())["model"]
     mark.write_text(json.dumps({"step": NEWER, "model": model}) + "\n")
     assert sound_checkpoint(checkpoints)[0] == OLDER
-    with pytest.raises(DamagedCheckpointError, match=mark.name):
+    with refused(DamagedCheckpointError):
         read_all(checkpoints, NEWER)
 
 

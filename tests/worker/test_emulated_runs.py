@@ -22,6 +22,7 @@ from chameleon_ft.storage.profiles import profile_of_run, read_profile, write_pr
 from chameleon_ft.storage.timelines import read_recorded_steps
 from chameleon_ft.worker.execution.layers import HeldLayer
 from tests.configs import write_config
+from tests.golden import refused
 from tests.harness import Command, Ended, assert_as_the_plain_loop, assert_trained_as_if_nothing_failed, train_here
 from tests.strategies import recomputing
 from tests.worker.emulated import LAYERS, emulated_config
@@ -60,12 +61,12 @@ def test_an_emulated_device_has_the_precision_of_its_profile(tmp_path: Path) -> 
     profile = read_profile(config.profile)
     other = dataclasses.replace(profile.fingerprint, dtype="float32")
     write_profile(dataclasses.replace(profile, fingerprint=other), config.profile)
-    with pytest.raises(ProfileError, match=r'precision = "bf16": the profile of five layers was made for float32'):
+    with refused(ProfileError):
         profile_of_run(config)
 
 
 def test_the_stand_in_needs_a_profile() -> None:
-    with pytest.raises(ConfigError, match="is made of its profile; set profile"):
+    with refused(ConfigError):
         stand_in(RunConfig(workers=4))
 
 

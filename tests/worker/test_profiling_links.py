@@ -30,6 +30,7 @@ from chameleon_ft.worker.profiling.links import (
     run_members,
     serve_link,
 )
+from tests.golden import refused
 from tests.worker.ranks import TIMEOUTS
 
 sizes = st.lists(st.integers(1, 1 << 24), min_size=2, max_size=8, unique=True)
@@ -126,12 +127,12 @@ def test_a_failed_member_is_reported_without_waiting_for_the_others() -> None:
 
 
 def test_an_unreachable_host_is_named_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: no process answers.*chameleon profile --serve"):
+    with refused(ConfigError):
         measure_link_to("127.0.0.1:9", RunConfig(), token="secret", message_bytes=(64,), repeats=1)
 
 
 def test_an_address_of_another_host_cannot_be_answered_on() -> None:
-    with pytest.raises(ConfigError, match=r"--serve 192\.0\.2\.1:9999: cannot listen"):
+    with refused(ConfigError):
         serve_link("192.0.2.1:9999", token="secret", tell=lambda text: None)
 
 
@@ -173,7 +174,7 @@ def test_an_unknown_request_is_rejected() -> None:
 
 def test_a_process_with_another_token_is_rejected_before_anything_is_parsed() -> None:
     with serving("secret") as (address, said):
-        with pytest.raises(ControlError, match="set CHAMELEON_TOKEN here to the token that it has printed"):
+        with refused(ControlError):
             measure_link_to(address, RunConfig(), token="guess", message_bytes=(64,), repeats=1)
         assert "could not measure the link to here: the other end has another token" in said.get()
 
@@ -211,5 +212,5 @@ def test_a_message_that_is_not_the_next_of_the_other_end_is_rejected(change: str
             receiver.send("answer")
             ours.sendall(out.recv(1 << 16))
             receiver.connection = theirs
-        with pytest.raises(ControlError, match="another token"):
+        with refused(ControlError):
             receiver.receive()

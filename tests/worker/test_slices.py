@@ -34,6 +34,7 @@ from chameleon_ft.worker.execution.layers import HeldLayers
 from chameleon_ft.worker.execution.optimizer import ParameterVector, joined_masters
 from chameleon_ft.worker.fault_injection import flip_random_bit
 from chameleon_ft.worker.inspection import inspect_job
+from tests.golden import refused
 from tests.harness import small_config
 from tests.worker.sliced import (
     CPU,
@@ -217,7 +218,7 @@ def test_a_state_that_is_not_of_elements_cannot_be_divided() -> None:
     job, owned = block_job(), sharding(2, 1)
     held = held_layers(job, owned)
     state = {**held.snapshot(0), "optimizer/up.weight/rows": torch.zeros(100)}
-    with pytest.raises(ConfigError, match=r"keeps 'rows' of shape \(100,\) .* set parallel.optimizer_redundancy"):
+    with refused(ConfigError):
         held.restore(0, state)
 
 

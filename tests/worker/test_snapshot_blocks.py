@@ -14,6 +14,7 @@ from chameleon_ft.errors import DamagedCheckpointError
 from chameleon_ft.plan.snapshots import Part, Rebuilding
 from chameleon_ft.worker.snapshots.store import PackedState, SnapshotStore, join, unpack
 from chameleon_ft.worker.snapshots.taker import RestoredLayers, rebuild
+from tests.golden import refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
 
@@ -92,7 +93,7 @@ def test_a_worker_makes_a_part_of_its_own_blocks_and_keeps_these() -> None:
 
 
 def test_a_layer_that_is_not_there_is_damage() -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"layers \[1\]"):
+    with refused(DamagedCheckpointError):
         RestoredLayers.of([0, 1], {(Part(0),): pack({})}, {}, torch.device("cpu"))
 
 

@@ -19,6 +19,7 @@ from chameleon_ft.protocol.messages import LookUp, Message, Publish
 from chameleon_ft.worker.communicators import CommunicationError, Membership, Rendezvous
 from chameleon_ft.worker.communicators.gloo import GlooCommunicators, gloo_group
 from chameleon_ft.worker.communicators.store import GenerationStore
+from tests.golden import refused
 from tests.worker.ranks import Ranks, opened
 
 
@@ -134,15 +135,15 @@ def test_a_wait_ends_with_the_generation() -> None:
         waiting = pool.submit(PrefixStore("group", store).get, "0")
         coordinator.looked_up.wait()
         store.end()
-        with pytest.raises(RuntimeError, match="the generation is over"):
+        with refused(RuntimeError):
             waiting.result()
 
 
 def test_a_wait_ends_after_its_timeout_and_names_the_key() -> None:
     store = Coordinator().rank(0).opened(timeout_s=0.01)
-    with pytest.raises(RuntimeError, match="no member has published group/0 in time"):
+    with refused(RuntimeError):
         PrefixStore("group", store).get("0")
-    with pytest.raises(RuntimeError, match="no member has published a in time"):
+    with refused(RuntimeError):
         store.wait(["a"], timedelta(seconds=0.01))
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.ray import cluster as directory
 from chameleon_ft.storage.files import RunDirectory
+from tests.golden import refused
 from tests.harness import create_run, small_config
 
 
@@ -43,5 +42,5 @@ def test_a_node_gets_what_ranks_read_and_gives_back_the_checkpoint(tmp_path: Pat
 def test_a_copy_replaces_nothing_else(tmp_path: Path) -> None:
     run = create_run(small_config(tmp_path), tmp_path / "run")
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match="exists on a node that does not share it"):
+    with refused(ConfigError):
         directory.copy_to(RunDirectory(tmp_path / "other"), directory.packed(run))

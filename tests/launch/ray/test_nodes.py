@@ -9,6 +9,7 @@ import pytest
 from chameleon_ft.config import Parallel, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.ray.cluster import ClusterOptions, Node, NodeRequest
+from tests.golden import refused
 
 CPUS = [Node(id=str(number), address=f"10.0.0.{number}", resources={"CPU": 8.0}) for number in range(1, 4)]
 GPUS = [Node(id="4", address="10.0.0.4", resources={"CPU": 32.0, "GPU": 4.0})]
@@ -69,7 +70,7 @@ def test_workers_have_a_place_on_nodes_that_differ(
 
 
 def test_without_accelerators_their_number_is_not_guessed() -> None:
-    with pytest.raises(ConfigError, match=r"no node with a GPU.*--workers-per-node"):
+    with refused(ConfigError):
         NodeRequest.of(config(device="cuda"), options(), CPUS)
 
 
@@ -84,27 +85,27 @@ def test_what_a_cluster_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    "changes",
     [
-        ({"workers_per_node": 0}, "--workers-per-node 0"),
-        ({"cpus_per_worker": -1.0}, "--cpus-per-worker"),
-        ({"wait_s": -1.0}, "--wait"),
-        ({"resources": {"GPU": 1.0}}, "--resource GPU=1"),
-        ({"resources": {"trainer": 0.0}}, "--resource trainer=0"),
-        ({"resources": {"NPU": 1.0}}, "--resource NPU=1"),
-        ({"resources": {"object_store_memory": 1.0}}, "--resource object_store_memory=1"),
-        ({"resources": {"trainer": 1e-6}}, "--resource trainer=1e-06"),
-        ({"cpus_per_worker": float("nan")}, "--cpus-per-worker"),
-        ({"cpus_per_worker": float("inf")}, "--cpus-per-worker"),
-        ({"cpus_per_worker": 1e-6}, "--cpus-per-worker 1e-06"),
-        ({"wait_s": float("nan")}, "--wait"),
+        {"workers_per_node": 0},
+        {"cpus_per_worker": -1.0},
+        {"wait_s": -1.0},
+        {"resources": {"GPU": 1.0}},
+        {"resources": {"trainer": 0.0}},
+        {"resources": {"NPU": 1.0}},
+        {"resources": {"object_store_memory": 1.0}},
+        {"resources": {"trainer": 1e-6}},
+        {"cpus_per_worker": float("nan")},
+        {"cpus_per_worker": float("inf")},
+        {"cpus_per_worker": 1e-6},
+        {"wait_s": float("nan")},
     ],
 )
-def test_options_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_options_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with refused(ConfigError):
         options(**changes)
 
 
 def test_something_has_to_be_reserved() -> None:
-    with pytest.raises(ConfigError, match=r"--cpus-per-worker 0: leaves Ray nothing"):
+    with refused(ConfigError):
         NodeRequest.of(config(), options(cpus_per_worker=0.0), CPUS)

@@ -12,6 +12,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.report.facts import describe_workers, facts_of
 from chameleon_ft.report.follower import RunFollower, RunWatcher
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
+from tests.golden import refused
 from tests.report.live.lines import BEGAN, SLOW, add, event, failed, new_run, started, stepped
 
 
@@ -98,7 +99,7 @@ def test_a_damaged_line_is_named_once(run: RunDirectory) -> None:
     add(run, started())
     run.events_file.write_text(run.events_file.read_text() + "{\n")
     follower = RunFollower(run)
-    with pytest.raises(ConfigError, match=r"events\.jsonl, line 2: is not JSON; the file is damaged"):
+    with refused(ConfigError):
         follower.new_lines()
     add(run, event("drained", 9.0, worker=1))
     assert [line["event"] for _, line in follower.new_lines()] == ["started", "drained"]
@@ -108,7 +109,7 @@ def test_what_follows_a_damaged_line_is_not_read_again(run: RunDirectory) -> Non
     run.events_file.write_text("{\n")
     add(run, started())
     follower = RunFollower(run)
-    with pytest.raises(ConfigError, match="line 1: is not JSON"):
+    with refused(ConfigError):
         follower.new_lines()
     run.events_file.unlink()
     assert [line["event"] for _, line in follower.new_lines()] == ["started"]

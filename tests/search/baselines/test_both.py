@@ -16,6 +16,7 @@ from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, oobleck_plan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
+from tests.golden import refused
 from tests.search.baselines.test_paper import small
 from tests.search.oracle import Exhaustive
 
@@ -84,5 +85,5 @@ def test_find_plan_is_never_slower() -> None:
 def test_no_worker_is_left_to_plan_for(planner: Planner) -> None:
     free = Link(0.0, math.inf)
     workload = Workload((LayerCost("layer", 1.0, 1.0, 1.0),), 2, 1)
-    with pytest.raises(PlanError, match="no worker is left"):
+    with refused(PlanError):
         planner(CostModel(workload, Cluster((), free, free)))

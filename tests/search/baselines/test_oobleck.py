@@ -20,6 +20,7 @@ from chameleon_ft.search import oobleck_plan
 from chameleon_ft.search.baselines.oobleck import PipelineTemplate, pipeline_templates, reconfigured_pipelines
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
+from tests.golden import refused
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.baselines.test_paper import partitions, pipelines_of, placements, small
 from tests.search.instances import with_gradients
@@ -225,7 +226,7 @@ def test_reconfigured_pipelines_are_templates_of_their_new_sizes(seed: int, data
 def test_bad_input() -> None:
     workload = Workload((LayerCost("layer", 1.0, 1.0, 1.0),), 2, 1)
     costs = CostModel(workload, Cluster((Worker(0, "host"),), FREE, FREE))
-    with pytest.raises(ConfigError, match="fault_tolerance must be zero or more"):
+    with refused(ConfigError):
         oobleck_plan(costs, fault_tolerance=-1)
-    with pytest.raises(ConfigError, match=r"live_nodes has 3 nodes \(1, 2\), but the cluster only 1 worker;"):
+    with refused(ConfigError):
         oobleck_plan(costs, live_nodes=[1, 2])
