@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import os
 from pathlib import Path
@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import _torchft
-from benchmarks._common import ROOT, STAMPED_JOB, Bar, Report, Spread, base_config
-from benchmarks._plain_ranks import rank_config
+from benchmarks._common import ROOT, Bar, Report, Spread
 from benchmarks._stamped_job import Stamp, read_stamps
-from benchmarks.fidelity import Place
-from chameleon_ft.config import Failure
 
 
 def test_a_spread_shows_the_median_and_the_extremes() -> None:
@@ -24,19 +21,6 @@ def test_a_spread_shows_the_median_and_the_extremes() -> None:
     assert spread.shown(1) == "0.2 (0.1 to 0.3)"
     assert spread.to_json()["values"] == [0.3, 0.1, 0.2]
     assert Spread((1.0,)).to_json()["quartiles"] == [1.0, 1.0]
-
-
-def test_a_spread_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Spread(())
-
-
-@pytest.mark.parametrize(("at_least", "reached"), [(False, True), (True, False)])
-def test_a_bar_is_a_ceiling_or_a_floor(at_least: bool, reached: bool) -> None:
-    bar = Bar(name="a", value=1.0, limit=2.0, at_least=at_least)
-
-    assert bar.reached is reached
-    assert str(bar).startswith("reached" if reached else "MISSED")
 
 
 @pytest.mark.parametrize(("value", "code"), [(1.0, 0), (3.0, 1)])
@@ -53,18 +37,6 @@ def test_a_report_is_written_and_printed(
     assert printed["bars"][0]["reached"] is (code == 0)
 
 
-def test_a_rank_trains_in_the_directory_that_it_is_given(tmp_path: Path) -> None:
-    config = rank_config(ROOT / "examples" / "quickstart.toml", out=tmp_path)
-    assert config.output_dir == tmp_path
-
-
-def test_the_base_configuration_is_without_failures_and_checkpoints() -> None:
-    config = base_config(ROOT / "examples" / "quickstart.toml", steps=7)
-
-    assert (config.steps, config.failures, config.checkpoint.every) == (7, (), 0)
-    assert config.job == STAMPED_JOB
-
-
 def test_stamps_of_all_processes_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     (tmp_path / "stamps").mkdir()
     for process, time in ((1, 2.0), (2, 1.0)):
@@ -75,30 +47,6 @@ def test_stamps_of_all_processes_are_read_in_the_order_of_time(tmp_path: Path) -
         Stamp(time=1.0, process=2, event="update", step=3),
         Stamp(time=2.0, process=1, event="update", step=3),
     ]
-
-
-def test_a_place_names_the_lost_workers_and_their_steps() -> None:
-    place = Place.parse("5@10,2@25")
-
-    assert place.failures() == [
-        Failure(worker=5, step=10, phase="backward"),
-        Failure(worker=2, step=25, phase="sync"),
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "5@10", "5@10,2", "a@1,2@3"])
-def test_a_place_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="WORKER@STEP"):
-        Place.parse(text)
-
-
-def test_settings_of_torchft_become_the_flags_of_their_processes() -> None:
-    settings = _torchft.Settings(heartbeat_ms=10, heartbeat_timeout_ms=100)
-
-    assert settings.replica_flags() == ["--heartbeat-ms=10"]
-    assert settings.lighthouse_flags() == ["--heartbeat_timeout_ms=100"]
-    assert _torchft.Settings().replica_flags() == _torchft.Settings().lighthouse_flags() == []
-    assert str(_torchft.Settings()) == "default"
 
 
 def test_workability_asks_for_all_before_the_kill_and_all_survivors_after_it(tmp_path: Path) -> None:
@@ -122,3 +70,12 @@ def _write_attempts(folder: Path, replica: int, attempts: list[tuple[int, bool, 
         for step, committed, participants in attempts
     ]
     (folder / f"replica-{replica}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")))
+def test_every_script_begins(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [script, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{script}").main()
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out

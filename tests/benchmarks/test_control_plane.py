@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import control_plane
 from benchmarks._common import ROOT, worker_environment
 
 
@@ -31,11 +30,3 @@ def test_ranks_join_are_lost_and_get_new_orders(tmp_path: Path) -> None:
     assert {each["noticed_by"] for each in failures} <= {"child", "connection"}
     assert [each["policy"] for each in events if each["event"] == "plan"] == ["start", *["reroute", "redundancy"] * 2]
     assert not [each for each in events if each["event"] in ("host_lost", "discarded")]
-
-
-@pytest.mark.parametrize("ranks", ["31", "8", "many"])
-def test_a_number_of_ranks_that_makes_no_pipelines_is_refused(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["control_plane", "--ranks", ranks])
-    with pytest.raises(SystemExit) as ended:
-        control_plane.main()
-    assert ended.value.code == 2

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import _policies_run
-from benchmarks._policies_observed import Change, Outcome
 from benchmarks._policies_run import _Watch
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.errors import ConfigError
@@ -66,16 +65,6 @@ def test_the_window_begins_with_the_third_step_and_losses_come_by_the_clock(
     assert [(change.at_s, change.worker) for change in script.watch.changes] == [(2.0, 5), (4.0, 6)]
 
 
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [], monkeypatch)
-    line = json.dumps({"step": 0, "generation": 1, "samples": 8, "step_s": 2.0}) + "\n"
-    for piece in (line[:9], line[9:] + line, line):
-        with script.run.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(piece)
-        script.watch.look()
-    assert len(script.watch.commits) == 3
-
-
 @pytest.mark.parametrize(("policy", "charged_s"), [("restart", 48.5), ("checkpoint", 48.5), ("repair", 0.0)])
 def test_a_return_to_a_checkpoint_is_charged_once(
     policy: str, charged_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,32 +78,3 @@ def test_a_return_to_a_checkpoint_is_charged_once(
     assert script.watch.commits[-1].at_s == pytest.approx(2 + charged_s)
     assert [outage.charged_s for outage in script.watch.outages] == [charged_s]
     assert script.killed == ([6] if charged_s else []), "what was to happen meanwhile happens when it goes on"
-
-
-def test_no_worker_is_killed_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [Loss(10.0, (5,)), Loss(90.0, (6,))], monkeypatch)
-    for number in range(3):
-        script.step(number)
-    assert script.step(3, after_s=200.0) == 200.0
-    assert script.killed == []
-
-
-def test_joins_and_outcomes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(tmp_path, [], monkeypatch)
-    for number in range(3):
-        script.step(number)
-    script.now += 1.0
-    script.event("joined", worker=5)
-    script.event("join", workers=[5], moved_bytes=30)
-    script.event("join", workers=[], moved_bytes=4)
-    came = {"steps": 9, "measured_step_s": 2.5, "measured_stall_s": 1.25}
-    script.event("outcome", generation=2, predicted_step_s=2.0, predicted_stall_s=1.0, **came)
-    script.event("outcome", generation=3, predicted_step_s=None, predicted_stall_s=None, **came)
-    script.watch.look()
-    assert script.watch.changes == [Change(1.0, 5, 1)]
-    assert script.watch.outcomes == [Outcome(2, 9, 2.0, 2.5, 1.0, 1.25)]
-    assert script.watch.switched_bytes == 34
-    script.failure("repair")
-    script.event("join", generation=2, workers=[5], moved_bytes=7)
-    script.watch.look()
-    assert script.watch.switched_bytes == 34, "they are the bytes of the outage"

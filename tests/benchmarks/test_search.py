@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from benchmarks._search_cases import preset_costs, spread_losses
-from benchmarks._search_kept import Kept, kept_throughput
+from benchmarks._search_cases import spread_losses
+from benchmarks._search_kept import kept_throughput
 from benchmarks._search_planners import Rival, compare
 from benchmarks.search import Question
 from chameleon_ft.schedule import CostModel
@@ -38,14 +38,6 @@ def test_only_a_faster_rival_makes_a_plan_worse(factor: float, worse: bool) -> N
     assert versus.worse is worse
 
 
-def test_a_rival_without_a_plan_is_not_compared() -> None:
-    (versus,) = compare(small(), [Rival("none", lambda _: None)], group="generated", name="small")
-
-    assert not versus.comparable
-    assert not versus.worse
-    assert "ratio" not in versus.to_json()
-
-
 def test_finding_nothing_where_a_rival_does_is_worse() -> None:
     costs = instance(random.Random(1), workers=1, layers=3, micro_batches=4, kinds=1, memory=False)
     (worker,) = costs.cluster.workers
@@ -66,23 +58,6 @@ def test_losses_are_as_many_as_asked_for_and_spread_over_hosts() -> None:
             assert len(set(lost)) == count
             assert set(lost) <= set(range(workers))
     assert {worker // 8 for worker in spread_losses(32, 4)} == {0, 1, 2, 3}
-
-
-def test_presets_lose_workers_and_gradients() -> None:
-    costs = preset_costs("llama2-7b", 16, (3, 5), gradients=False)
-
-    assert {worker.id for worker in costs.cluster.workers} == set(range(16)) - {3, 5}
-    assert len({worker.host for worker in costs.cluster.workers}) == 2
-    assert not any(layer.gradient_bytes for layer in costs.workload.layers)
-    assert all(layer.gradient_bytes for layer in preset_costs("llama2-7b", 16).workload.layers)
-
-
-def test_what_is_kept_is_of_surviving_capacity() -> None:
-    best = find_plan(small()).best
-    kept = Kept(lost=(1,), workers=4, failure_free_s=3.0, found=dataclasses.replace(best, step_s=4.0))
-
-    assert kept.share == pytest.approx(1.0)
-    assert kept.of(6.0) == pytest.approx(2.0)
 
 
 def test_one_loss_of_the_layout_is_measured() -> None:

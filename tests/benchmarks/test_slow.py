@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from benchmarks._slow_cases import STEPS, Case, Spell, draw_case, observe
+from benchmarks._slow_cases import STEPS, Case, Spell, observe
 from benchmarks._slow_plans import PlansOfSlowWorkers
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Recovery
@@ -28,13 +28,6 @@ def test_a_report_of_a_worker_that_is_not_slow_is_wrong() -> None:
     noise = [[1.0] * 50 + [2.0] * 50, *[[1.0]] * 30]
     found = observe(Case(()), noise, random.Random(3), workers=32)
     assert found.reports > found.right == 0
-
-
-def test_drawn_spells_are_long_enough_to_be_noticed() -> None:
-    rng = random.Random(0)
-    spells = [each for _ in range(100) for each in draw_case(rng, workers=32).spells]
-    assert min(each.end - each.first for each in spells) >= 20
-    assert {0.5 <= each.factor <= 0.9 for each in spells} == {True}
 
 
 def test_the_plan_for_a_slow_worker_is_compared_with_the_best_by_the_true_speeds() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import trust
 from benchmarks._policies_observed import Change, Commit, Observed
-from benchmarks._trust_replay import constants, made_in, replayed
+from benchmarks._trust_replay import made_in, replayed
 from chameleon_ft.simulate import Parameters
 from tests.simulate.runs import config, decision, failure, recorded, started
 
@@ -65,50 +65,10 @@ def test_a_run_that_does_what_is_predicted_is_simulated_without_error(tmp_path: 
     assert abs(found.by_class_error) < 0.02
 
 
-def test_a_longer_stall_of_the_run_is_an_error(tmp_path: Path) -> None:
-    make(tmp_path, "medium", stall_s=5.0)
-    (made,) = made_in([tmp_path])
-    found = replayed(made, PHASES, by_class=False)
-    before = 24 * (LOST_S // FAST_S)
-    real, simulated = (before + 24 * (WINDOW_S - LOST_S - stall_s) / SLOW_S for stall_s in (5.0, 1.0))
-    assert found.error == pytest.approx(simulated / real - 1)
-
-
 def test_a_restart_keeps_its_steps_and_takes_what_it_is_charged(tmp_path: Path) -> None:
     make(tmp_path, "medium", policy="restart", stall_s=30.0, every=2)
     (made,) = made_in([tmp_path])
     assert replayed(made, PHASES, by_class=False).error == pytest.approx(0.0, abs=1e-9)
-
-
-def test_constants_are_of_other_scenarios_and_if_possible_of_the_same_policy(tmp_path: Path) -> None:
-    make(tmp_path, "medium", stop_s=7.0)
-    make(tmp_path, "medium", policy="repair", stop_s=5.0)
-    make(tmp_path, "rare", stop_s=3.0)
-    make(tmp_path, "frequent", policy="repair", stop_s=1.0)
-    runs = made_in([tmp_path])
-    stops = {(made.scenario, made.policy): constants(made, runs).stop_s for made in runs}
-    assert stops == {
-        ("rare", "drop-replica"): 7.0,
-        ("medium", "drop-replica"): 3.0,
-        ("medium", "repair"): 1.0,
-        ("frequent", "repair"): 5.0,
-    }
-    only = [made for made in runs if made.scenario == "medium"]
-    assert constants(only[0], only) == Parameters()
-    others = [made for made in runs if (made.scenario, made.policy) != ("frequent", "repair")]
-    (medium_repair,) = [made for made in others if made.policy == "repair"]
-    assert constants(medium_repair, others).stop_s == 3.0, "of another policy, where there is none of the same"
-
-
-def test_what_the_same_policy_does_not_say_others_do(tmp_path: Path) -> None:
-    make(tmp_path, "medium", policy="repair")
-    make(tmp_path, "rare", stop_s=3.0)
-    make(tmp_path, "frequent", policy="repair", stop_s=1.0)
-    events = tmp_path / "frequent" / "repair" / "events.jsonl"
-    events.write_text(json.dumps(started()) + "\n")  # it has seen no loss
-    runs = made_in([tmp_path])
-    (medium,) = [made for made in runs if made.scenario == "medium"]
-    assert constants(medium, runs).stop_s == 3.0
 
 
 def run_trust(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -143,8 +103,3 @@ def test_the_report_has_the_mean_and_the_worst(
 
 def _cells(table: Path) -> Sequence[Sequence[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.read_text().splitlines()]
-
-
-def test_a_folder_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="there are no runs"):
-        run_trust(monkeypatch, "--runs", str(tmp_path), "--out", str(tmp_path / "out"))
