@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -149,12 +147,16 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.joined.append({"takes_over": run.path})
         return 0
 
-    launch = ModuleType("chameleon_ft.launch")
-    starts = {"train": start, "coordinate": start, "run_agent": run_agent, "work": work, "stand_by": stand_by}
-    starts["take_over"] = take_over
+    starts = {
+        "local.train": start,
+        "coordinator.coordinate": start,
+        "agent.run_agent": run_agent,
+        "agent.work": work,
+        "coordinator.stand_by": stand_by,
+        "coordinator.take_over": take_over,
+    }
     for name, function in starts.items():
-        setattr(launch, name, function)
-    monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
+        monkeypatch.setattr(f"chameleon_ft.launch.{name}", function)
     monkeypatch.setattr("chameleon_ft.launch.live_run.require_coordinator", command_line.require_coordinator)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -105,9 +104,8 @@ def test_a_run_that_goes_on_has_its_page_there_with_the_token_of_before(
             assert json.load(answer)["report"]["condition"] == "waiting"
         return 0
 
-    launch = sys.modules["chameleon_ft.launch"]
-    monkeypatch.setattr(launch, "take_over", look, raising=False)
-    monkeypatch.setattr(launch, "stand_by", look)
+    monkeypatch.setattr("chameleon_ft.launch.coordinator.take_over", look)
+    monkeypatch.setattr("chameleon_ft.launch.coordinator.stand_by", look)
     monkeypatch.setattr("chameleon_ft.cli.commands.coordinator.lost_run", RunDirectory.open)
     monkeypatch.setattr(JoinArguments, "find_coordinator", lambda _: ("127.0.0.1:1", "token", None))
     assert chameleon("coordinator", flag, run.path, "--page", "127.0.0.1:0") == 0

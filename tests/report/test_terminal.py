@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from chameleon_ft.events.records import FailureCostRecord, FailureRecord, NoticedBy, summarize
-from chameleon_ft.report.terminal import TerminalView, notices_of
+from chameleon_ft.report.story import notices_of
+from chameleon_ft.report.terminal import TerminalView
 from tests.report.records import failure_record, join_record, outcome_record, run_info, step_record
 
 

@@ -29,7 +29,8 @@ from chameleon_ft.errors import ControlError
 from chameleon_ft.events.records import OutcomeRecord
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.page.app import STATIC, TokenGate, page_app
-from chameleon_ft.report.terminal import TerminalView, record_of
+from chameleon_ft.report.story import record_of
+from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder
 from chameleon_ft.storage.timelines import TimelineLog

@@ -15,7 +15,7 @@ from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.report.facts import facts_of
 from chameleon_ft.report.follower import RunWatcher
-from chameleon_ft.report.terminal import Notice, notices_of, record_of
+from chameleon_ft.report.story import Notice, notices_of, record_of
 from chameleon_ft.storage.readable import describe_damage
 
 if TYPE_CHECKING:

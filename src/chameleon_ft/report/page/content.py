@@ -12,7 +12,7 @@ from chameleon_ft.report.comparison import GenerationComparison, compare_generat
 from chameleon_ft.report.diagnosis import diagnose
 from chameleon_ft.report.facts import facts_of
 from chameleon_ft.report.picture import Lane
-from chameleon_ft.report.terminal import notices_of, record_of
+from chameleon_ft.report.story import notices_of, record_of
 from chameleon_ft.report.view import RunReport, RunState
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.plans import readable_generation_plans

@@ -21,7 +21,7 @@ from chameleon_ft.events.records import (
     RunRecord,
     StepRecord,
 )
-from chameleon_ft.report.terminal import PHASES, record_of
+from chameleon_ft.report.story import PHASES, record_of
 from chameleon_ft.storage.recorder import RecordLine
 
 

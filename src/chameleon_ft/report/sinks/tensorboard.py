@@ -19,7 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from chameleon_ft.events.records import RunRecord, StepRecord
 from chameleon_ft.report.sinks.sink import scalars_of
-from chameleon_ft.report.terminal import Notice, notices_of
+from chameleon_ft.report.story import Notice, notices_of
 
 _VERSION: Final = "brain.Event:2"  # of the format
 

@@ -22,7 +22,7 @@ from chameleon_ft.events.records import (
     OutcomeRecord,
     RunRecord,
 )
-from chameleon_ft.report.terminal import PHASES
+from chameleon_ft.report.story import PHASES
 
 _TIMEOUT_S: Final = 5.0
 _NOTICED: Final = frozenset({"lost", "hang", "state_differs"})

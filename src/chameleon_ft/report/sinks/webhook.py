@@ -7,7 +7,7 @@ import urllib.request
 from typing import Final
 
 from chameleon_ft.events.records import OtherRecord, RunRecord, StepRecord
-from chameleon_ft.report.terminal import notices_of
+from chameleon_ft.report.story import notices_of
 from chameleon_ft.storage.recorder import line_of
 
 _TIMEOUT_S: Final = 10.0

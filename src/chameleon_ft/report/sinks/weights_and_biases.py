@@ -9,7 +9,7 @@ import wandb
 
 from chameleon_ft.events.records import FailureRecord, RunRecord, StepRecord
 from chameleon_ft.report.sinks.sink import scalars_of
-from chameleon_ft.report.terminal import notices_of
+from chameleon_ft.report.story import notices_of
 from chameleon_ft.storage.files import RunDirectory
 
 _MAX_ROWS: Final = 1_000
