@@ -78,7 +78,8 @@ def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
         if each.step_s is None:
             assert own_s >= found.best.step_s * (1 - 1e-9)
         else:
-            assert each.step_s == pytest.approx(own_s, rel=1e-9)
+            # Swapping operations may make it faster than all that list scheduling finds.
+            assert each.bound_s * (1 - 1e-9) <= each.step_s <= own_s * (1 + 1e-9)
 
 
 @settings(max_examples=examples(30), deadline=None)
