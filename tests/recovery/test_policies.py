@@ -99,7 +99,7 @@ def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(n
     assert moved_bytes(now, first.plan) <= min_at_home
     if least < min_at_home:
         assert proposals[1].plan is not None
-        assert moved_bytes(now, proposals[1].plan) == least
+        assert moved_bytes(now, proposals[1].plan) <= least
     for each in decide(now, "repartition", rate_of(1e6, now)).candidates:
         if each.policy == "repartition" and each.step_s is not None and each.feasible:
             # On their own hosts, workers take each other's places at no cost; only its program may be better.
