@@ -17,8 +17,11 @@ from typing import Any, Final
 from benchmarks._common import Bar, Spread
 from benchmarks._neighbours import progress
 from benchmarks._search_cases import PartReport, preset_costs, spread_losses
+from chameleon_ft.lab.oobleck import oobleck_plan
+from chameleon_ft.lab.paper import paper_plan
+from chameleon_ft.lab.planned_layouts import BaselinePlan
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, oobleck_plan, paper_plan
+from chameleon_ft.search import InfeasibleError, find_plan
 from tests.search.instances import instance
 
 _ROUNDING: Final = 1e-9

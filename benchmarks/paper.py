@@ -28,9 +28,11 @@ from typing import Final
 from benchmarks._paper_picture import draw
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.profile import derived_profile
+from chameleon_ft.lab.oobleck import oobleck_plan
+from chameleon_ft.lab.planned_layouts import equal_layouts
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
-from chameleon_ft.search import equal_layouts, find_plan, oobleck_plan
+from chameleon_ft.search import find_plan
 from chameleon_ft.simulate import Fault, Trace
 from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.parameters import Parameters

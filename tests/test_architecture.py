@@ -17,6 +17,7 @@ ROOT = Path(chameleon_ft.__file__).parent
 PURE = (
     "quantities",
     "errors",
+    "registry",
     "job_record",
     "workload",
     "cluster",
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "verify": {*JOBS - {"models", "optim"}, "errors", "events", "storage"},
     "coordinator": {*PURE, *RECORDS, "protocol", "host"},
     "worker": {*PURE, *JOBS, *RECORDS, "protocol", "host"},
+    "lab": {*PURE, *JOBS, *RECORDS, "report", "simulate", "host", "worker"},
     "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
     "cli": {
         *PURE,
@@ -180,12 +182,18 @@ def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
 
 
 def test_published_planners_share_only_what_places_and_predicts_plans_with_our_search() -> None:
-    shared = ("baselines", "placement.candidates", "result", "pipelines.worker_classes")
+    shared = ("placement.candidates", "result", "pipelines.worker_classes", "FoundPlan")
     allowed = tuple(f"chameleon_ft.search.{name}" for name in shared)
-    for module, path in modules_in("search"):
-        if module.startswith("search.baselines"):
+    for module, path in modules_in("lab"):
+        # Simulations of thousands of workers count on a knapsack for pipelines by class.
+        if module != "lab.by_class":
             ours = {name for name in imports(path) if name.startswith("chameleon_ft.search.")}
             assert all(name.startswith(allowed) for name in ours), module
+
+
+def test_what_only_comparisons_need_is_reached_through_the_registry() -> None:
+    for module, path in MODULES:
+        assert part(module) == "lab" or "lab" not in parts_imported(path), module
 
 
 def test_the_parts_depend_on_each_other_in_one_direction() -> None:

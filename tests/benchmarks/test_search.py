@@ -11,8 +11,9 @@ from benchmarks._search_cases import spread_losses
 from benchmarks._search_kept import kept_throughput
 from benchmarks._search_planners import Rival, compare
 from benchmarks.search import Question
+from chameleon_ft.lab.planned_layouts import BaselinePlan
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search import BaselinePlan, find_plan
+from chameleon_ft.search import find_plan
 from tests.search.instances import instance
 
 

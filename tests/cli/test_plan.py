@@ -12,11 +12,11 @@ import pytest
 from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.plan_case import PlanArguments, plan_cases
-from chameleon_ft.cost import paper
 from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.profile import derived_profile
 from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.lab import paper
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.schedule.network import pipeline_times

@@ -12,13 +12,13 @@ from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.memory import program_memory, workload_memory
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.step import peak_bytes_of
+from chameleon_ft.lab.planned_layouts import one_f_one_b_bytes
 from chameleon_ft.plan import PipelineLayout, Plan, pipelines_plan
 from chameleon_ft.schedule import CostModel, Program, pipeline_schedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.schedule.network import pipeline_times
 from chameleon_ft.schedule.records import components
-from chameleon_ft.search.baselines.planned_layouts import one_f_one_b_bytes
-from tests.search.baselines.one_f_one_b import one_f_one_b
+from tests.lab.one_f_one_b import one_f_one_b
 from tests.strategies import Planned, Shape, pipelines, planned, recomputing, some_recompute
 
 

@@ -80,7 +80,7 @@ def test_a_preset_is_estimated_from_end_to_end() -> None:
 
 def test_estimates_and_presets_are_imported_at_once() -> None:
     code = (
-        "import sys; import chameleon_ft.cost.paper, chameleon_ft.cost.step, chameleon_ft.cost.derive; "
+        "import sys; import chameleon_ft.cost.step, chameleon_ft.cost.derive; "
         "print(sorted({'torch', 'numba', 'pydantic', 'networkx', 'asyncio'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from chameleon_ft.lab.planned_layouts import equal_layouts
 from chameleon_ft.recovery import POLICIES, Checkpoints, FailureModel
-from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.parameters import Parameters

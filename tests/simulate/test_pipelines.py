@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.lab.by_class import EstimatedMixes, EstimatedTimes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
-from chameleon_ft.simulate.by_class.published import EstimatedMixes, EstimatedTimes
 from chameleon_ft.simulate.by_class.step_times import Mixes, StepTimes
 from tests.simulate.clusters import cluster, costs, workload
 

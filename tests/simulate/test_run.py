@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.lab.planned_layouts import equal_layouts
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits
 from chameleon_ft.recovery.checkpoints import daly_interval_s
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.accounting.results import ConservationError, PolicyResult, Results
 from chameleon_ft.simulate.by_class.world import plans_found, world_of
 from chameleon_ft.simulate.parameters import Parameters

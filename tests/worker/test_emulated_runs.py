@@ -13,7 +13,7 @@ from chameleon_ft.config import Batch, Emulation, Failure, Parallel, Recovery, R
 from chameleon_ft.cost.profile import Fingerprint, Profile
 from chameleon_ft.errors import ConfigError, ProfileError
 from chameleon_ft.job import load_job
-from chameleon_ft.models.stand_in import stand_in, stand_in_scale
+from chameleon_ft.lab.stand_in import stand_in, stand_in_scale
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.report.comparison import compare_generations
 from chameleon_ft.storage.files import RunDirectory

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from chameleon_ft.cli.plan_case import PlanCase
 from chameleon_ft.cost.step import StepEstimate, estimate_step, total_work_bound_s
@@ -17,6 +17,8 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.layouts import disjoint_pipelines
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
+from chameleon_ft.recovery.proposals import RivalPlanner
+from chameleon_ft.registry import load
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import (
     FoundPlan,
@@ -24,13 +26,8 @@ from chameleon_ft.search import (
     SizeFigures,
     find_plan,
     find_plan_of_sizes,
-    oobleck_plan,
-    paper_plan,
     pareto_front,
 )
-
-_BASELINES: Final = {"paper": paper_plan, "oobleck": oobleck_plan}
-"""Published planners to compare with; their backward is fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +226,15 @@ def predict_searched(cases: Sequence[PlanCase], dead: tuple[int, ...], *, planne
                 others["reroute"] = reroute(before, dead, costs, in_flight_limits=limits)
         result = find_plan(live, current=current, others=others, others_in_flight_limits=limits)
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
-    if planner in _BASELINES:
+    if planner != "chameleon":
         started = time.perf_counter()
-        chosen = _BASELINES[planner](live, current=current)
+        rival: RivalPlanner = load("planners", planner)
+        chosen = rival.plan(live, current=current)
         if chosen is None:
             raise ConfigError(
                 f"--planner {planner}: finds no plan of these workers that fits; --planner chameleon does"
             )
-        all_found = (chosen.found,)
+        all_found = (chosen,)
     search_s = time.perf_counter() - started
     front = pareto_front(
         [Candidate(found, _estimate(found.plan, costs, found.in_flight_limits or None)) for found in all_found],

@@ -32,7 +32,7 @@ from chameleon_ft.config.sections import (
 LLAMA_JOB = "chameleon_ft.models.llama:llama_job"
 """Reference of the default job of `chameleon train`."""
 
-STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
+STAND_IN_JOB = "chameleon_ft.lab.stand_in:stand_in"
 """Reference of the job for emulated devices: nearly empty layers, as many as the profile has."""
 
 MAX_WORKERS: Final = 100_000

@@ -7,7 +7,6 @@ from chameleon_ft.recovery.context import Course, DecisionContext
 from chameleon_ft.recovery.decision import STAY, Decision, decide, rescore
 from chameleon_ft.recovery.failure_model import FailureModel, HolderSets, LossRisk, risk_of
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
-from chameleon_ft.recovery.paper import prefers_rerouting
 from chameleon_ft.recovery.policies import POLICIES, Policy
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.salvage import SalvagedStep, complete_step
@@ -41,7 +40,6 @@ __all__ = [
     "decide",
     "decide_for_class",
     "largest_symmetric_layout",
-    "prefers_rerouting",
     "remap_decision",
     "reroute",
     "rescore",

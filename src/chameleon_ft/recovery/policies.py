@@ -6,7 +6,7 @@ To add a policy, add an entry to `POLICIES` and its name to `PolicyName` of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from chameleon_ft.errors import ConfigError
@@ -24,8 +24,6 @@ Kind: TypeAlias = Literal[
     "begin_anew",  # The plans of "repartition" from a checkpoint, if there is one: nothing has to move for them.
     "drop_pipelines",  # Broken pipelines are dropped; as soon as there are enough idle workers, they form new ones.
     "restart",  # Equal pipelines of all live workers, from a checkpoint.
-    "oobleck",  # The best combination of Oobleck's templates.
-    "paper",  # Rerouting or a full re-partition, whichever is better by the estimates of the Chameleon paper.
 ]
 """The kinds of plans: methods of `ProposalsOnWorkers`, for named workers, and of `simulate.ProposalsByClass`, for
 layouts whose pipelines are counted by class."""
@@ -37,6 +35,7 @@ class Policy:
 
     Attributes:
         kinds: the kinds of plans that are scored, in this order, each with the name of its proposals.
+        planner: a planner of the registry whose plans are scored too.
         starts: how a simulation starts if no plan is given: with the "fastest" plan; with "equal" pipelines of one
             depth; or with the best of "several" plans, for a policy that never leaves the depth that it starts with.
         replans: whether it returns to a checkpoint with the fastest plan too, not only with equal pipelines.
@@ -45,15 +44,17 @@ class Policy:
             and decides on everything but rerouting while it trains.
     """
 
-    kinds: Mapping[Kind, str]
+    kinds: Mapping[Kind, str] = field(default_factory=lambda: FrozenMap({}))
+    planner: str | None = None
     starts: Literal["fastest", "equal", "several"] = "fastest"
     replans: bool = False
     restarts: bool = False
     salvages: bool = False
 
-    def propose(self, proposer: object) -> list[Any]:
-        """Return the proposals of all kinds; `proposer` has a method for each `Kind`."""
-        return [each for kind, name in self.kinds.items() for each in getattr(proposer, kind)(name)]
+    def propose(self, proposer: Any) -> list[Any]:
+        """Return the proposals of all kinds; `proposer` has a method for each `Kind`, and `planned_by`."""
+        found = [each for kind, name in self.kinds.items() for each in getattr(proposer, kind)(name)]
+        return found if self.planner is None else [*found, *proposer.planned_by(self.planner)]
 
     def __call__(self, context: DecisionContext, horizon_s: float) -> list[Proposal]:
         """Propose plans, each of them once, for `horizon_s` expected seconds until the next incident."""
@@ -95,9 +96,9 @@ POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
             starts="several",
         ),
         # Oobleck (Jang et al., SOSP 2023).
-        "oobleck": Policy(kinds={"oobleck": "oobleck"}),
+        "oobleck": Policy(planner="oobleck"),
         # The Chameleon paper (arXiv 2508.21613). Our predictions score its plan like any other.
-        "paper": Policy(kinds={"paper": "paper"}),
+        "paper": Policy(planner="paper"),
         # Per-replica fault tolerance: the unit of loss is a whole pipeline.
         "drop-replica": Policy(kinds={"drop_pipelines": "drop-replica"}, starts="several"),
         "restart": Policy(kinds={"restart": "restart"}, starts="equal", restarts=True),

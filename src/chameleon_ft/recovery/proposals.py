@@ -11,16 +11,17 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.plan.layouts import disjoint_pipelines
-from chameleon_ft.recovery import paper, repartition
+from chameleon_ft.recovery import repartition
 from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
-from chameleon_ft.recovery.proposal import Proposal, numbered, remap_workers
-from chameleon_ft.schedule import InFlightLimit, default_limits
-from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, oobleck_plan, recut_plan, reroute
+from chameleon_ft.recovery.proposal import Proposal, numbered
+from chameleon_ft.registry import load
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, recut_plan, reroute
 from chameleon_ft.transfer import remap_plan
 
 
@@ -90,6 +91,21 @@ def _proportional(weights: Sequence[float], micro_batches: int) -> list[int]:
     return counts
 
 
+class RivalPlanner(Protocol):
+    """A planner of the registry, to compare with."""
+
+    def plan(self, costs: CostModel, *, current: Placement | None) -> FoundPlan | None:
+        """Return its plan for all workers, with fused backward; None if it finds none.
+
+        Args:
+            costs: costs of the workload on the live workers.
+            current: layers that they hold now, for the bytes to move.
+        """
+
+    def propose(self, name: str, proposer: ProposalsOnWorkers) -> list[Proposal]:
+        """Propose its plans for the context of `proposer`."""
+
+
 class ProposalsOnWorkers:
     """Proposes plans for a context: a method for each `policies.Kind`, called with the name of its proposals.
 
@@ -102,24 +118,24 @@ class ProposalsOnWorkers:
     """
 
     def __init__(self, context: DecisionContext, horizon_s: float, *, searches: bool = False) -> None:
-        self._context = context
-        self._horizon_s = horizon_s
+        self.context = context
+        self.horizon_s = horizon_s
         self._searches = searches
 
     @cached_property
     def _found(self) -> SearchResult | InfeasibleError:
-        return repartition.search(self._context, self._horizon_s)
+        return repartition.search(self.context, self.horizon_s)
 
     def reroute(self, name: str) -> list[Proposal]:
         """Propose the plan as `search.reroute` changes it; the plan as it is if no worker is lost."""
-        return [self._rerouted(name, self._context.plan, self._context.lost, self._context.in_flight_limits)]
+        return [self._rerouted(name, self.context.plan, self.context.lost, self.context.in_flight_limits)]
 
     def reroute_decoupled(self, name: str) -> list[Proposal]:
         """Propose rerouting with backward split, and up to one and two pipeline depths of micro-batches in flight.
 
         Nothing if backward is split in the plan already, no worker is lost, or some layer has no holder.
         """
-        context = self._context
+        context = self.context
         if context.plan.split_backward or not context.lost or context.placement.unheld_layers:
             return []
         plan = replace(context.plan, split_backward=True)
@@ -131,18 +147,18 @@ class ProposalsOnWorkers:
 
     def rejoin(self, name: str) -> list[Proposal]:
         """Propose `context.home` with idle workers in the places of lost ones, and detours around empty places."""
-        home, live = self._context.home, set(self._context.live)
+        home, live = self.context.home, set(self.context.live)
         if home is None:
             return []
         # A worker that has returned to its own place holds nothing either.
-        idle = live.difference(home.workers) | live.difference(self._context.plan.workers)
+        idle = live.difference(home.workers) | live.difference(self.context.plan.workers)
         back = idle.intersection(home.workers)
         empty = [worker for worker in home.workers if worker not in live]
         if not idle or not (back or empty):
             return []
         newcomers = sorted(idle - back)
         roles = {worker: worker for worker in home.workers} | dict(zip(empty, newcomers, strict=False))
-        limits = self._context.home_in_flight_limits
+        limits = self.context.home_in_flight_limits
         in_flight_limits = {roles[place]: limit for place, limit in limits.items() if place in roles}
         return [self._rerouted(name, remap_plan(home, roles), empty[len(newcomers) :], in_flight_limits)]
 
@@ -151,7 +167,7 @@ class ProposalsOnWorkers:
 
         If all workers of the plan are live, and no others, the plan stays as it is.
         """
-        context = self._context
+        context = self.context
         if unheld := context.placement.unheld_layers:
             return [Proposal(name=name, reason=str(NoHolderError(unheld)))]
         if context.live == context.plan.workers:
@@ -171,7 +187,7 @@ class ProposalsOnWorkers:
 
     def repartition(self, name: str) -> list[Proposal]:
         """See `repartition.repartition`."""
-        return repartition.repartition(name, self._found, self._context)
+        return repartition.repartition(name, self._found, self.context)
 
     def begin_anew(self, name: str) -> list[Proposal]:
         """Propose to read the best plan of the search from a checkpoint, with layers that could move as well.
@@ -179,7 +195,7 @@ class ProposalsOnWorkers:
         A stop costs minutes, but what is read needs no memory beside what is held. If no worker is lost, a checkpoint
         is written first. Nothing if there is no checkpoint, or some layer has no holder: `repartition` proposes it.
         """
-        context = self._context
+        context = self.context
         if not context.has_checkpoints or not (context.lost or context.saves_first) or context.held.unheld_layers:
             return []
         if isinstance(self._found, InfeasibleError):
@@ -188,14 +204,14 @@ class ProposalsOnWorkers:
 
     def drop_pipelines(self, name: str) -> list[Proposal]:
         """See `drop_pipelines.drop_pipelines`."""
-        return [drop_pipelines(name, self._context)]
+        return [drop_pipelines(name, self.context)]
 
     def restart(self, name: str) -> list[Proposal]:
         """Propose the largest layout of equal pipelines, of the depth of the plan if that is possible.
 
         A run does not restart for a worker that joins: it waits for the next loss.
         """
-        context = self._context
+        context = self.context
         if not context.lost:
             return []
         plan = largest_symmetric_layout(
@@ -207,33 +223,10 @@ class ProposalsOnWorkers:
         )
         return [Proposal(name=name, plan=plan, in_flight_limits=default_limits(plan), from_checkpoint=True)]
 
-    def oobleck(self, name: str) -> list[Proposal]:
-        """Propose the best combination of templates, and the running pipelines with templates of their new sizes.
-
-        The latter is what the released code does after a loss, and moves less; see `oobleck_plan`. Programs are
-        Oobleck's own (1F1B) if backward is fused in the plan; if it is split, they are ours, or Oobleck's if only these
-        fit. Oobleck does not say which worker takes which place, so the assignment moves the least.
-        """
-        context = self._context
-        live = set(context.live)
-        nodes = [sum(worker in live for worker in pipeline) for pipeline in disjoint_pipelines(context.plan)]
-        sizes = (None, nodes) if context.lost and sum(nodes) == len(live) else (None,)
-        found: list[FoundPlan] = []
-        for live_nodes in sizes:
-            for split in dict.fromkeys((context.plan.split_backward, False)):
-                chosen = oobleck_plan(
-                    context.costs, split_backward=split, live_nodes=live_nodes, with_room=True, current=context.held
-                )
-                if chosen is not None:
-                    found.append(chosen.found)
-                    break
-        if not found:
-            return [Proposal(name=name, reason="no combination of templates fits the memory and uses all live workers")]
-        return remap_workers(name, found, context)
-
-    def paper(self, name: str) -> list[Proposal]:
-        """See `paper.propose`."""
-        return paper.propose(name, self._context, self._horizon_s, reroute=self.reroute)
+    def planned_by(self, planner: str) -> list[Proposal]:
+        """Propose what a planner of the registry does, under its name."""
+        rival: RivalPlanner = load("planners", planner)
+        return rival.propose(planner, self)
 
     def _rerouted(
         self, name: str, plan: Plan, lost: tuple[int, ...] | list[int], in_flight_limits: Mapping[int, InFlightLimit]
@@ -242,9 +235,9 @@ class ProposalsOnWorkers:
             rerouted = reroute(
                 plan,
                 lost,
-                self._context.costs,
+                self.context.costs,
                 in_flight_limits=in_flight_limits,
-                searches=self._context.effort != 0,
+                searches=self.context.effort != 0,
             )
         except NoHolderError as error:
             return Proposal(name=name, reason=str(error))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from chameleon_ft.search.baselines.oobleck import oobleck_plan
-from chameleon_ft.search.baselines.paper import paper_plan
-from chameleon_ft.search.baselines.planned_layouts import BaselinePlan, equal_layouts
 from chameleon_ft.search.detours import reroute, shared_hops
 from chameleon_ft.search.find import find_plan, find_plan_of_sizes
 from chameleon_ft.search.infeasible import InfeasibleError
@@ -13,17 +10,13 @@ from chameleon_ft.search.result import DEFAULT_EFFORT, BoundFamily, FoundPlan, S
 
 __all__ = [
     "DEFAULT_EFFORT",
-    "BaselinePlan",
     "BoundFamily",
     "FoundPlan",
     "InfeasibleError",
     "SearchResult",
     "SizeFigures",
-    "equal_layouts",
     "find_plan",
     "find_plan_of_sizes",
-    "oobleck_plan",
-    "paper_plan",
     "pareto_front",
     "recut_plan",
     "reroute",

@@ -1,16 +1,10 @@
-"""The device of a rank: one of this host, or an emulated one, whose operations last as long as a profile says.
-
-Devices are found through `torch.accelerator`, by their entries in the registry of `chameleon_ft.config`. Emulated
-devices are only for processes of one machine, because they share its clock.
-"""
+"""The device of a rank, found through `torch.accelerator` by its entry in `DEVICES` of `chameleon_ft.config`."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import platform
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,13 +12,6 @@ from torch import distributed
 
 from chameleon_ft.config import DEVICES, RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.host.fork_server import wake_on_time
-from chameleon_ft.models.stand_in import stand_in_scale
-from chameleon_ft.plan import LayerRange
-from chameleon_ft.schedule import CostModel, Operation, OperationKind
-from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
-from chameleon_ft.worker.communicators import Communicators
-from chameleon_ft.worker.communicators.delayed import EmulatedLinks
 
 
 def missing_device(config: RunConfig) -> str:
@@ -121,45 +108,3 @@ def worker_memory_bytes(config: RunConfig, device: torch.device) -> int | None:
     free, total = torch.accelerator.get_memory_info(device)
     beside_tensors = total - free - torch.accelerator.memory_reserved(device)
     return int(total // sharing - beside_tensors)
-
-
-class EmulatedDevice:
-    """The device and the links of one worker, by the profile of the run. Raises ProfileError as `profile_of_run`."""
-
-    def __init__(self, config: RunConfig, worker: int) -> None:
-        self._config = config
-        self._profile = profile_of_run(config)
-        self._scale = stand_in_scale(self._profile)
-        self.pace = EmulatedPace(self._costs([worker]), worker)
-        wake_on_time()
-
-    @property
-    def scale(self) -> int:
-        """Emulated bytes per real byte of a message."""
-        return self._scale
-
-    def links(self, inner: Communicators) -> Communicators:
-        """Return communicators that are as slow as the emulated links."""
-        return EmulatedLinks(inner, lambda workers: self._costs(workers).cluster, scale=self._scale)
-
-    def _costs(self, workers: Iterable[int]) -> CostModel:
-        return costs_of_run(self._config, self._profile, dict.fromkeys(workers, ""))
-
-
-class EmulatedPace:
-    """Sleeps until an operation would end on the device of `worker`. Like a device, it cannot be interrupted."""
-
-    def __init__(self, costs: CostModel, worker: int) -> None:
-        self._costs = costs
-        self._worker = worker
-        self._seconds: dict[tuple[OperationKind, LayerRange, object], float] = {}
-
-    def __call__(self, operation: Operation, since: float) -> None:
-        """Return at the emulated end of `operation`, which began at `since` by `time.perf_counter`."""
-        key = (operation.kind, operation.layers, operation.recompute)
-        seconds = self._seconds.get(key)
-        if seconds is None:
-            seconds = self._seconds[key] = self._costs.operation_s(self._worker, operation)
-        remaining = since + seconds - time.perf_counter()
-        if remaining > 0:
-            time.sleep(remaining)

@@ -54,7 +54,7 @@ class Trainer:
     """Carries out a rank's orders in the training thread. The fields stay the same for the life of the rank.
 
     Attributes:
-        pace, stand_in_scale: of an emulated device, which trains stand-ins for layers; see `models.stand_in`.
+        pace, stand_in_scale: of an emulated device, which trains stand-ins for layers; see `lab.stand_in`.
     """
 
     worker: int

@@ -17,8 +17,9 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.recovery import LossRisk, Policy
 from chameleon_ft.recovery.failure_model import host_numbers
+from chameleon_ft.registry import load
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search import FoundPlan, InfeasibleError, equal_layouts, find_plan
+from chameleon_ft.search import FoundPlan, InfeasibleError, find_plan
 from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     ReplayedSteps,
@@ -29,7 +30,6 @@ from chameleon_ft.simulate.by_class.cluster_layout import (
     layout_step,
 )
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines, on_workers
-from chameleon_ft.simulate.by_class.published import oobleck_planner, paper_planner
 from chameleon_ft.simulate.by_class.step_times import Mix, Mixes, StepTimes
 from chameleon_ft.simulate.parameters import Parameters
 
@@ -72,13 +72,11 @@ class World:
         self.pipelines = Pipelines(costs, split_backward=split_backward, redundant=redundant)
         self.times = StepTimes(self.pipelines)
         self.mixes = Mixes(self.times)
-        self.oobleck_planner = cache(partial(oobleck_planner, self.times))
-        self.paper_planner = cache(partial(paper_planner, self.times))
         self.rings = lru_cache(_LAYOUTS)(self._rings)
         self._risk = lru_cache(_LAYOUTS)(self._risk_among)
         self._replayed = ReplayedSteps(self.times)
         self._cuts_on_hosts = cache(self._cuts_of)
-        self._equal_layouts = partial(equal_layouts, split_backward=split_backward)
+        self._equal_layouts = partial(load("planners", "equal"), split_backward=split_backward)
 
     def with_redundancy(self) -> World:
         """Return the world of Bamboo on the same workers."""

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Placement
-from chameleon_ft.recovery import LossRisk, prefers_rerouting
+from chameleon_ft.recovery import LossRisk
+from chameleon_ft.registry import load
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, Move, arranged, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
-from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
 from chameleon_ft.simulate.by_class.world import World
 from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
@@ -81,9 +81,9 @@ class ProposalsByClass:
     def __init__(
         self, world: World, layout: ClusterLayout, state: SimulatorState, *, is_intact: bool, migrates: bool
     ) -> None:
-        self._world = world
-        self._layout = layout
-        self._state = state
+        self.world = world
+        self.layout = layout
+        self.state = state
         self.is_intact = is_intact
         self._migrates = migrates
 
@@ -92,10 +92,10 @@ class ProposalsByClass:
 
         All other methods are those of `Kind`.
         """
-        return self._options("as-it-is", self._layout) if self.is_intact else []
+        return self.options("as-it-is", self.layout) if self.is_intact else []
 
     def reroute(self, name: str) -> list[Option[ClusterLayout]]:
-        return self._options(name, self._layout)
+        return self.options(name, self.layout)
 
     def reroute_decoupled(self, name: str) -> list[Option[ClusterLayout]]:
         # Backward is split or fused in all layouts of a simulation by class.
@@ -103,27 +103,27 @@ class ProposalsByClass:
 
     def rejoin(self, name: str) -> list[Option[ClusterLayout]]:
         """Fill the gaps with idle workers, first those of pipelines that lack the fewest."""
-        idle = iter(self._outside(self._layout))
-        pipelines = list(self._layout.pipelines)
+        idle = iter(self._outside(self.layout))
+        pipelines = list(self.layout.pipelines)
         filled = False
         for index in sorted(range(len(pipelines)), key=lambda index: pipelines[index].workers.count(None)):
             workers = tuple(next(idle, None) if each is None else each for each in pipelines[index].workers)
             filled |= workers != pipelines[index].workers
             pipelines[index] = LayoutPipeline(pipelines[index].cut, workers)
-        return self._options(name, ClusterLayout(tuple(pipelines))) if filled else []
+        return self.options(name, ClusterLayout(tuple(pipelines))) if filled else []
 
     def repair(self, name: str) -> list[Option[ClusterLayout]]:
         """Keep whole pipelines; form pipelines of about equal depth from the rest of broken ones and idle workers.
 
         Pipelines that are shorter than others are cut anew as well if there are idle workers for them.
         """
-        world = self._world
-        whole = [pipeline for pipeline in self._layout.pipelines if pipeline.whole]
+        world = self.world
+        whole = [pipeline for pipeline in self.layout.pipelines if pipeline.whole]
         if not whole:
             return []
         depth = max(pipeline.cut.depth for pipeline in whole)
-        idle = len(self._outside(self._layout))
-        broken = sum(len(pipeline.live) for pipeline in self._layout.pipelines if not pipeline.whole)
+        idle = len(self._outside(self.layout))
+        broken = sum(len(pipeline.live) for pipeline in self.layout.pipelines if not pipeline.whole)
         while idle > -broken % depth and len(whole) > 1:
             shortest = min(whole, key=lambda pipeline: pipeline.cut.depth)
             if shortest.cut.depth == depth:
@@ -133,105 +133,84 @@ class ProposalsByClass:
         kept = ClusterLayout(tuple(whole))
         left = self._outside(kept)
         if not left:
-            return self._options(name, kept)
+            return self.options(name, kept)
         cuts = Counter(pipeline.cut for pipeline in whole)
         number = max(1, round(len(left) / (sum(pipeline.cut.depth for pipeline in whole) / len(whole))))
         for each in range(number):
             size = min(len(left) // number + (each < len(left) % number), world.pipelines.num_layers)
-            share = max(1, world.times.micro_batches * size // len(self._state.speeds))
+            share = max(1, world.times.micro_batches * size // len(self.state.speeds))
             fitting = world.pipelines.fitting(PipelineClass(world.pipelines.even_cut(size)), share)
             # The remaining workers may be too few to hold the model.
             if fitting is not None:
                 cuts[fitting.cut] += 1
-        return self._options(name, arranged(cuts, sorted({*kept.used, *left}), kept))
+        return self.options(name, arranged(cuts, sorted({*kept.used, *left}), kept))
 
     def repartition(self, name: str) -> list[Option[ClusterLayout]]:
-        return self._options(name, *self._world.replicated_layouts(self._layout, self._state.speeds))
+        return self.options(name, *self.world.replicated_layouts(self.layout, self.state.speeds))
 
     def drop_pipelines(self, name: str) -> list[Option[ClusterLayout]]:
-        whole = [pipeline for pipeline in self._layout.pipelines if pipeline.whole]
+        whole = [pipeline for pipeline in self.layout.pipelines if pipeline.whole]
         if not whole:
             return []
         cut = whole[0].cut
         idle = self._outside(ClusterLayout(tuple(whole)))
         formed = [LayoutPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
-        return self._options(name, ClusterLayout((*whole, *formed)))
+        return self.options(name, ClusterLayout((*whole, *formed)))
 
     def restart(self, name: str) -> list[Option[ClusterLayout]]:
         """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
-        layout = self._world.equal_layout(ClusterLayout(()), self._state.speeds)
+        layout = self.world.equal_layout(ClusterLayout(()), self.state.speeds)
         return self._from_checkpoint(name, [] if layout is None else [layout])
 
     def begin_anew(self, name: str) -> list[Option[ClusterLayout]]:
         """If no worker is lost, a checkpoint is written first. If some layer has no holder, there is no choice."""
-        has_holders = self._layout.places.holders(self._world.pipelines.num_layers).all()
-        if not self._world.parameters.has_checkpoints or not has_holders:
+        has_holders = self.layout.places.holders(self.world.pipelines.num_layers).all()
+        if not self.world.parameters.has_checkpoints or not has_holders:
             return []
-        return self._from_checkpoint(name, self._world.replicated_layouts(ClusterLayout(()), self._state.speeds))
+        return self._from_checkpoint(name, self.world.replicated_layouts(ClusterLayout(()), self.state.speeds))
 
-    def oobleck(self, name: str) -> list[Option[ClusterLayout]]:
-        """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
-        layouts: list[ClusterLayout] = []
-        for recompute in (True, False):
-            planner = self._world.oobleck_planner(recompute=recompute)
-            if (found := planner.layout(self._layout, self._state.speeds)) is not None:
-                layouts += self._world.placements(found[0])
-            if (smaller := reconfigured(planner, self._layout)) is not None:
-                layouts.append(smaller)
-        return self._options(name, *layouts)
-
-    def paper(self, name: str) -> list[Option[ClusterLayout]]:
-        found = self._world.paper_planner().layout(self._layout, self._state.speeds)
-        options = [] if found is None else self._options(f"{name}-repartition", *self._world.placements(found[0]))
-        step_s, transition_s = math.inf, 0.0
-        if found is not None and options:
-            step_s, transition_s = found[1], max(0.0, options[0].still_s - self._phases.total_s)
-        reroutes = prefers_rerouting(
-            samples=self._world.costs.workload.samples,
-            step_s=step_s,
-            transition_s=transition_s,
-            rerouted_s=rerouted_s(self._world.times, self._layout),
-            horizon_s=self._state.horizon_s,
-        )
-        return self.reroute(f"{name}-reroute") if reroutes else options
+    def planned_by(self, planner: str) -> list[Option[ClusterLayout]]:
+        """Propose what a planner of the registry does, under its name."""
+        options: list[Option[ClusterLayout]] = load("class_planners", planner)(planner, self)
+        return options
 
     def _outside(self, layout: ClusterLayout) -> list[int]:
         """Return the live workers that are not part of a layout, ascending."""
-        return sorted(self._state.speeds.keys() - layout.used)
+        return sorted(self.state.speeds.keys() - layout.used)
 
     @property
-    def _phases(self) -> StallModel:
+    def phases(self) -> StallModel:
         """The phases of a stall now. Decisions on the losses of single workers and of single hosts are prepared."""
-        state, parameters = self._state, self._world.parameters
+        state, parameters = self.state, self.world.parameters
         if not state.lost:
             return parameters.after_switch if self._migrates else parameters.after_change
-        numbers = self._world.host_numbers
+        numbers = self.world.host_numbers
         several = len({numbers[worker] for worker in state.lost}) > 1
         is_prepared = not (state.interrupted or several or state.running_s < parameters.search_s)
         return parameters.after_loss if is_prepared else parameters.after_surprise
 
-    def _options(self, name: str, *layouts: ClusterLayout) -> list[Option[ClusterLayout]]:
+    def options(self, name: str, *layouts: ClusterLayout) -> list[Option[ClusterLayout]]:
         """Return the options of the layouts that can be run and reached; to keep an intact layout takes no stall."""
-        world, state = self._world, self._state
-        same = set(self._layout.pipelines)
+        world, state = self.world, self.state
+        same = set(self.layout.pipelines)
         options: list[Option[ClusterLayout]] = []
         for each in layouts:
-            layout = self._layout if set(each.pipelines) == same else each
+            layout = self.layout if set(each.pipelines) == same else each
             if (step_s := world.step_s(layout, state.speeds)) is None:
                 continue
-            if self.is_intact and layout == self._layout:
+            if self.is_intact and layout == self.layout:
                 options.append(Option(policy=name, plan=layout, step_s=step_s))
-            elif (move := Move() if world.redundant else move_to(layout, self._layout, world.pipelines)) is not None:
+            elif (move := Move() if world.redundant else move_to(layout, self.layout, world.pipelines)) is not None:
                 behind = self._migrates and self._fits_beside_training(move)
                 options.append(
                     Option(
                         policy=name,
                         plan=layout,
                         step_s=step_s,
-                        still_s=self._phases.total_s + (0.0 if behind else move.transfer_s),
+                        still_s=self.phases.total_s + (0.0 if behind else move.transfer_s),
                         migration_s=move.transfer_s * world.parameters.migration_factor if behind else 0.0,
                         migration_step_s=self._step_s,
-                        needs_switch=behind and not self._layout.used.issuperset(layout.used),
+                        needs_switch=behind and not self.layout.used.issuperset(layout.used),
                         repeat_s=state.repeat_s,
                         moved_bytes=move.moved_bytes,
                     )
@@ -241,30 +220,30 @@ class ProposalsByClass:
     @cached_property
     def _step_s(self) -> float:
         """Seconds of a step of the layout as it is."""
-        step_s = self._world.step_s(self._layout, self._state.speeds)
+        step_s = self.world.step_s(self.layout, self.state.speeds)
         return math.inf if step_s is None else step_s
 
     def _fits_beside_training(self, move: Move) -> bool:
         """Whether workers have room for the layers that they receive, with gradients, beside a step of the layout."""
-        memory_bytes = self._world.pipelines.memory_bytes
+        memory_bytes = self.world.pipelines.memory_bytes
         if memory_bytes is None:
             return True
-        trains = self._world.peak_bytes(self._layout, self._state.speeds) if move.max_bytes else 0.0
+        trains = self.world.peak_bytes(self.layout, self.state.speeds) if move.max_bytes else 0.0
         return max(trains + move.max_bytes, move.max_idle_bytes) <= memory_bytes
 
     def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option[ClusterLayout]]:
         """Return options from the last checkpoint or, if no worker is lost, from one that is written first."""
-        parameters = self._world.parameters
+        parameters = self.world.parameters
         return [
             Option(
                 policy=name,
                 plan=layout,
                 step_s=step_s,
                 still_s=parameters.restart_cost_s + (parameters.checkpoint_write_s if self.is_intact else 0.0),
-                repeat_s=0.0 if self.is_intact else self._state.checkpoints.unsaved_s,
+                repeat_s=0.0 if self.is_intact else self.state.checkpoints.unsaved_s,
                 from_checkpoint=True,
                 saves_first=self.is_intact,
             )
             for layout in layouts
-            if (step_s := self._world.step_s(layout, self._state.speeds)) is not None
+            if (step_s := self.world.step_s(layout, self.state.speeds)) is not None
         ]

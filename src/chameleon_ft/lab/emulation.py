@@ -1,16 +1,16 @@
-"""The base of communicators whose messages take longer than those of the real ones that carry them.
+"""Emulated devices and links, and links that are made slow on purpose.
 
-Emulated links: real communicators whose messages and reductions take as long as on the emulated link.
-
-Links that are made slow on purpose: real communicators whose messages take longer.
+An emulated device takes as long for an operation as a profile says, and its links for a message or a reduction. All
+emulated devices are processes of one machine, because they share its clock. Real communicators carry the tensors.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
@@ -18,6 +18,12 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.config import RunConfig
+from chameleon_ft.host.fork_server import wake_on_time
+from chameleon_ft.lab.stand_in import stand_in_scale
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import CostModel, Operation, OperationKind
+from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
 from chameleon_ft.worker.communicators.base import CommunicationError, Communicators, InFlight, Membership, Tag
 
 
@@ -29,7 +35,7 @@ class Deferred:
 
 
 class DelayedLinks:
-    """Base of such communicators: they do all but sending, receiving and reducing as the real ones do it.
+    """Base of communicators whose messages take longer than those of the real ones that carry them.
 
     Args:
         inner: communicators that carry the tensors; not opened yet.
@@ -237,42 +243,67 @@ def _stream_of(tag: int) -> int | None:
 _ARRIVED = Deferred(lambda: None)
 
 
-@dataclass(slots=True)
-class _Queued:
-    """A message that a lane has yet to begin, or to bring in."""
-
-    act: Callable[[], InFlight]
-    begun: threading.Event = field(default_factory=threading.Event)
-    message: InFlight | None = None
-    error: BaseException | None = None
-
-    def wait(self) -> None:
-        self.begun.wait()
-        if self.error is not None:
-            raise self.error
-        assert self.message is not None
-        self.message.wait()
-
-
 class _Lane:
     """A thread that handles the messages of a stream, with one peer in one direction, one after the other."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Queued | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], InFlight], Future[InFlight]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="slowed-link", daemon=True).start()
 
     def put(self, act: Callable[[], InFlight]) -> InFlight:
-        queued = _Queued(act)
-        self._queue.put(queued)
-        return queued
+        begun: Future[InFlight] = Future()
+        self._queue.put((act, begun))
+        return Deferred(lambda: begun.result().wait())
 
     def end(self) -> None:
         self._queue.put(None)
 
     def _work(self) -> None:
         while (queued := self._queue.get()) is not None:
+            act, begun = queued
             try:
-                queued.message = queued.act()
+                begun.set_result(act())
             except BaseException as error:  # noqa: BLE001 - raised where the message is waited for
-                queued.error = error.with_traceback(None)
-            queued.begun.set()
+                begun.set_exception(error.with_traceback(None))
+
+
+class EmulatedDevice:
+    """The device and the links of one worker, by the profile of the run. Raises ProfileError as `profile_of_run`."""
+
+    def __init__(self, config: RunConfig, worker: int) -> None:
+        self._config = config
+        self._profile = profile_of_run(config)
+        self._scale = stand_in_scale(self._profile)
+        self.pace = EmulatedPace(self._costs([worker]), worker)
+        wake_on_time()
+
+    @property
+    def scale(self) -> int:
+        """Emulated bytes per real byte of a message."""
+        return self._scale
+
+    def links(self, inner: Communicators) -> Communicators:
+        """Return communicators that are as slow as the emulated links."""
+        return EmulatedLinks(inner, lambda workers: self._costs(workers).cluster, scale=self._scale)
+
+    def _costs(self, workers: Iterable[int]) -> CostModel:
+        return costs_of_run(self._config, self._profile, dict.fromkeys(workers, ""))
+
+
+class EmulatedPace:
+    """Sleeps until an operation would end on the device of `worker`. Like a device, it cannot be interrupted."""
+
+    def __init__(self, costs: CostModel, worker: int) -> None:
+        self._costs = costs
+        self._worker = worker
+        self._seconds: dict[tuple[OperationKind, LayerRange, object], float] = {}
+
+    def __call__(self, operation: Operation, since: float) -> None:
+        """Return at the emulated end of `operation`, which began at `since` by `time.perf_counter`."""
+        key = (operation.kind, operation.layers, operation.recompute)
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            seconds = self._seconds[key] = self._costs.operation_s(self._worker, operation)
+        remaining = since + seconds - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)

@@ -10,18 +10,15 @@ from itertools import accumulate, pairwise
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.lab.min_mix import LeastMix, Mix, shared_out
+from chameleon_ft.lab.planned_layouts import BaselinePlan, CutPoints, Layout, OneFOneBMemory, fastest_layout, memory_of
 from chameleon_ft.plan import Placement
+from chameleon_ft.plan.layouts import disjoint_pipelines
 from chameleon_ft.quantities import SUM_ROUNDING, counted
+from chameleon_ft.recovery.proposal import Proposal, remap_workers
+from chameleon_ft.recovery.proposals import ProposalsOnWorkers
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines.min_mix import LeastMix, Mix, shared_out
-from chameleon_ft.search.baselines.planned_layouts import (
-    BaselinePlan,
-    CutPoints,
-    Layout,
-    OneFOneBMemory,
-    fastest_layout,
-    memory_of,
-)
+from chameleon_ft.search import FoundPlan
 
 # N_b / S, for which templates are made.
 _PER_STAGE = 4
@@ -121,6 +118,40 @@ def oobleck_plan(
                 yield Layout(pipelines, recompute, mix.time_s)
 
     return fastest_layout("oobleck", layouts(), costs, split_backward=split_backward, current=current)
+
+
+class OobleckPlanner:
+    """The planner and the policy of Oobleck, as the registry has them."""
+
+    @staticmethod
+    def plan(costs: CostModel, *, current: Placement | None) -> FoundPlan | None:
+        chosen = oobleck_plan(costs, current=current)
+        return None if chosen is None else chosen.found
+
+    @staticmethod
+    def propose(name: str, proposer: ProposalsOnWorkers) -> list[Proposal]:
+        """Propose the best combination of templates, and the running pipelines with templates of their new sizes.
+
+        The latter is what the released code does after a loss, and moves less; see `oobleck_plan`. Programs are
+        Oobleck's own (1F1B) if backward is fused in the plan; if it is split, they are ours, or Oobleck's if only these
+        fit. Oobleck does not say which worker takes which place, so the assignment moves the least.
+        """
+        context = proposer.context
+        live = set(context.live)
+        nodes = [sum(worker in live for worker in pipeline) for pipeline in disjoint_pipelines(context.plan)]
+        sizes = (None, nodes) if context.lost and sum(nodes) == len(live) else (None,)
+        found: list[FoundPlan] = []
+        for live_nodes in sizes:
+            for split in dict.fromkeys((context.plan.split_backward, False)):
+                chosen = oobleck_plan(
+                    context.costs, split_backward=split, live_nodes=live_nodes, with_room=True, current=context.held
+                )
+                if chosen is not None:
+                    found.append(chosen.found)
+                    break
+        if not found:
+            return [Proposal(name=name, reason="no combination of templates fits the memory and uses all live workers")]
+        return remap_workers(name, found, context)
 
 
 def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> list[list[int]]:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.cost.derive import derive_workload
-from chameleon_ft.cost.paper import pipeline_step_s
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.lab.paper import paper_plan, pipeline_step_s
+from chameleon_ft.lab.planned_layouts import BaselinePlan
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.search import BaselinePlan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.cost.programs import stage_bytes
 from tests.examples import examples
-from tests.search.baselines.one_f_one_b import fits
+from tests.lab.one_f_one_b import fits
 from tests.search.instances import instance
 
 FREE = Link(0.0, math.inf)

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.lab.oobleck import PipelineTemplate, oobleck_plan, pipeline_templates, reconfigured_pipelines
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
-from chameleon_ft.search import oobleck_plan
-from chameleon_ft.search.baselines.oobleck import PipelineTemplate, pipeline_templates, reconfigured_pipelines
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
 from tests.golden import refused
-from tests.search.baselines.one_f_one_b import fits
-from tests.search.baselines.test_paper import partitions, pipelines_of, placements, small
+from tests.lab.one_f_one_b import fits
+from tests.lab.test_paper import partitions, pipelines_of, placements, small
 from tests.search.instances import with_gradients
 
 FREE = Link(0.0, math.inf)

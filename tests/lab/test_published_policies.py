@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from chameleon_ft.cluster import Link
+from chameleon_ft.lab.oobleck import oobleck_plan
+from chameleon_ft.lab.paper import paper_plan, rerouted_s
 from chameleon_ft.plan import Hop, LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, decide
-from chameleon_ft.recovery.paper import rerouted_s
-from chameleon_ft.search import oobleck_plan, paper_plan
 from tests.recovery.contexts import after, context, layer, rate_of
 from tests.recovery.proposed import moved_bytes, plan_of, shares_of
 

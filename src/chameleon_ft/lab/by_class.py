@@ -6,17 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 from chameleon_ft.cluster import Worker
-from chameleon_ft.cost import paper
 from chameleon_ft.cost.presets import Recompute
-from chameleon_ft.search.baselines.oobleck import pipeline_templates, reconfigured_pipelines
+from chameleon_ft.lab import paper
+from chameleon_ft.lab.oobleck import pipeline_templates, reconfigured_pipelines
 from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, on_workers
 from chameleon_ft.simulate.by_class.step_times import StepTimes
+from chameleon_ft.simulate.planners.class_planner import ProposalsByClass
+from chameleon_ft.simulate.planners.planner import Option
 
 # By how much the largest estimate may be above the least there is, relatively.
 _PRECISION: Final = 1e-5
@@ -105,6 +107,7 @@ def reconfigured(planner: PublishedPlanner, current: ClusterLayout) -> ClusterLa
     return ClusterLayout(tuple(LayoutPipeline(cuts[len(own)], tuple(own)) for own in in_order))
 
 
+@lru_cache(maxsize=8)
 def oobleck_planner(times: StepTimes, *, recompute: bool) -> PublishedPlanner:
     """Return the combinations of Oobleck's templates, with or without recomputation, by T1 + T2 + T3.
 
@@ -121,6 +124,7 @@ def oobleck_planner(times: StepTimes, *, recompute: bool) -> PublishedPlanner:
     return PublishedPlanner(cuts, EstimatedMixes(estimates, times.micro_batches))
 
 
+@lru_cache(maxsize=8)
 def paper_planner(times: StepTimes) -> PublishedPlanner:
     """Return the combinations of the paper's pipelines."""
     pipelines = times.pipelines
@@ -182,3 +186,33 @@ def rerouted_s(times: StepTimes, layout: ClusterLayout) -> float:
         )
         slowest_s = max(slowest_s, estimate_s)
     return slowest_s
+
+
+def oobleck_options(name: str, proposer: ProposalsByClass) -> list[Option[ClusterLayout]]:
+    """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
+    world, layouts = proposer.world, list[ClusterLayout]()
+    for recompute in (True, False):
+        planner = oobleck_planner(world.times, recompute=recompute)
+        if (found := planner.layout(proposer.layout, proposer.state.speeds)) is not None:
+            layouts += world.placements(found[0])
+        if (smaller := reconfigured(planner, proposer.layout)) is not None:
+            layouts.append(smaller)
+    return proposer.options(name, *layouts)
+
+
+def paper_options(name: str, proposer: ProposalsByClass) -> list[Option[ClusterLayout]]:
+    """As in runs: rerouting or a full re-partition, whichever is better by the paper's estimates."""
+    world = proposer.world
+    found = paper_planner(world.times).layout(proposer.layout, proposer.state.speeds)
+    options = [] if found is None else proposer.options(f"{name}-repartition", *world.placements(found[0]))
+    step_s, transition_s = math.inf, 0.0
+    if found is not None and options:
+        step_s, transition_s = found[1], max(0.0, options[0].still_s - proposer.phases.total_s)
+    reroutes = paper.prefers_rerouting(
+        samples=world.costs.workload.samples,
+        step_s=step_s,
+        transition_s=transition_s,
+        rerouted_s=rerouted_s(world.times, proposer.layout),
+        horizon_s=proposer.state.horizon_s,
+    )
+    return proposer.reroute(f"{name}-reroute") if reroutes else options

@@ -14,8 +14,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.step import estimate_step
+from chameleon_ft.lab.planned_layouts import equal_layouts
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.search import equal_layouts
 from tests.examples import examples
 from tests.search.instances import instance
 

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.lab import emulation
+from chameleon_ft.lab.emulation import EmulatedLinks, EmulatedPace
 from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
-from chameleon_ft.worker import device
 from chameleon_ft.worker.communicators import CommunicationError, Membership, Rendezvous
-from chameleon_ft.worker.communicators import delayed as emulated
-from chameleon_ft.worker.communicators.delayed import EmulatedLinks
-from chameleon_ft.worker.device import EmulatedPace
 from chameleon_ft.workload import LayerCost, Workload
 
 
@@ -54,9 +52,8 @@ class Sleeper(threading.Event):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (device, emulated):
-        monkeypatch.setattr(module, "time", found)
-    monkeypatch.setattr("chameleon_ft.worker.communicators.delayed.threading.Event", lambda: Sleeper(found))
+    monkeypatch.setattr(emulation, "time", found)
+    monkeypatch.setattr("chameleon_ft.lab.emulation.threading.Event", lambda: Sleeper(found))
     return found
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.cost import paper
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.errors import PlanError
+from chameleon_ft.lab import paper
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, list_schedule, replay

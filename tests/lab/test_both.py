@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.errors import PlanError
+from chameleon_ft.lab.oobleck import oobleck_plan
+from chameleon_ft.lab.paper import paper_plan
+from chameleon_ft.lab.planned_layouts import BaselinePlan
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, oobleck_plan, paper_plan
+from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
 from tests.golden import refused
-from tests.search.baselines.test_paper import small
+from tests.lab.test_paper import small
 from tests.search.oracle import Exhaustive
 
 Planner = Callable[..., BaselinePlan | None]
