@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from benchmarks._common import Bar
 from benchmarks._neighbours import progress
 from benchmarks.memory import count, measured_model
-from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.config import Batch, DeviceName, LlamaConfig, Parallel, TrainConfig
 from chameleon_ft.cost.presets import DEVICES, MODELS, device, state_policy
 from chameleon_ft.cost.profile import Profile, derived_profile
 from chameleon_ft.models.llama import layer_flops
 from chameleon_ft.optim import adamw
 from chameleon_ft.plan import Plan, RecomputedLayers
+from chameleon_ft.session.configuration import prepare_data_of
 from chameleon_ft.storage.profiles import write_profile
 from chameleon_ft.worker.device import claim_device, wait_for_stream
 from chameleon_ft.worker.inspection import inspect_job

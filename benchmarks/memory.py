@@ -26,7 +26,6 @@ import torch
 from benchmarks._common import ROOT, Bar, Report, base_config, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
-from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.cost.memory import part_bytes, program_memory, snapshot_memory
@@ -36,6 +35,7 @@ from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.plan.snapshots import Part, lay_out_snapshot
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.session.configuration import prepare_data_of
 from chameleon_ft.worker.inspection import inspect_job
 from chameleon_ft.worker.profiling.layers import ModelOnDevice, ResidentLayers, sized_layer
 from chameleon_ft.worker.snapshots.store import PackedState

@@ -52,9 +52,9 @@ MAY_IMPORT = {
     "worker": {*PURE, *JOBS, *RECORDS, "protocol", "host"},
     "lab": {*PURE, *JOBS, *RECORDS, "report", "simulate", "host", "worker"},
     "launch": {*PURE, *RECORDS, "protocol", "report", "host", "coordinator", "worker"},
-    "cli": {
+    "session": {
         *PURE,
-        *JOBS - {"models"},
+        *JOBS - {"keys", "optim", "models"},
         *RECORDS,
         "protocol",
         "report",
@@ -62,9 +62,10 @@ MAY_IMPORT = {
         "coordinator",
         "worker",
         "launch",
-        "verify",
         "simulate",
+        "verify",
     },
+    "cli": {*PURE, *RECORDS, "job", "protocol", "report", "host", "worker", "launch", "simulate", "verify", "session"},
 }
 # Modules that make a decision depend on the time, the place or the process.
 IMPURE = frozenset(

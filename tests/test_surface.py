@@ -14,7 +14,7 @@ from tests.test_architecture import PURE, modules_in
 from tests.test_docs import PAGES, ROOT, blocks
 
 SURFACE = {
-    "": {"BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"},
+    "": {"BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "Session", "TrainConfig", "__version__"},
     "optim": {"adamw", "rate_shares", "warmup_cosine"},
     "data": {"SampleOrder", "read_sample"},
     "keys": {"init_key", "step_key"},

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig, TrainConfig
     from chameleon_ft.errors import ChameleonError, ConfigError
     from chameleon_ft.job import BoundarySpec, Job
+    from chameleon_ft.session.session import Session
 
-__all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"]
+__all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "Session", "TrainConfig", "__version__"]
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "ConfigError": "errors",
     "Job": "job",
     "RunConfig": "config",
+    "Session": "session.session",
     "TrainConfig": "config",
 }
 

@@ -13,6 +13,7 @@
         LiveRunError         a run that is to be started runs already
         DeposedError         another coordinator leads the run
         LeaseError           the place where coordinators claim leadership cannot be reached or refuses
+      RunFailedError         a run that a session has started and that has ended by an error
       StoreError             an object store that does not answer, refuses or has failed; an OSError, too
 
 The message of each names the input, what was expected and what to try next.
@@ -45,6 +46,7 @@ __all__ = [
     "PlanError",
     "ProfileError",
     "ProgramError",
+    "RunFailedError",
     "StoreError",
 ]
 
@@ -153,6 +155,10 @@ class LiveRunError(ControlError):
 
 class LeaseError(ControlError):
     """The place where coordinators claim leadership cannot be reached, refuses, or holds what cannot be read."""
+
+
+class RunFailedError(ChameleonError):
+    """A run has ended by an error; the message has the reason that it has recorded."""
 
 
 class StoreError(ChameleonError, OSError):

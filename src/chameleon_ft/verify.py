@@ -45,7 +45,8 @@ _SLICE = re.compile(r"(?P<name>.*)\[(?P<first>\d+):\d+\]")
 TOLERANCES: Final = {"fp32": 1e-5, "bf16": 2e-3}
 """Largest relative deviation of a loss that rounding explains, by precision."""
 
-_OTHERS_FACTOR: Final = 100  # gradient norms and weights amplify rounding: Adam divides by gradients near zero
+# Gradient norms and weights amplify rounding: Adam divides by gradients near zero.
+_OTHERS_FACTOR: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +76,10 @@ class WeightComparison:
     """The weights of a checkpoint beside those of a plain loop after as many steps.
 
     Attributes:
-        step: of the checkpoint.
+        step: The step of the checkpoint.
         deviation: L2 norm of the difference of all weights, relative to the norm of those of the loop.
         worst: name of the tensor with the largest relative deviation of its own.
-        worst_deviation: of that tensor.
+        worst_deviation: The relative deviation of that tensor.
     """
 
     step: int
@@ -203,7 +204,8 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
     if config.forked.run or changed:
         loop.load(checkpoints, first)
     for record in records[:limit]:
-        if record.is_skipped or record.step < first:  # it has changed nothing, or was trained with another job
+        # The step has changed nothing, or was trained with another job.
+        if record.is_skipped or record.step < first:
             continue
         horizon = next((each for begun_at, each in reversed(starts) if begun_at <= record.time), config.horizon)
         rate = jobs[horizon].learning_rate
@@ -323,12 +325,7 @@ class UsersLoop:
             found = "no checkpoint" if newest is None else f"its newest checkpoint is that of step {newest}"
             self.weights_left_out = f"the run has {step} steps, and {found}"
             return
-        config = self._run.config()
-        stored = {
-            f"{layer}.{name}": value
-            for layer in range(load_job(config.job, config).num_layers)
-            for name, value in _stored_layer(checkpoints, step, layer)[0].items()
-        }
+        stored = stored_weights(checkpoints, step)
         self.weights = self._weight_comparison(step, weights, stored)
 
     def _weight_comparison(
@@ -395,7 +392,13 @@ class _PlainLoop:
         options = self._optimizer.defaults
         on_host = None if options.get("fused") or options.get("capturable") else "step"  # as torch has the counter
         for number, layer in enumerate(self._layers):
-            module, optimizer = _stored_layer(checkpoints, step, number)
+            module, optimizer, has_more = _stored_layer(checkpoints, step, number)
+            if has_more:
+                raise ConfigError(
+                    f"{checkpoints.place(layer_part(step, number))}: the optimizer keeps more than the state of "
+                    "parameters, with which a plain loop cannot begin; verify a run that is neither forked nor resumed "
+                    "with a changed job"
+                )
             layer.load_state_dict(module)
             for name, parameter in layer.named_parameters():
                 updated = self._masters.get(parameter, parameter)
@@ -487,8 +490,10 @@ class _PlainLoop:
                         master: nn.Parameter = parameter.detach().float().clone().as_subclass(type(parameter))
                         master.requires_grad_()
                         self._masters[parameter] = master
-                        vars(master).update(vars(parameter))  # attributes by which an optimizer may tell it
-                        parameter.grad_dtype = torch.float32  # sums over micro-batches and tied layers
+                        # An optimizer may tell the parameter by its attributes.
+                        vars(master).update(vars(parameter))
+                        # Gradients are summed over micro-batches and tied layers.
+                        parameter.grad_dtype = torch.float32
                     parameter.data = parameter.data.to(torch.bfloat16)
             for key, buffer in module._buffers.items():
                 if id(buffer) not in in_float32:
@@ -510,20 +515,30 @@ def _cast_to(dtype: torch.dtype, value: Any) -> Any:
     )
 
 
-def _stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return parameters, or their masters, and buffers of a layer by name, and the optimizer's state by parameter.
+def stored_weights(checkpoints: Storage, step: int) -> dict[str, torch.Tensor]:
+    """Return the parameters, or their masters, and buffers of a checkpoint, by the names of `nn.Sequential(*layers)`.
 
     Raises ConfigError if they cannot be read.
     """
+    layers = range(read_mark(checkpoints, step)["layers"])
+    return {
+        f"{layer}.{name}": value
+        for layer in layers
+        for name, value in _stored_layer(checkpoints, step, layer)[0].items()
+    }
+
+
+def _stored_layer(
+    checkpoints: Storage, step: int, layer: int
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], bool]:
+    """Return parameters, or their masters, and buffers of a layer by name, and the optimizer's state by parameter.
+
+    Also returns whether the optimizer keeps anything else. Raises ConfigError if they cannot be read.
+    """
     module = dict[str, Any]()
-    pieces = dict[tuple[str, str], dict[int, Any]]()  # by parameter and key of the optimizer, empty for a master
+    # The slices of a parameter by their first elements, for each key of the optimizer, which is empty for a master.
+    pieces = dict[tuple[str, str], dict[int, Any]]()
     whole = _read(checkpoints, layer_part(step, layer))
-    if "values" in whole:
-        place = checkpoints.place(layer_part(step, layer))
-        raise ConfigError(
-            f"{place}: the optimizer keeps more than the state of parameters, with which a plain loop cannot begin; "
-            "verify a run that is neither forked nor resumed with a changed job"
-        )
     slices = read_mark(checkpoints, step).get("slices", ())
     parts = (_read(checkpoints, slice_part(step, *place)) for place in slices if place[0] == layer)
     for entries in (whole, *parts):
@@ -545,7 +560,7 @@ def _stored_layer(checkpoints: Storage, step: int, layer: int) -> tuple[dict[str
             optimizer.setdefault(name, {})[key] = first
         else:
             module[name] = first
-    return module, optimizer
+    return module, optimizer, "values" in whole
 
 
 def _read(checkpoints: Storage, part: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.errors import ControlError
+from chameleon_ft.protocol.messages import Inject, Message
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from tests.cli.conftest import CommandLine
 
@@ -22,24 +23,31 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_a_failure_is_injected_into_a_live_run(
     chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    injected = []
+    injected: list[Message] = []
 
-    def inject(
-        run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None, factor: float | None
-    ) -> None:
-        injected.append((run.path, worker, kind, phase, step, factor))
+    def request(run: RunDirectory, message: Message) -> Message:
+        injected.append(message)
+        return message
 
-    module = ModuleType("chameleon_ft.launch.live_run")
-    module.inject = inject  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "chameleon_ft.launch.live_run", module)
-    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
+    monkeypatch.setattr("chameleon_ft.launch.live_run.request", request)
     assert chameleon("inject", run.path, "--worker", "2") == 0
     assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
     assert chameleon("inject", run.path, "--worker", "3", "--kind", "slow", "--factor", "0.5") == 0
+    assert chameleon("inject", run.path, "--worker", "3", "--kind", "nan") == 0
+    assert chameleon("inject", run.path, "--worker", "3", "--step", "9") == 0
     assert injected == [
-        (run.path, 2, "kill", None, None, None),
-        (run.path, 1, "hang", "sync", 9, None),
-        (run.path, 3, "slow", None, None, 0.5),
+        Inject(worker=2, kind="kill"),
+        Inject(worker=1, kind="hang", phase="sync", step=9),
+        Inject(worker=3, kind="slow", factor=0.5),
+        Inject(worker=3, kind="nan", phase="backward"),
+        Inject(worker=3, kind="kill", phase="forward", step=9),
+    ]
+    assert chameleon.capture.readouterr().out.splitlines() == [
+        "worker 2 is killed now",
+        "worker 1 is stopped in the sync of step 9, or of the first later step that has one",
+        "worker 3 computes at 0.5 of its speed now",
+        "worker 3 has an element of its gradient spoilt in its next backward",
+        "worker 3 is killed in step 9",
     ]
 
 
@@ -98,7 +106,7 @@ def test_workers_of_a_live_run_are_drained(
     [
         ([], "give either --worker N, once for each worker, or --host ADDRESS"),
         (["--worker", "1", "--host", "10.0.0.2"], "give either --worker N, once for each worker, or --host ADDRESS"),
-        (["--worker", "1", "--worker", "-1"], "--worker -1: workers are numbered from 0"),
+        (["--worker", "1", "--worker", "-1"], "--worker -1: should be greater than or equal to 0"),
         (["--worker", "x"], "should be a whole number"),
         (["--worker", "1"], "not live"),
     ],

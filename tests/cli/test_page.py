@@ -17,9 +17,9 @@ from urllib.request import urlopen
 import pytest
 
 from chameleon_ft.cli.arguments import DEFAULT_ADDRESS, page_beside, with_page_address
-from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.joining import JoinRequest
 from chameleon_ft.storage.files import RunDirectory
 from tests.cli.conftest import CommandLine
 from tests.report.live.lines import add, event, new_run, started, stepped
@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_has_its_page_there_with_the_token_of_before(
     monkeypatch.setattr("chameleon_ft.launch.coordinator.take_over", look)
     monkeypatch.setattr("chameleon_ft.launch.coordinator.stand_by", look)
     monkeypatch.setattr("chameleon_ft.cli.commands.coordinator.lost_run", RunDirectory.open)
-    monkeypatch.setattr(JoinArguments, "find_coordinator", lambda _: ("127.0.0.1:1", "token", None))
+    monkeypatch.setattr(JoinRequest, "find_coordinator", lambda _: ("127.0.0.1:1", "token", None))
     assert chameleon("coordinator", flag, run.path, "--page", "127.0.0.1:0") == 0
     assert [page["token"] for page in pages] == ["of before"]
     assert not (run.path / "page.json").exists()

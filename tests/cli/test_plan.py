@@ -11,7 +11,6 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.plan_case import PlanArguments, plan_cases
 from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.profile import derived_profile
@@ -20,6 +19,7 @@ from chameleon_ft.lab import paper
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.schedule.network import pipeline_times
+from chameleon_ft.session.plan_case import PlanRequest, plan_cases
 from chameleon_ft.storage.profiles import write_profile
 from tests.cli.planning import PRESET, ROOT, plan, predicted
 
@@ -166,7 +166,9 @@ def test_the_precision_of_a_run_says_what_is_held() -> None:
     config = ROOT / "examples" / "quickstart.toml"
     for given in ((config, "--device", "a100-80g"), PRESET):
         cases = [
-            plan_cases(parse_arguments(PlanArguments, [*map(str, given), *precision], command="plan"))[0]
+            plan_cases(
+                parse_arguments(PlanRequest, [*map(str, given), *precision], command="plan", positional=["config"])
+            )[0]
             for precision in (["--precision", "fp32"], ["--precision", "bf16"])
         ]
         full, half = ([layer.held_bytes for layer in case.costs.workload.layers] for case in cases)

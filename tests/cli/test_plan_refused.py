@@ -49,8 +49,8 @@ def test_a_section_that_is_none_is_named(
         ((*PRESET, "--failed", "one"), "should be numbers of workers with commas between them"),
         ((*PRESET, "--failed", "0,1,2,3,4,5,6,7"), "leaves no worker"),
         ((*PRESET, "--failed", "1,5"), "no live worker holds layers 9-16; a run then returns to its newest checkpoint"),
-        ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
-        ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
+        ((*PRESET, "--workers-per-host", "0"), "should be greater than 0"),
+        ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be greater than 0"),
         ((*PRESET, "--micro-batches", "9" * 12), "batch.micro_batches = 999999999999: should be less than or equal"),
         ((*PRESET, "--dp", "9" * 12), "workers = 3999999999996: should be less than or equal to 100000"),
         (
@@ -61,7 +61,7 @@ def test_a_section_that_is_none_is_named(
             ("--model", "llama2-7b", "--device", "h100", "--workers", "8", "--micro-batches", "9" * 9),
             "micro_batches must be at most 1000000; got 999999999",
         ),
-        ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
+        ((*PRESET, "--dp", "0"), "--dp 0: should be greater than 0"),
         ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be a whole number of 1 or more"),
         ((*PRESET, "--micro-batch-size", "two"), "--micro-batch-size two: should be a whole number of 1 or more"),
         (
@@ -134,7 +134,7 @@ def test_a_profile_of_another_model_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--workers", "0", "--micro-batches", "8"), "--workers 0: should be 1 or more"),
+        (("--workers", "0", "--micro-batches", "8"), "--workers 0: should be greater than 0"),
         (("--workers", "8"), "needs --micro-batches, how many a step has"),
         (("--workers", "8", "--dp", "2"), "searches for a layout, and --dp and --pp give one; choose"),
         (("--workers", "8", "--micro-batches", "8", "--planner", "layout"), "leaves the layout open; give --dp"),

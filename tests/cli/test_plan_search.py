@@ -46,7 +46,7 @@ def searched_once(monkeypatch: pytest.MonkeyPatch, found: dict[object, SearchRes
             found[key] = find_plan(costs, current=current, others=others, others_in_flight_limits=limits, effort=effort)
         return found[key]
 
-    for name in ("chameleon_ft.cli.prediction", "chameleon_ft.search.find"):
+    for name in ("chameleon_ft.session.prediction", "chameleon_ft.search.find"):
         monkeypatch.setattr(import_module(name), "find_plan", once)
 
 

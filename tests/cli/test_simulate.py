@@ -15,10 +15,10 @@ import pytest
 
 from chameleon_ft.cli import main
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, simulate_case
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.cost.profile import derived_profile
+from chameleon_ft.session.simulation import SimulateCase, SimulateRequest, simulate_case
 from chameleon_ft.simulate import Trace, load_trace
 from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.world import plans_found, world_of
@@ -176,7 +176,7 @@ def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str])
 def test_it_counts_shared_optimizer_state_and_snapshots_as_runs_do(folder: Path) -> None:
     def case(*more: str) -> SimulateCase:
         arguments = [*CASE, *more]
-        return simulate_case(parse_arguments(SimulateArguments, arguments, command="simulate"))
+        return simulate_case(parse_arguments(SimulateRequest, arguments, command="simulate"))
 
     usual = case()
     assert usual.scene.workload.owners == 2 == usual.facts["optimizer_redundancy"]

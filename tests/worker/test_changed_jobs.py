@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.cli.starting import prepare_run
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.launch.local import train
+from chameleon_ft.session.configuration import RunRequest
+from chameleon_ft.session.start import prepare_run
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.verify import Verification, repeat_run
 from tests.harness import TOLERANCE, Ended
@@ -36,7 +37,7 @@ def write_job(folder: Path, *replacements: tuple[str, str]) -> Path:
 
 
 def resume(run: RunDirectory, **flags: Any) -> Ended:
-    prepared = prepare_run(flags, file=None, resume=str(run.path), fork="output_dir" in flags)
+    prepared = prepare_run(RunRequest(changes=flags, resume=str(run.path), fork="output_dir" in flags))
     return Ended(prepared.start(train), prepared.directory)
 
 
@@ -47,7 +48,7 @@ def copy_of(run: RunDirectory, path: Path) -> RunDirectory:
 @pytest.mark.multiprocess
 def test_a_resume_with_another_job_is_refused_or_said(tmp_path: Path) -> None:
     job = str(write_job(tmp_path))
-    prepared = prepare_run({**SMALL, "steps": 4, "output_dir": tmp_path / "run"}, file=None, resume=None, job=job)
+    prepared = prepare_run(RunRequest(changes={**SMALL, "steps": 4, "output_dir": tmp_path / "run", "job": job}))
     assert prepared.start(train) == 0
     run = prepared.directory
     files = sorted(run.path.rglob("*"))

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.cli.starting import prepare_run
 from chameleon_ft.config import Batch, Checkpoint, Health, Parallel, RunConfig, TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.launch.local import train
+from chameleon_ft.session.configuration import RunRequest
+from chameleon_ft.session.start import prepare_run
 from chameleon_ft.storage.checkpoints import complete_checkpoints
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.verify import Verification, repeat_run
@@ -31,7 +32,7 @@ def parent(tmp_path: Path, **changes: Any) -> Ended:
 
 
 def fork(source: RunDirectory, out: Path, **flags: Any) -> Ended:
-    prepared = prepare_run({"output_dir": out, **flags}, file=None, resume=str(source.path), fork=True)
+    prepared = prepare_run(RunRequest(changes={"output_dir": out, **flags}, resume=str(source.path), fork=True))
     return Ended(prepared.start(train), prepared.directory)
 
 
@@ -72,7 +73,7 @@ def test_forks_of_forks_have_another_batch_and_optimizer_and_no_sample_twice(tmp
 def test_a_fork_resumes_and_goes_on_with_its_samples(tmp_path: Path) -> None:
     ended = fork(parent(tmp_path).run, tmp_path / "fork", steps=9, batch={"micro_batches": 2})
     assert ended.code == 0
-    prepared = prepare_run({"steps": 12}, file=None, resume=str(ended.run.path))
+    prepared = prepare_run(RunRequest(changes={"steps": 12}, resume=str(ended.run.path)))
     assert prepared.start(train) == 0
     assert [row.step for row in ended.run.steps()] == list(range(6, 12))
     # The rate depends on the number of steps, and verify knows both.
@@ -106,12 +107,16 @@ def test_what_a_fork_may_not_change_and_what_it_needs(tmp_path: Path) -> None:
         ({}, "all of its 6 steps are done; give a larger --steps"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=refused):
-            prepare_run({"output_dir": out, "steps": 6, **flags}, file=None, resume=str(source.path), fork=True)
+            prepare_run(
+                RunRequest(changes={"output_dir": out, "steps": 6, **flags}, resume=str(source.path), fork=True)
+            )
         assert not out.exists()
     with pytest.raises(ConfigError, match="write --resume RUN --fork --output-dir DIRECTORY"):
-        prepare_run({"steps": 9}, file=None, resume=str(source.path), fork=True)
+        prepare_run(RunRequest(changes={"steps": 9}, resume=str(source.path), fork=True))
     with pytest.raises(ConfigError, match="write --resume RUN --fork --output-dir DIRECTORY"):
-        prepare_run({"output_dir": out}, file=None, resume=None, fork=True)
+        prepare_run(RunRequest(changes={"output_dir": out}, resume=None, fork=True))
     with pytest.raises(CheckpointError, match="or continue from its state in a new directory by --fork --output-dir"):
-        prepare_run({"steps": 9, "optimizer": {"lr": 1e-4, "min_lr": 1e-5}}, file=None, resume=str(source.path))
+        prepare_run(
+            RunRequest(changes={"steps": 9, "optimizer": {"lr": 1e-4, "min_lr": 1e-5}}, resume=str(source.path))
+        )
     assert isinstance(source.config(), TrainConfig)

@@ -4,12 +4,6 @@ The arguments of a command are a frozen dataclass: its docstring is the help of 
 field is the help of that argument. Flags of a configuration are parsed into a dataclass made from its fields, which
 checks types only. The values are validated once, together with those of the configuration file, so a flag may correct
 what does not fit together in the file, and all mistakes are reported in the same words.
-
-Flags that other training tools have, and what there is instead.
-
-Arguments about hosts that `chameleon plan` and `chameleon simulate` share.
-
-The flag `--page` of commands that start a run.
 """
 
 from __future__ import annotations
@@ -21,18 +15,31 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Optional, TypeVar, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    Optional,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from typing_extensions import Doc
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from chameleon_ft.config import MAX_WORKERS
+from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.storage.files import RunDirectory
 
 if TYPE_CHECKING:
@@ -42,7 +49,8 @@ if TYPE_CHECKING:
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
 
-_SET_BY_STARTS = ("forked", "run_id")  # not by hand
+# Starts set these, and no user does.
+_SET_BY_STARTS = ("forked", "run_id")
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
 _NO_FAILURES = "none"
@@ -104,30 +112,78 @@ def _read_optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
     )
 
 
-def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
+def parse_arguments(
+    own: type[_Own], arguments: Sequence[str], *, command: str, positional: Collection[str] = ()
+) -> _Own:
     """Parse `arguments` as the dataclass `own`. The process ends at --help and at a mistake."""
     # Lines that are not indented tyro would join to long ones.
     width = shutil.get_terminal_size().columns
     paragraphs = inspect.cleandoc(own.__doc__ or "").split("\n\n")
     text = "\n".join(textwrap.fill(each, width, initial_indent=" ", subsequent_indent=" ") for each in paragraphs)
     with _RULES:
-        return tyro.cli(
-            own, prog=f"chameleon {command}", description=text, args=arguments, config=(tyro.conf.DisallowNone,)
+        parsed = tyro.cli(
+            _described(own, positional),
+            prog=f"chameleon {command}",
+            description=text,
+            args=arguments,
+            config=(tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
         )
+    return _as(own, parsed)
 
 
-def given_flags(arguments: DataclassInstance) -> Iterator[tuple[str, Any]]:
-    """Yield the flag and the value of each argument that differs from its default, those of nested arguments too."""
-    for field in dataclasses.fields(arguments):
-        value = getattr(arguments, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from given_flags(value)
-        elif value != field.default:
-            yield f"--{field.name.replace('_', '-')}", value
+def _described(own: type[_Own], positional: Collection[str] = ()) -> type[_Own]:
+    """Return a dataclass that tyro reads as commands show arguments.
+
+    A text among the metadata of an annotation is the form of a value, groups of arguments have no prefix, and the help
+    writes no default beside what may be left out.
+    """
+    hints, described = get_type_hints(own, include_extras=True), list[tuple[str, Any, Any]]()
+    for field in dataclasses.fields(own):
+        kind, default, extras = hints[field.name], field.default, list[Any]()
+        if get_origin(kind) is Annotated:
+            kind, extras = kind.__origin__, list(kind.__metadata__)
+        if dataclasses.is_dataclass(default):
+            kind, extras = _described(type(default)), [tyro.conf.OmitArgPrefixes]
+            default = kind()
+        elif get_origin(kind) is tuple:
+            extras.append(tyro.conf.UseAppendAction)
+        elif isinstance(kind, UnionType):
+            # For `X | None`, tyro loads a type checker, which takes a tenth of a second.
+            kind = Union[get_args(kind)]  # noqa: UP007
+        form = next((extra for extra in extras if isinstance(extra, str)), None)
+        shown = tyro.conf.arg(metavar=form, help_behavior_hint="" if default in (None, False, (), "") else None)
+        extras = [shown, *extras, *([tyro.conf.Positional] if field.name in positional else ())]
+        values: dict[str, Any] = {"default": default, "default_factory": field.default_factory}
+        given = {name: value for name, value in values.items() if value is not MISSING}
+        described.append((field.name, Annotated[kind, *extras], dataclasses.field(**given)))
+    found = dataclasses.make_dataclass(own.__name__, described, bases=(own,), frozen=True, kw_only=True)
+    found.__doc__ = own.__doc__
+    return found
+
+
+def _as(own: type[_Own], parsed: _Own) -> _Own:
+    """Return what was parsed as values of the original types, which check themselves. Raises ConfigError."""
+    values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(own)}
+    for field in dataclasses.fields(own):
+        if dataclasses.is_dataclass(field.default):
+            values[field.name] = _as(type(field.default), values[field.name])
+    try:
+        return own(**values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        flag, value, why = first["loc"][0], first["input"], first["msg"].removeprefix("Input ")
+        text = f"{value:g}" if isinstance(value, float) else value
+        raise ConfigError(f"--{str(flag).replace('_', '-')} {text}: {why}") from None
 
 
 def parse_with_flags(
-    own: type[_Own], model: type[BaseModel], arguments: Sequence[str], *, command: str, without: Collection[str] = ()
+    own: type[_Own],
+    model: type[BaseModel],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    positional: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> tuple[_Own, dict[str, Any]]:
     """Parse `arguments` as the dataclass `own`, and flags for the fields of `model`, except those in `without`.
 
@@ -137,15 +193,59 @@ def parse_with_flags(
     Raises:
         ConfigError: a failure is malformed. The process ends at --help, an unknown flag and a value of a wrong type.
     """
-    mirror = dataclasses.make_dataclass(own.__name__, _flags(model, without), bases=(own,), frozen=True)
-    mirror.__doc__ = own.__doc__
-    values = dataclasses.asdict(parse_arguments(mirror, arguments, command=command))
+    both = dataclasses.make_dataclass(own.__name__, _flags(model, without), bases=(own,), frozen=True, kw_only=True)
+    both.__doc__ = own.__doc__
+    values = dataclasses.asdict(parse_arguments(both, arguments, command=command, positional=positional))
     own_values = {field.name: values.pop(field.name) for field in dataclasses.fields(own)}
     given = _without_none(values)
     if "failures" in given:
         text = given["failures"]
         given["failures"] = [] if text == _NO_FAILURES else [_failure(part) for part in text.split(",")]
     return own(**own_values), given
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartArguments:
+    """Arguments of all commands that start a run."""
+
+    config: Annotated[Path | None, "[CONFIG]"] = None
+    """TOML file with the configuration; flags override it."""
+    resume: Annotated[
+        str | None,
+        "RUN|auto",
+        Doc(
+            "Directory of a run, or the URL of its object store, to resume from its newest checkpoint; the number of "
+            "workers may change. With auto: resume the run in --output-dir, or in its store, if it has a checkpoint, "
+            "and otherwise start it, so that the same command does both."
+        ),
+    ] = None
+    fork: bool = False
+    """With --resume: continue in the new directory of --output-dir, maybe with another batch or optimizer."""
+
+    def request(self, flags: Mapping[str, Any]) -> RunRequest:
+        """Return the run that is asked for."""
+        return RunRequest(file=self.config, changes=flags, resume=self.resume, fork=self.fork)
+
+
+def parse_start(
+    own: type[_Own],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    positional: Collection[str] = ("config",),
+    own_job: bool = False,
+) -> tuple[_Own, dict[str, Any]]:
+    """Parse the arguments of a command that starts a run; see `parse_with_flags`.
+
+    `own_job`: whether the command trains a job of the user. Its configuration may have the sections of the Llama; the
+    help shows only those that every job has.
+    """
+    refuse_foreign_flags(arguments, own_job=own_job)
+    model: type[RunConfig] = TrainConfig
+    without: tuple[str, ...] = ("job",) if own_job else ()
+    if own_job and {"-h", "--help"} & set(arguments):
+        model, without = RunConfig, ("job", "emulation")
+    return parse_with_flags(own, model, arguments, command=command, positional=positional, without=without)
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,84 +340,14 @@ def refuse_foreign_flags(arguments: Iterable[str], *, own_job: bool) -> None:
                 raise ConfigError(f"--{known.replace('=', ' ')}: {texts[known]}")
 
 
-_MAX_MEMORY: Final = 1e9
-
-
-@dataclass(frozen=True)
-class HostArguments:
-    """The hosts of the workers, and the state that they keep."""
-
-    workers_per_host: int = 8
-    """Workers per host. Links between hosts are slower, and a host fails as a whole."""
-    host_memory: Annotated[
-        Optional[float],  # noqa: UP045
-        metavar(
-            "FLOAT",
-            "Memory of a host that is available for its workers, in 10^9 bytes: snapshots that would take more than "
-            "half of it are not taken. Unlimited if not given.",
-        ),
-    ] = None
-    optimizer_redundancy: Annotated[
-        Optional[Union[int, Literal["all"]]],  # noqa: UP007, UP045
-        metavar(
-            "INT|{all}",
-            "Holders of a layer that keep the same part of its optimizer state; by default that of the configuration, "
-            "or 2 without one.",
-        ),
-    ] = None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Bytes of memory of a host; None if not given. Raises ConfigError if it is no possible number."""
-        if self.host_memory is None:
-            return None
-        if not 1e-9 <= self.host_memory <= _MAX_MEMORY:
-            raise ConfigError(
-                f"--host-memory {self.host_memory:g}: should be a number of 10^9 bytes above 0, {_MAX_MEMORY:g} at most"
-            )
-        return round(self.host_memory * 1e9)
-
-    def owners(self, usual: int | None) -> int | None:
-        """Return how many workers own each slice of the optimizer's state; None if every holder keeps all of it.
-
-        Args:
-            usual: the number if none is given.
-
-        Raises:
-            ConfigError: the given number is below one.
-        """
-        if self.optimizer_redundancy is None:
-            return usual
-        if self.optimizer_redundancy == "all":
-            return None
-        if self.optimizer_redundancy < 1:
-            raise ConfigError(f"--optimizer-redundancy {self.optimizer_redundancy}: should be 1 or more")
-        return self.optimizer_redundancy
-
-
-USUAL_HOSTS: Final = HostArguments()
-
-Hosts = Annotated[HostArguments, tyro.conf.OmitArgPrefixes]
-"""Type of a dataclass field that holds these flags; on the command line they have no prefix."""
-
-
-def hosts_of(workers: int, per_host: int) -> dict[int, str]:
-    """Return the host of each worker. Raises ConfigError if a host would have no worker, or there are too many."""
-    if per_host < 1:
-        raise ConfigError(f"--workers-per-host {per_host}: should be 1 or more")
-    if workers > MAX_WORKERS:
-        raise ConfigError(f"--workers {workers}: should be {MAX_WORKERS} at most")
-    return {worker: f"host{worker // per_host}" for worker in range(workers)}
-
-
 DEFAULT_ADDRESS: Final = "127.0.0.1:8790"
 
 Page = Annotated[
-    OptionalStr,
-    metavar(
-        "[HOST:PORT]",
+    str | None,
+    "[HOST:PORT]",
+    Doc(
         f"Show the run on a page in the browser, by default at {DEFAULT_ADDRESS}, for this machine alone. See "
-        "docs/watching.md.",
+        "docs/watching.md."
     ),
 ]
 

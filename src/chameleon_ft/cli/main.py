@@ -62,7 +62,8 @@ _LEVEL_VARIABLE: Final = "CHAMELEON_LOG_LEVEL"
 
 _FAILURE: Final = 1
 _USER_ERROR: Final = 2
-_INTERRUPTED: Final = 130  # the code a shell reports for a process that SIGINT ended
+# A shell reports this code for a process that SIGINT ended.
+_INTERRUPTED: Final = 130
 
 _logger = logging.getLogger(__name__)
 

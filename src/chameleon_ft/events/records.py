@@ -125,6 +125,11 @@ class StepRecord(_Record):
         return super(StepRecord, cls).from_json({**data, "loss": math.nan} if data.get("loss", 0) is None else data)
 
     @property
+    def number(self) -> int:
+        """The number of the step, from 0."""
+        return self.step
+
+    @property
     def tokens_per_s(self) -> float:
         """Loss terms per second of wall time."""
         return self.tokens / self.step_s

@@ -40,7 +40,8 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.protocol.parts import HostReport, RankProcess
 
-_EXIT_GRACE_S = 5.0  # for ranks that are told to exit
+# Ranks that are told to exit have this long.
+_EXIT_GRACE_S = 5.0
 _TOLD = "its workers were told to exit"
 _NO_WORKER = "the coordinator is gone, and no worker of this host was in the run"
 
@@ -76,17 +77,24 @@ class Agent:
         self._host = own_address(host, towards=access.address)
         self._start_rank = start_rank
         self._examine_host = examine
-        self._ranks: dict[tuple[int, int], HostProcess] = {}  # (worker, incarnation) -> process
-        self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
+        # By worker and incarnation.
+        self._ranks: dict[tuple[int, int], HostProcess] = {}
+        # By worker, whose index on this host is that of all its incarnations.
+        self._local_indexes: dict[int, int] = {}
         self._exit: Exit | None = None
         self._exit_grace_s = 0.0
-        self._last_exit_code: int | None = None  # of a rank
-        self._pending: set[tuple[int, int]] = set()  # ranks still to be started
-        self._unknown: set[tuple[int, int]] = set()  # ranks to adopt whose processes are not found
+        # The exit code of the last rank that has ended.
+        self._last_exit_code: int | None = None
+        # Ranks still to be started.
+        self._pending: set[tuple[int, int]] = set()
+        # Ranks to adopt whose processes are not found.
+        self._unknown: set[tuple[int, int]] = set()
         self._spawn_lock = asyncio.Lock()
-        self._failure: ControlError | None = None  # why a rank could not be started
+        # Why a rank could not be started.
+        self._failure: ControlError | None = None
         self._tasks = BackgroundTasks()
-        self._examination: asyncio.Task[None] | None = None  # of this host
+        # The examination of this host.
+        self._examination: asyncio.Task[None] | None = None
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -147,7 +155,8 @@ class Agent:
         """Wait until every rank has ended; kill any left, after a grace period if told to exit, else at once."""
         self._pending.clear()
         async with self._spawn_lock:
-            pass  # no rank is being started now, and none will be
+            # No rank is being started now, and none will be.
+            pass
         deadline = asyncio.get_running_loop().time() + self._exit_grace_s
         while self._ranks:
             if asyncio.get_running_loop().time() >= deadline:
@@ -167,7 +176,8 @@ class Agent:
                     self._pending.update(ranks)
                     self._tasks.start(self._start(ranks))
                 case Examine():
-                    if self._examination is not None:  # for an earlier connection; both would disturb each other
+                    # It was begun for an earlier connection; two would disturb each other.
+                    if self._examination is not None:
                         self._examination.cancel()
                     self._examination = self._tasks.start(self._report_host(message))
                 case Adopt(ranks=adopted, given_up=given_up):
@@ -193,7 +203,8 @@ class Agent:
                     raise ControlError(f"an agent does not expect {message.type!r}")
         if self._failure is not None:
             raise self._failure
-        if self._were_told_to_exit():  # while this agent was not connected
+        # The coordinator has told them while this agent was not connected.
+        if self._were_told_to_exit():
             is_terminated = self._last_exit_code == os.EX_TEMPFAIL
             self._exit = Exit(reason=_TOLD, status="terminated" if is_terminated else None)
         elif not self._local_indexes:
@@ -203,7 +214,8 @@ class Agent:
         """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
         async with self._spawn_lock:
             for worker, incarnation in ranks:
-                if (worker, incarnation) not in self._pending:  # given up before it was started
+                # The rank was given up before it was started.
+                if (worker, incarnation) not in self._pending:
                     self._connection.send(
                         WorkerExited(worker=worker, incarnation=incarnation, exit_code=-signal.SIGKILL)
                     )
@@ -249,7 +261,8 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
                     rank = HostProcess.found(process.pid, started=process.started)
                     rank.kill()
-                    await asyncio.wait_for(rank.wait(), _EXIT_GRACE_S)  # the kernel itself may hold it up
+                    # The kernel itself may hold up the end of a process.
+                    await asyncio.wait_for(rank.wait(), _EXIT_GRACE_S)
 
     def _kill(self, worker: int, *, is_hung: bool) -> None:
         self._pending = {rank for rank in self._pending if rank[0] != worker}

@@ -1,10 +1,8 @@
-"""The fork server: a process that has loaded what ranks need, so that a rank starts in milliseconds.
+"""The fork server, which has loaded what ranks need, so that a rank starts in milliseconds; and how processes end.
 
 The processes that it forks are children of the process that asked for them and not of the server (see
 PR_SET_CHILD_SUBREAPER in prctl(2)). So they end with that one and not with the server, which can be replaced at any
 time, for example if it is stopped or killed.
-
-Life and death of the processes of a run: signals, parents, exits.
 """
 
 from __future__ import annotations
@@ -73,7 +71,8 @@ def end_with(parent: int) -> None:
     """Have the kernel end this process with its parent of that number, so that no process is left behind."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # it has ended before
+        # The parent has ended before.
+        os._exit(1)
 
 
 def outlive_parent() -> None:
@@ -110,16 +109,20 @@ class Lifeline:
             self._held = -1
 
 
-def end_with_holder(descriptor: int) -> None:
-    """Have the kernel end this process when the holder of a `Lifeline` ends, even if this process is stopped."""
+def end_with_holder(descriptor: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the holder of a `Lifeline` ends.
+
+    By default this ends the process, even if it is stopped.
+    """
     # Its owner and signal belong to an open file, which other processes share until it is opened anew.
     own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, _F_SETSIG, by)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     with suppress(BlockingIOError):
         os.read(own, 1)
-        os._exit(1)  # the holder has ended before
+        # The holder has ended before.
+        os._exit(1)
 
 
 def end_with_parent() -> None:
@@ -139,7 +142,8 @@ def wake_on_time() -> None:
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _ATTEMPTS: Final = 3
-_ANSWER_S: Final = 10.0  # of a server that has loaded; how long that takes depends on the file system
+# A server that has loaded answers within this time. Loading may take long, depending on the file system.
+_ANSWER_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.5
 _POLL_S: Final = 0.0005
 _MAX_FILES: Final = 8
@@ -188,7 +192,7 @@ class ForkServer:
         """Call a function in a new process, which ends with this one.
 
         Args:
-            function: as "module:name". Its positional arguments are its own descriptors of `files`.
+            function: Its "module:name". Its positional arguments are its own descriptors of `files`.
             arguments: keyword arguments, which are pickled.
 
         Raises:
@@ -213,7 +217,8 @@ class ForkServer:
     def _watch(self, server: _Server) -> None:
         def ended() -> None:
             loop.remove_reader(server.pidfd)
-            if server.has_loaded():  # otherwise the next one may not load, either
+            # Otherwise the next one may not load, either.
+            if server.has_loaded():
                 self._replace(server, server.describe_end())
                 self._watch(self._server)
 
@@ -253,7 +258,8 @@ class _Server:
             [sys.executable, "-c", _BOOTSTRAP, arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=(descriptor,),
-            preexec_fn=partial(end_with, os.getpid()),  # takes no lock; the server itself could be stopped before
+            # The function takes no lock. The server could be stopped before it did this itself.
+            preexec_fn=partial(end_with, os.getpid()),
         )
 
     def end(self) -> None:
@@ -378,7 +384,8 @@ def _fork_twice(requests: socket.socket, connection: socket.socket, files: list[
         connection.sendall(f"error {error.strerror}".encode())
         return
     parent = os.getpid()
-    requests.close()  # or the starter would not see the end of the server
+    # Otherwise the starter would not see the end of the server.
+    requests.close()
     try:
         if os.fork():
             os._exit(0)
@@ -396,7 +403,8 @@ def _call(connection: socket.socket, files: list[int]) -> NoReturn:
     """Say that this process is there, call the function that the answer names, and end."""
     code, call = 1, b""
     try:
-        with suppress(OSError), connection:  # the starter may not wait any more
+        # The starter may not wait any more.
+        with suppress(OSError), connection:
             connection.sendall(f"pid {os.getpid()}".encode())
             call = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         if call:

@@ -1,6 +1,6 @@
 """Processes of this host: each is watched, killed and reaped by its pidfd, also if it is no child of this one.
 
-The agent's last look at a hung process of this host, before it is killed.
+A hung process is examined before the agent kills it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class HostProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.is_alive = True  # until `wait` returns
+        # True until `wait` returns.
+        self.is_alive = True
         self._pidfd = os.pidfd_open(pid)
 
     @classmethod
@@ -113,15 +114,21 @@ def read_stat(pid: int) -> list[str]:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the command name before it may contain spaces and brackets
+    # The command name before it may contain spaces and brackets.
+    return stat.rpartition(")")[2].split()
 
 
-_EXAMINE_S: Final = 1.0  # bound on the whole examination, since the process is to be killed after it
-_SPY_S: Final = 0.5  # the part of it that is left to py-spy, if it is installed
+# The whole examination is bounded, because the process is to be killed after it.
+_EXAMINE_S: Final = 1.0
+# py-spy, if it is installed, gets this part of it.
+_SPY_S: Final = 0.5
 _POLL_S: Final = 0.002
-_COMPLETE_AFTER_S: Final = 0.2  # without another line
-_LONGEST: Final = 500_000  # characters of the stacks
-_OUTERMOST: Final = " in <module>\n"  # the last frame of the oldest thread, which is written last
+# Stacks are complete after this time without another line.
+_COMPLETE_AFTER_S: Final = 0.2
+# The stacks are cut to this many characters.
+_LONGEST: Final = 500_000
+# The last frame of the oldest thread, which is written last.
+_OUTERMOST: Final = " in <module>\n"
 _CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -129,7 +136,8 @@ def read_in_progress(pid: int) -> str:
     """Describe the read of a sample in a process that may hold the interpreter's lock; empty if it reads none."""
     try:
         last = Evidence.parse(_activity_file(pid).read_text(encoding="utf-8", errors="replace")).last
-    except OSError:  # it has ended, or publishes no activity
+    except OSError:
+        # The process has ended, or publishes no activity.
         return ""
     return last.doing if last is not None and last.is_reading else ""
 
@@ -145,7 +153,8 @@ async def examine(examined: HostProcess) -> tuple[str, str]:
 
     def collect() -> None:
         text = _collect(examined)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        # The loop may be closed.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(found.set_result, text)
 
     # Of a thread like this the end of this process is not held up.
@@ -159,7 +168,8 @@ def _collect(process: HostProcess) -> str:
     deadline = time.monotonic() + _EXAMINE_S - 2 * _POLL_S
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     pid, text = process.pid, ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # there is no such process or file, or it takes long
+    # There may be no such process or file, or it takes long.
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         text = _with_own_stacks(process, _activity_file(pid), until=deadline if spy is None else deadline - _SPY_S)
         if len(text) <= ENTRIES * ENTRY_BYTES and spy is not None:
             text = text.ljust(ENTRIES * ENTRY_BYTES)

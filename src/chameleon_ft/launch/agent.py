@@ -1,7 +1,4 @@
-"""The agent of a host, with its ranks, and maybe a coordinator that stands by.
-
-One rank, started by a cluster's own launcher.
-"""
+"""The agent of a host, with its ranks and maybe a coordinator that stands by; or one rank of a cluster's launcher."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def run_agent(
 
     Args:
         run: its directory, if this machine can read it.
-        stands_by: whether another coordinator is to stand by on this machine; that needs the directory.
+        stands_by: Another coordinator is to stand by on this machine, which needs the directory.
         drained_exit_code: the exit code if the workers are drained and the run continues.
 
     Raises:
@@ -142,7 +139,8 @@ class _HostedStandby:
         self._run = run
         self._host = [] if host is None else ["--host", host]
         self._process: asyncio.subprocess.Process | None = None
-        self._is_left = False  # whether the agent has left the run
+        # Whether the agent has left the run.
+        self._is_left = False
 
     async def run(self) -> None:
         """Stand by until the run is over; once more if it has led and another coordinator leads now."""
@@ -183,7 +181,8 @@ class _HostedStandby:
         if terminated_by is not None:
             self.send(terminated_by)
         elif is_over:
-            pass  # it has been told
+            # The standby has been told.
+            pass
         elif self.leads():
             print("the coordinator of the run is on this machine, and leaves it at SIGTERM", flush=True)
         else:

@@ -22,10 +22,12 @@ from chameleon_ft.host.fork_server import end_with
 from chameleon_ft.host.processes import is_stopped, read_stat
 from chameleon_ft.launch.processes import describe_end, load_solvers, signals_deferred
 
-_NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
+# The process yields to ranks that compute on all cores, and still makes progress.
+_NICENESS = 10
 _ATTEMPTS: Final = 3
 _LOOK_EVERY_S: Final = 0.5
-_MAX_IDLE_LOOKS: Final = 60  # in which a process with work has used no processor time
+# A process that has work and has used no processor time for so many looks is replaced.
+_MAX_IDLE_LOOKS: Final = 60
 _SPAWN: Final = get_context("spawn")
 
 
@@ -78,7 +80,8 @@ class BackgroundProcess(Executor):
         with signals_deferred():
             if context.get_start_method() == "spawn":
                 with signals_deferred():
-                    resource_tracker.ensure_running()  # lifts the block, which the start of the process must not
+                    # This lifts the block, which the start of the process must not.
+                    resource_tracker.ensure_running()
             self._process.start()
         theirs.close()
         self._idle_looks, self._used_ticks, self._was_stopped, self._why_killed = 0, 0, False, ""
@@ -94,7 +97,8 @@ class BackgroundProcess(Executor):
         self._looking = self._loop.call_later(_LOOK_EVERY_S, self._look)
         stopped, used_ticks = is_stopped(self.pid), sum(map(int, read_stat(self.pid)[11:13]))
         self._idle_looks = self._idle_looks + 1 if self._unfinished and used_ticks == self._used_ticks else 0
-        if stopped and self._was_stopped:  # a debugger may stop it for a moment
+        # A debugger may stop it for a moment.
+        if stopped and self._was_stopped:
             self._why_killed = "was stopped"
         elif self._idle_looks > _MAX_IDLE_LOOKS:
             self._why_killed = f"used no processor time for {_MAX_IDLE_LOOKS * _LOOK_EVERY_S:.0f} s"
@@ -106,7 +110,8 @@ class BackgroundProcess(Executor):
         """Start another process for the unfinished work, but for what has been the cause too often."""
         why = self._why_killed or f"was ended by {describe_end(self._process)}"
         self._given.put(None)
-        self._start(_SPAWN)  # by now this process has threads, so it cannot be forked safely
+        # By now this process has threads, so it cannot be forked safely.
+        self._start(_SPAWN)
         for first in self._unfinished[:1]:
             first.attempts += 1
             if first.attempts == _ATTEMPTS:

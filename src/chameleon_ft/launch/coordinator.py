@@ -1,7 +1,4 @@
-"""The coordinator of a run in this process.
-
-A coordinator that stands by, and continues the run at its own address when the one that leads is lost.
-"""
+"""The coordinator of a run in this process: it begins the run, or stands by and continues it when another is lost."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ from chameleon_ft.errors import ChameleonError, ControlError, DeposedError, Leas
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.launch.background import background
 from chameleon_ft.launch.processes import FORK, inspect, load_solvers, signals_handled, start_fork_server, unattended
-from chameleon_ft.launch.start import RunStart, tls_directory
+from chameleon_ft.launch.start import RunStart, control_listener
 from chameleon_ft.protocol.address import (
     TOKEN_VARIABLE,
-    address_of_host,
     join_address,
     own_address,
     split_address,
@@ -112,27 +108,16 @@ async def begin_run(
     *,
     run: RunDirectory,
     resume: bool,
-    view: View | None,
     beside: Beside,
     processes: BaseContext,
+    view: View | None = None,
 ) -> RunStatus:
     """Coordinate a run from its beginning, and return how it ended; see `coordinate` and `serve_run`."""
     start = await started_job(config, run=run, resume=resume)
-    host = address_of_host(config.control.host)
-    with listening_socket(host, config.control.port) as listener:
-        address = join_address(host, listener.getsockname()[1])
-        # A token that the machines of the run have in common beforehand, such as a secret of Kubernetes.
-        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
-        tls = tls_directory(config, run)
-        control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
-        return await serve_run(
-            start,
-            control,
-            listener=listener,
-            view=view or TerminalView(),
-            beside=beside,
-            processes=processes,
-        )
+    # A token that the machines of the run have in common beforehand, such as a secret of Kubernetes.
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(16)
+    with control_listener(config, run, token=token) as (control, listener):
+        return await serve_run(start, control, listener=listener, beside=beside, processes=processes, view=view)
 
 
 def run_coordinator(coordinated: Coroutine[Any, Any, RunStatus]) -> int:
@@ -150,9 +135,9 @@ async def serve_run(
     control: ControlAddress,
     *,
     listener: socket.socket,
-    view: View,
     beside: Beside,
     processes: BaseContext,
+    view: View | None = None,
     leadership: Leadership | None = None,
     terminate: Callable[[Coordinator, signal.Signals], None] = Coordinator.hand_over,
 ) -> RunStatus:
@@ -162,6 +147,7 @@ async def serve_run(
         listener: the socket at the address of `control`.
         beside: entered once the coordinator listens.
         processes: starts the process of background work. One that is forked has loaded what decisions need.
+        view: displays the run, by default on the terminal.
         leadership: a term that this process has claimed to continue the run of another coordinator; None: begin it.
         terminate: called when this process is asked to end; by default it leaves the run to one that stands by.
 
@@ -172,7 +158,9 @@ async def serve_run(
     config, run = start.config, start.run
     last = None if leadership is None else LastEntry.newest(run)
     leadership = leadership or await _claim(start, control.address)
-    for file in (run.metrics_file, run.events_file):  # a coordinator that is lost may have them open
+    view = view or TerminalView(steps=config.steps, files=str(run.path))
+    # A coordinator that is lost may have them open.
+    for file in (run.metrics_file, run.events_file):
         detach(file, may_write=leadership.holds)
     with Recorder(run, view, may_write=leadership.holds) as recorder, background(processes) as executor:
         setup = RunSetup(
@@ -259,7 +247,8 @@ def _has_ended(run: RunDirectory, term: int) -> bool:
     """Return whether the coordinator of a term has ended the run, as its journal says."""
     try:
         last = LastEntry.newest(run)
-    except ChameleonError:  # damaged; it is not read by a run that begins or resumes
+    except ChameleonError:
+        # A run that begins or resumes does not read the journal, which may be damaged.
         return False
     return last is not None and last.state.term == term and last.status is not None
 
@@ -310,7 +299,8 @@ def _start_loading_solvers() -> asyncio.Task[None]:
 
 
 _RETRY_S: Final = 0.5
-_LEASES_TO_SUCCEED: Final = 2  # a coordinator that stands by claims the next term after one, by its own clock
+# A coordinator that stands by claims the next term after one, by its own clock.
+_LEASES_TO_SUCCEED: Final = 2
 
 
 def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -> int:
@@ -330,27 +320,18 @@ def stand_by(config: RunConfig, *, run: RunDirectory, host: str | None = None) -
         own_host = own_address(host, towards=leader.address)
         # Beside the coordinator that leads, its port is taken.
         port = 0 if own_host == split_address(leader.address)[0] else config.control.port
-        with ExitStack() as stack:
-            listener = stack.enter_context(listening_socket(own_host, port))
+        with listening_socket(own_host, port) as listener:
             address = join_address(own_host, listener.getsockname()[1])
             control = ControlAddress(address=address, token=leader.token, pid=os.getpid(), tls=leader.tls)
-            # Peers look for this one from now on, and not before.
-            text = f"standing by at {address} for the coordinator of {run.path}"
-            leadership = await until_lost(start, control, listener, announced=partial(print, text, flush=True))
-            if not isinstance(leadership, Leadership):
-                return leadership
-            print(f"the coordinator is lost; this one leads in term {leadership.term}", flush=True)
-            if (found := leadership.claim.address) != address:
-                listener.close()
-                listener = stack.enter_context(listening_socket(*split_address(found)))
-            return await serve_run(
+            return await succeed_coordinator(
                 start,
-                replace(control, address=found),
+                control,
                 listener=listener,
-                view=TerminalView(steps=config.steps, files=str(run.path)),
                 beside=_alone,
                 processes=FORK,
-                leadership=leadership,
+                # Peers look for this one from now on, and not before.
+                announced=partial(print, f"standing by at {address} for the coordinator of {run.path}", flush=True),
+                leading=lambda term: print(f"the coordinator is lost; this one leads in term {term}", flush=True),
             )
 
     return run_coordinator(stood_by())
@@ -378,17 +359,43 @@ async def continue_run(config: RunConfig, *, run: RunDirectory, beside: Beside, 
         raise LiveRunError(run.path, f"another process, which listens at {lost.address}") from None
     with listening as listener:
         control = ControlAddress(address=lost.address, token=lost.token, pid=os.getpid(), tls=lost.tls)
-        leadership = await until_lost(start, control, listener)
-        if not isinstance(leadership, Leadership):
-            return leadership
+        return await succeed_coordinator(start, control, listener=listener, beside=beside, processes=processes)
+
+
+async def succeed_coordinator(
+    start: RunStart,
+    control: ControlAddress,
+    *,
+    listener: socket.socket,
+    beside: Beside,
+    processes: BaseContext,
+    announced: Callable[[], None] = lambda: None,
+    leading: Callable[[int], None] = lambda _: None,
+    terminate: Callable[[Coordinator, signal.Signals], None] = Coordinator.hand_over,
+) -> RunStatus:
+    """Stand by until the coordinator of a run is lost, then coordinate the run until it ends; see `serve_run`.
+
+    Args:
+        announced: called once the coordinator that leads has told all peers that this one stands by.
+        leading: called with the term in which this one leads.
+    """
+    leadership = await _until_lost(start, control, listener, announced=announced)
+    if not isinstance(leadership, Leadership):
+        return leadership
+    leading(leadership.term)
+    with ExitStack() as stack:
+        if (found := leadership.claim.address) != control.address:
+            listener.close()
+            listener = stack.enter_context(listening_socket(*split_address(found)))
+            control = replace(control, address=found)
         return await serve_run(
             start,
             control,
             listener=listener,
-            view=TerminalView(steps=config.steps, files=str(run.path)),
             beside=beside,
             processes=processes,
             leadership=leadership,
+            terminate=terminate,
         )
 
 
@@ -409,12 +416,8 @@ async def is_succeeded(start: RunStart, control: ControlAddress, listener: socke
     return False
 
 
-async def until_lost(
-    start: RunStart,
-    control: ControlAddress,
-    listener: socket.socket,
-    *,
-    announced: Callable[[], None] = lambda: None,
+async def _until_lost(
+    start: RunStart, control: ControlAddress, listener: socket.socket, *, announced: Callable[[], None]
 ) -> Leadership | RunStatus:
     """Stand by until this process has claimed a term, or the run is over; print and return how it ended then.
 
@@ -422,7 +425,7 @@ async def until_lost(
     coordinator that is lost, and it is one of this host.
 
     Args:
-        control: of this process.
+        control: The address of this process.
         listener: the socket at its address, where it refuses all connections meanwhile.
         announced: called once the coordinator that leads has told all peers that this one stands by.
     """

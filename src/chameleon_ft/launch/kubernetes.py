@@ -1,6 +1,6 @@
 """The manifests of a run on Kubernetes: a JobSet, and what it needs beside it.
 
-Checks of names of objects, images and resources, which Kubernetes would reject only when it creates the pods.
+Names of objects, images and resources are checked, because Kubernetes would reject them only when it creates the pods.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ _CONFIG_DIRECTORY: Final = "/etc/chameleon"
 _CONFIG_NAME: Final = "run.toml"
 _MEMORY_DIRECTORY: Final = "/dev/shm"
 _POD_IP: Final = "$(POD_IP)"
-_RESUME: Final = 75  # exit code of processes of a run that is to be resumed, and of agents whose pod is deleted
+# Processes of a run that is to be resumed end with this code, as do agents whose pod is deleted.
+_RESUME: Final = 75
 _LEADS_ELSEWHERE: Final = 69
 _PAGE_PORT: Final = 8790
 _RETRIES: Final = 100
@@ -87,15 +88,15 @@ class KubernetesRun:
     """A run on Kubernetes.
 
     Attributes:
-        name: of the JobSet, and the prefix of all other names.
-        config: of the run, with paths that hold in the containers; `output_dir` is on the shared volume.
-        image: of the containers; `chameleon` is in its PATH.
+        name: The JobSet has this name, with which all other names begin.
+        config: The configuration, with paths that hold in the containers; `output_dir` is on the shared volume.
+        image: The image of all containers; `chameleon` is in its PATH.
         claim: name of a persistent volume claim that many pods may write (ReadWriteMany).
         mount: directory of that volume in the containers.
         token_secret: name of a secret with the key `token`.
         resource: extended resource of which each worker has one, such as nvidia.com/gpu; on the CPU it may be None.
         grace_s: seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed.
-        has_page: whether a pod serves the page of the run and its metrics, which the Prometheus operator collects.
+        has_page: A pod serves the page of the run and its metrics, which the Prometheus operator collects.
     """
 
     name: str

@@ -1,9 +1,4 @@
-"""Requests to the coordinator of a live run, from another process: see the commands inject, drain, checkpoint, stop.
-
-Injection of a failure into a live run, from another process.
-
-A live run whose directory this machine cannot read: its records come from its coordinator.
-"""
+"""Requests to the coordinator of a live run, from another process: failures, drains, checkpoints, the end, records."""
 
 from __future__ import annotations
 
@@ -16,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection
 
-from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.protocol.codec import decode, encode
 from chameleon_ft.protocol.connection import blocking_connection
@@ -38,13 +33,14 @@ from chameleon_ft.protocol.messages import (
 )
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.view import RunReport
-from chameleon_ft.storage.files import RunDirectory, readable_lines
+from chameleon_ft.storage.files import ControlAddress, RunDirectory, readable_lines
 from chameleon_ft.storage.recorder import RecordLine
 
 _ANSWER_TIMEOUT_S: Final = 5.0
 _POLL_S: Final = 0.2
 _ENDING_S: Final = 5.0
-_OUT: Final = ("drained", "failure", "join_failed")  # events of a worker that has left
+# These events say that a worker has left.
+_OUT: Final = ("drained", "failure", "join_failed")
 
 
 def request(run: RunDirectory, message: Message) -> Message:
@@ -178,7 +174,8 @@ def _wait(run: RunDirectory, is_done: Callable[[ClientConnection], bool]) -> Non
                 until_s = None
                 while not is_done(connection):
                     with contextlib.suppress(TimeoutError):
-                        connection.recv(timeout=_POLL_S)  # no other message comes, but the connection ends with the run
+                        # No other message comes, but the connection ends with the run.
+                        connection.recv(timeout=_POLL_S)
             return
         except (ConfigError, _DoesNotLeadError):
             # A run removes the file soon after the end of its connections; if the coordinator is lost, another one
@@ -224,7 +221,8 @@ def require_coordinator(address: str, token: str, *, tls: Path | None) -> None:
         OSError: none answers.
     """
     try:
-        blocking_connection(address, token, tls=tls, open_timeout_s=_ANSWER_TIMEOUT_S).close()
+        with blocking_connection(address, token, tls=tls, open_timeout_s=_ANSWER_TIMEOUT_S):
+            pass
     except InvalidStatus as error:
         raise ControlError(
             f"the coordinator at {address} rejects this process: {error.response.reason_phrase or error}; "
@@ -268,25 +266,43 @@ def inject(
     run: RunDirectory,
     *,
     worker: int,
-    kind: FailureKind,
-    phase: FailurePhase | None,
-    step: int | None,
+    kind: FailureKind = "kill",
+    phase: FailurePhase | None = None,
+    step: int | None = None,
     factor: float | None = None,
-) -> None:
-    """Ask the run's coordinator to inject a failure into `worker`; at once if neither phase nor step is given.
+) -> FailurePhase | None:
+    """Ask the run's coordinator to inject a failure into `worker`, and return the phase in which it is to happen.
+
+    It happens at once, and no phase is returned, if neither phase nor step is given, unless the kind needs a phase.
 
     Args:
-        factor: of kind "slow" or "slow-link": the speed, or bandwidth, as a share of the usual one; 1 ends it.
+        factor: For "slow" or "slow-link", the speed or bandwidth as a share of the usual one; 1 ends it.
 
     Raises:
-        ConfigError: the run is not live.
-        ControlError: the coordinator refuses, for example because there is no such worker.
+        ConfigError: There is no such failure, or the run is not live.
+        ControlError: The coordinator refuses, for example because there is no such worker.
     """
-    if phase is None and step is not None:
+    steps = run.config().steps
+    if worker < 0:
+        raise ConfigError(f"--worker {worker}: workers are numbered from 0")
+    if kind not in get_args(FailureKind):
+        raise ConfigError.unknown_name("kind of failure", kind, get_args(FailureKind))
+    if step is not None and not 0 <= step < steps:
+        raise ConfigError(f"--step {step}: there is no such step; the run has {steps}, numbered 0 to {steps - 1}")
+    if kind in SLOWNESS and factor is None:
+        raise ConfigError(f"--factor is missing: --kind {kind} needs a share of what is usual, such as 0.5")
+    if factor is not None and not 0 < factor <= 1:
+        raise ConfigError(f"--factor {factor}: a share is above 0 and up to 1, which is the usual speed")
+    if kind not in SLOWNESS and factor is not None:
+        raise ConfigError(f"--factor {factor}: only --kind slow and slow-link have a factor, not {kind}")
+    if phase is None and kind == "nan":
+        phase = "backward"
+    elif phase is None and (kind == "corrupt" or step is not None):
         phase = "forward"
     answer = request(run, Inject(worker=worker, kind=kind, phase=phase, step=step, factor=factor))
     if isinstance(answer, Refused):
         raise ControlError(f"--worker {worker}: {answer.reason}")
+    return phase
 
 
 _RECORDS_TIMEOUT_S: Final = 30.0
@@ -303,6 +319,8 @@ def remote_watcher(address: str, token: str, *, tls: Path | None) -> Iterator[Re
     with connection, tempfile.TemporaryDirectory(prefix="chameleon-watch-") as folder:
         copy = _RunCopy(RunDirectory(Path(folder)), connection, address)
         copy.add_new("config.toml")
+        # Requests find the coordinator by it, as in the run's own directory.
+        copy.run.write_control(ControlAddress(address=address, token=token, pid=0, tls=tls))
         yield RemoteWatcher(copy)
 
 

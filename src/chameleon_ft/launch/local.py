@@ -1,7 +1,4 @@
-"""A run on one machine: a launcher with the coordinator and the agent, each of which it replaces when it is lost.
-
-The coordinator and the agent of a run on one machine, in processes that are forked from its launcher.
-"""
+"""A run on one machine: a launcher forks the coordinator and the agent, and replaces each of them when it is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError, DeposedError
 from chameleon_ft.events.records import RunStatus
 from chameleon_ft.host.fork_server import SAME_SIGNAL_S, Lifeline, receive
 from chameleon_ft.launch.agent import create_agent
-from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, is_succeeded, serve_run, until_lost
+from chameleon_ft.launch.coordinator import EXIT_CODES, InterruptCount, is_succeeded, serve_run, succeed_coordinator
 from chameleon_ft.launch.processes import (
     FORK,
     ForkedProcess,
@@ -42,9 +39,8 @@ from chameleon_ft.launch.processes import (
     start_fork_server,
     unattended,
 )
-from chameleon_ft.launch.start import RunStart, tls_directory
-from chameleon_ft.protocol.address import CoordinatorAccess, address_of_host, join_address
-from chameleon_ft.protocol.server import listening_socket
+from chameleon_ft.launch.start import RunStart, control_listener
+from chameleon_ft.protocol.address import CoordinatorAccess
 from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.recorder import Recorder
@@ -70,7 +66,7 @@ def run_coordinator(
     """Coordinate the run, in place of one that is lost if it takes over, and send how it ended.
 
     Args:
-        gives_way: whether to take over only after another coordinator, which stands by now, has led the run.
+        gives_way: Take over only after another coordinator, which stands by now, has led the run.
     """
 
     @asynccontextmanager
@@ -98,21 +94,17 @@ def run_coordinator(
     async def coordinated() -> RunStatus | bytes:
         if gives_way and not await is_succeeded(start, control, listener):
             return ALONE
-        stands_by = partial(pipe.send, STANDS_BY)
-        leadership = await until_lost(start, control, listener, announced=stands_by) if takes_over else None
-        if isinstance(leadership, str):
-            return leadership
-        view = TerminalView(steps=start.config.steps, files=str(start.run.path))
-        return await serve_run(
+        # All workers of the run are on this machine, and end with it.
+        coordinate = partial(
+            succeed_coordinator if takes_over else serve_run,
             start,
             control,
             listener=listener,
-            view=view,
             beside=obey,
             processes=FORK,
-            leadership=leadership,
-            terminate=Coordinator.terminate,  # all workers of the run are on this machine, and end with it
+            terminate=Coordinator.terminate,
         )
+        return await (coordinate(announced=partial(pipe.send, STANDS_BY)) if takes_over else coordinate())
 
     control = replace(control, pid=os.getpid())
     outcome: RunStatus | bytes | ChameleonError
@@ -182,8 +174,9 @@ _MAX_DEATHS: Final = 3
 """Coordinators, or agents, that may die without a step between them; then the run ends."""
 _MAX_SIGNALS: Final = 2
 """Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
-_ASKS: Final = 5  # within the lease
-_AGENT_GRACE_S: Final = 10.0  # longer than an agent gives its ranks
+_ASKS_PER_LEASE: Final = 5
+# An agent gives its ranks less time.
+_AGENT_GRACE_S: Final = 10.0
 
 
 def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
@@ -192,22 +185,21 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
     Raises:
         ChameleonError: the run cannot be started.
     """
-    host = address_of_host(config.control.host)
-    with unattended(), listening_socket(host, config.control.port) as listener:
-        address = join_address(host, listener.getsockname()[1])
-        token, tls = secrets.token_urlsafe(16), tls_directory(config, run)
-        control = ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls)
-        with closing(Lifeline()) as lifeline:
-            agent = ForkedProcess(partial(run_agent, config, control, listener, lifeline))
-            try:
-                # Before any process is forked that needs them, and while the agent loads the job.
-                with signals_not_lost():
-                    load_solvers()
-                start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
-            except BaseException:
-                agent.kill()
-                raise
-            return EXIT_CODES[_Launcher(start, control, listener, lifeline, agent).wait()]
+    with (
+        unattended(),
+        control_listener(config, run, token=secrets.token_urlsafe(16)) as (control, listener),
+        closing(Lifeline()) as lifeline,
+    ):
+        agent = ForkedProcess(partial(run_agent, config, control, listener, lifeline))
+        try:
+            # Before any process is forked that needs them, and while the agent loads the job.
+            with signals_not_lost():
+                load_solvers()
+            start = RunStart.of(config, run=run, job=agent.answer(), resume=resume)
+        except BaseException:
+            agent.kill()
+            raise
+        return EXIT_CODES[_Launcher(start, control, listener, lifeline, agent).wait()]
 
 
 class _Launcher:
@@ -231,16 +223,24 @@ class _Launcher:
         self._agent = agent
         self._coordinator: ForkedProcess | None = None
         self._signals: list[signal.Signals] = []
-        self._signalled_s: list[float] = []  # when they came
-        self._stands_by = False  # whether another coordinator leads the run
-        self._has_ended = False  # whether a coordinator has said how the run ended
-        self._given_up: RunStatus | None = None  # how this process ends if no coordinator says so
-        self._is_draining = False  # whether the agent has been told to
+        # When the signals came.
+        self._signalled_s: list[float] = []
+        # Whether another coordinator leads the run.
+        self._stands_by = False
+        # Whether a coordinator has said how the run ended.
+        self._has_ended = False
+        # How this process ends if no coordinator says so.
+        self._given_up: RunStatus | None = None
+        # Whether the agent has been told to drain its workers.
+        self._is_draining = False
         self._coordinator_deaths, self._agent_deaths = _Deaths(start.run), _Deaths(start.run)
-        self._ask_every_s = start.config.control.lease_s / _ASKS
-        self._silent_s: float | None = None  # for which the coordinator has not answered, once it has begun
-        self._too_many_deaths = ""  # of coordinators: how many, and why
-        self._end_reason: str | None = None  # why this process has ended the coordinator
+        self._ask_every_s = start.config.control.lease_s / _ASKS_PER_LEASE
+        # How long the coordinator has not answered; None before it has begun.
+        self._silent_s: float | None = None
+        # How many coordinators have died, and why, once these are too many.
+        self._too_many_deaths = ""
+        # Why this process has ended the coordinator.
+        self._end_reason: str | None = None
 
     def wait(self) -> RunStatus:
         """Run coordinators until one says how the run ended, and return that. Raises the ChameleonError of one."""
@@ -301,7 +301,8 @@ class _Launcher:
                 self._agent.process.join()
                 if error is None and self._agent.process.exitcode == 0:
                     self._give_up_if_unheard()
-                    continue  # its workers have been drained, and others train on
+                    # Its workers have been drained, and others train on.
+                    continue
                 if error is None and self._replace_agent():
                     agent.append(self._agent.pipe)
                     continue
@@ -328,7 +329,8 @@ class _Launcher:
             coordinator.process.kill()
 
     def _start_coordinator(self, *, stands_by: bool = False, gives_way: bool = False) -> None:
-        with signals_deferred():  # a signal is for the new one, or it has been told of it
+        # So a signal reaches the new coordinator, or it has been told of it.
+        with signals_deferred():
             self._silent_s, self._end_reason, self._stands_by = None, None, stands_by
             self._coordinator = ForkedProcess(
                 partial(
@@ -392,7 +394,8 @@ class _Launcher:
         if self._has_ended:
             self._agent.process.kill()
         elif self._coordinator is not None:
-            with contextlib.suppress(OSError):  # the next one is told when it starts
+            # The next one is told when it starts.
+            with contextlib.suppress(OSError):
                 self._coordinator.pipe.send(number)
             self._give_up_if_unheard()
 
@@ -414,7 +417,8 @@ class _Launcher:
         if self._stands_by and is_termination and number == 1 and self._agent.process.is_alive():
             if not self._is_draining:
                 self._is_draining = True
-                with contextlib.suppress(OSError):  # it ends by itself
+                # The agent may have ended by itself.
+                with contextlib.suppress(OSError):
                     self._agent.pipe.send(self._signals[-1])
         elif self._stands_by or number > 1 or waited_s > lease_s:
             self._given_up = "terminated" if is_termination else "interrupted"
@@ -423,7 +427,8 @@ class _Launcher:
 
 def _standbys(run: RunDirectory) -> str:
     """Return the addresses of the coordinators that stand by, as the journal of the last one has them."""
-    with contextlib.suppress(ChameleonError):  # a damaged journal
+    # The journal may be damaged.
+    with contextlib.suppress(ChameleonError):
         if (last := LastEntry.newest(run)) is not None:
             return " or ".join(sorted({*last.state.standbys.values()}))
     return ""

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TextIO, cast, get_args
+from typing import Final, TextIO, cast
 
-from chameleon_ft.config import SLOWNESS, FailureKind, FailurePhase
+from chameleon_ft.config import FailureKind
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.host.fork_server import Terminated
 from chameleon_ft.launch.live_run import checkpoint, drain, inject, stop
@@ -27,10 +27,13 @@ from chameleon_ft.protocol.address import join_address, split_address
 from chameleon_ft.storage.files import RunDirectory, replace_file
 
 _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
-_NICENESS: Final = 10  # ranks that compute on all cores come first
-_LAST_NEWS_S: Final = 2  # for which browsers may still be sent how the run ended
+# Ranks that compute on all cores come first.
+_NICENESS: Final = 10
+# Browsers may still be sent how the run ended for this time.
+_LAST_NEWS_S: Final = 2
 _END_S: Final = 10.0
-_SCRAPE_S: Final = 30.0  # for which a page tells a scraper how its run has ended
+# A page tells a scraper how its run has ended for this time.
+_SCRAPE_S: Final = 30.0
 _NOTICE_S: Final = 1.0
 
 
@@ -42,15 +45,7 @@ class _RunActions:
 
     def inject(self, *, worker: int, kind: str, factor: float | None) -> str:
         """Make a worker fail. Raises ChameleonError if it cannot."""
-        if kind not in get_args(FailureKind):
-            raise ConfigError(f"there is no kind of failure {kind!r}; there are {', '.join(get_args(FailureKind))}")
-        if (kind in SLOWNESS) != (factor is not None):
-            raise ConfigError("give a factor for slow and slow-link, such as 0.5, and for no other kind")
-        if factor is not None and not 0 < factor <= 1:
-            raise ConfigError(f"a factor of {factor} is not above 0 and up to 1")
-        phases: dict[str, FailurePhase] = {"corrupt": "forward", "nan": "backward"}
-        name = cast("FailureKind", kind)
-        inject(self.run, worker=worker, kind=name, phase=phases.get(kind), step=None, factor=factor)
+        inject(self.run, worker=worker, kind=cast("FailureKind", kind), factor=factor)
         return f"worker {worker}: {kind}"
 
     def drain(self, *, workers: tuple[int, ...], host: str | None) -> str:
@@ -117,7 +112,8 @@ class PageServer:
         place = f"the token for its buttons is in {file}"
         try:
             replace_file(file, json.dumps(values) + "\n", mode=0o600)
-        except OSError as error:  # a run of another user, or on a read-only disk, is shown all the same
+        except OSError as error:
+            # A run of another user, or on a read-only disk, is shown all the same.
             if not is_known:
                 place = (
                     f"its buttons need a token, which cannot be written to {file} ({error.strerror}); to use them, run "
@@ -126,7 +122,8 @@ class PageServer:
         url = f"http://{self.address}/"
         if sys.stdout.isatty():
             print(f"page: {url}#token={self.token}", flush=True)
-        else:  # the token goes to no log
+        else:
+            # The token goes to no log.
             print(f"page: {url} ({place})", flush=True)
 
     @contextmanager
@@ -137,8 +134,10 @@ class PageServer:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(run.path), self.host, str(descriptor)],
             pass_fds=[descriptor],
-            stdin=subprocess.PIPE,  # which also carries the token: command lines can be read by all users
-            start_new_session=True,  # Ctrl-C ends the run, and then its page
+            # It carries the token, too, because command lines can be read by all users.
+            stdin=subprocess.PIPE,
+            # Ctrl-C ends the run, and then its page.
+            start_new_session=True,
         )
         assert process.stdin is not None
         with contextlib.suppress(OSError):
@@ -181,7 +180,8 @@ def _await_scrape(process: subprocess.Popen[bytes]) -> None:
     """Wait until the end of the run has been scraped from its page, or `_SCRAPE_S`."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
-        process.stdin.close()  # tells the page that its run's command is at its end
+        # Tells the page that its run's command is at its end.
+        process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_NOTICE_S)
         return
@@ -197,7 +197,7 @@ def serve_page(
 
     Args:
         listener: listens on the address of the page.
-        host: of that address.
+        host: The host of that address.
         token: needed for actions.
         until: a file at whose end the page ends, too: once the end of the run has been scraped, or after `_SCRAPE_S`.
     """
@@ -207,7 +207,8 @@ def serve_page(
     from chameleon_ft.report.page.app import page_app
     from chameleon_ft.report.page.metrics import exposition
 
-    log = logging.getLogger("uvicorn")  # a browser's mistakes are not for the terminal of the run
+    # A browser's mistakes are not for the terminal of the run.
+    log = logging.getLogger("uvicorn")
     log.addHandler(logging.FileHandler(run.logs / "page.log", delay=True))
     log.propagate = False
     has_told = threading.Event()
@@ -238,7 +239,8 @@ def serve_page(
         if report.is_over:
             with contextlib.suppress(OSError):
                 replace_file(run.path / "metrics.prom", exposition(watcher.state, report)[0].decode(), mode=0o644)
-        if report.condition in ("finished", "failed"):  # a run that was ended from outside ends at once
+        # A run that was ended from outside ends at once.
+        if report.condition in ("finished", "failed"):
             has_told.wait(_SCRAPE_S)
         server.should_exit = True
 

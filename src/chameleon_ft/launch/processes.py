@@ -1,7 +1,4 @@
-"""Signals and pipes of the processes of a run, and the fork server.
-
-Processes that are forked from a launcher, each with a pipe to it.
-"""
+"""The processes of a run on this machine: their signals, the fork server, and those that are forked from a launcher."""
 
 from __future__ import annotations
 
@@ -135,7 +132,8 @@ def signals_handled(
     try:
         yield
     finally:
-        with signals_deferred():  # for a moment, the default action is in force
+        # For a moment, the default action is in force.
+        with signals_deferred():
             for number in (signal.SIGINT, *endings):
                 loop.remove_signal_handler(number)
             for number in endings:
@@ -238,7 +236,8 @@ class ForkedProcess:
     def __init__(self, target: Callable[[Connection], None]) -> None:
         self.pipe, theirs = FORK.Pipe()
         self.process: BaseProcess = FORK.Process(target=_run, args=(target, self.pipe, theirs))
-        with signals_deferred():  # it has the handlers of this process at first
+        # The new process has the handlers of this one at first.
+        with signals_deferred():
             self.process.start()
         theirs.close()
 

@@ -1,15 +1,12 @@
-"""The batch script of a Slurm job.
-
-Options of sbatch that a user adds to the script of a run, and time limits as sbatch reads them.
-
-The machines that a scheduler is asked for, and the address of a coordinator whose machine it chooses.
-"""
+"""The batch script of a Slurm job, with options of sbatch that a user adds, and the machines that it asks for."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -85,7 +82,8 @@ def time_limit_s(limit: str) -> float | None:
             "DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS, or UNLIMITED"
         )
     seconds = sum(int(text) * _SECONDS[unit[-1]] for unit, text in found.groupdict().items() if text)
-    return float(seconds) or None  # zero is no limit, too
+    # To sbatch, zero is no limit, too.
+    return float(seconds) or None
 
 
 def quoted(word: str) -> str:
@@ -229,7 +227,8 @@ for _ in {{1..60}}; do kill -0 "$agents" 2>/dev/null && sleep 0.5; done  # the a
 exit $code
 """
 _POLL_S: Final = 10.0
-_MAX_SIGNAL_S: Final = 65535  # that sbatch takes
+# sbatch takes no more.
+_MAX_SIGNAL_S: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +236,9 @@ class BatchScript:
     """A job with the coordinator in its batch step, and a step with one agent on each node.
 
     Attributes:
-        config: of the run; `output_dir` is its directory.
+        config: The configuration; `output_dir` is the run directory.
         python: the interpreter that has Chameleon, on every node.
-        time_limit: as `sbatch --time` takes it; None: that of the partition.
+        time_limit: What `sbatch --time` takes; None: that of the partition.
         checkpoint_s: seconds before the time limit at which the run ends with a checkpoint and the job is requeued.
         extra_options: further options of sbatch.
         poll_s: seconds between two looks at the states of the nodes.
@@ -304,6 +303,28 @@ class BatchScript:
             workers=self.machines.workers_per_node,
             config=shlex.quote(str(self.config_file)),
         )
+
+    def submit(self) -> str:
+        """Write the script and the configuration, and return the number of the job. Raises ConfigError."""
+        if shutil.which("sbatch") is None:
+            raise ConfigError("sbatch: is not in the PATH; submit from a machine that has Slurm, or give --dry-run")
+        files = {self.config_file: self.config_text(), self.file: self.text()}
+        try:
+            self.run.parent.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                if file.exists() and WRITTEN_BY.encode() not in file.read_bytes():
+                    raise ConfigError(
+                        f"{file}: exists already, and was not written by `chameleon slurm`; move it away, or give "
+                        "another --output-dir"
+                    )
+            for file, text in files.items():
+                file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output-dir {self.run}: no files can be written beside it: {error}") from None
+        submitted = subprocess.run(["sbatch", "--parsable", self.file], capture_output=True, text=True, check=False)
+        if submitted.returncode:
+            raise ConfigError(f"sbatch refuses {self.file}: {submitted.stderr.strip()}")
+        return submitted.stdout.strip().partition(";")[0]
 
     def _options(self) -> list[str]:
         workers = self.machines.workers_per_node

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import socket
 from typing import Final, Self
 
 from chameleon_ft.config import RunConfig
@@ -11,10 +15,11 @@ from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.job_record import ACCEPTABLE, JobRecord
 from chameleon_ft.plan import Plan
-from chameleon_ft.protocol.address import generate_certificates
+from chameleon_ft.protocol.address import address_of_host, generate_certificates, join_address
 from chameleon_ft.protocol.job_info import JobInfo
+from chameleon_ft.protocol.server import listening_socket
 from chameleon_ft.storage.checkpoints import read_mark, sound_checkpoint
-from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.files import ControlAddress, RunDirectory
 from chameleon_ft.storage.plans import read_start_plan
 from chameleon_ft.storage.profiles import profile_of_run
 from chameleon_ft.storage.run_storage import checkpoint_storage
@@ -30,7 +35,7 @@ class RunStart:
     Attributes:
         profile: the profile of the run, if it has one.
         plan: the plan to start with, if the run was given one.
-        resume: whether to begin with a checkpoint.
+        resume: Begin with a checkpoint.
         changes: how the job differs from the one that the checkpoint was written by.
     """
 
@@ -61,16 +66,24 @@ class RunStart:
         return cls(config=config, run=run, job=job, profile=profile, plan=plan, resume=resume, changes=changes)
 
 
-def tls_directory(config: RunConfig, run: RunDirectory) -> Path | None:
-    """Return the directory for TLS, with new certificates where they are to be generated. Raises ConfigError."""
+@contextmanager
+def control_listener(config: RunConfig, run: RunDirectory, *, token: str) -> Iterator[tuple[ControlAddress, socket]]:
+    """Listen at the address of the coordinator within the block, which begins with new certificates if so configured.
+
+    Raises ConfigError or OSError if that is impossible.
+    """
     match config.control.tls:
         case "off":
-            return None
+            tls = None
         case "generate":
             generate_certificates(run.tls)
-            return run.tls
+            tls = run.tls
         case directory:
-            return Path(directory)
+            tls = Path(directory)
+    host = address_of_host(config.control.host)
+    with listening_socket(host, config.control.port) as listener:
+        address = join_address(host, listener.getsockname()[1])
+        yield ControlAddress(address=address, token=token, pid=os.getpid(), tls=tls), listener
 
 
 def _accepted_changes(run: RunDirectory, job: JobInfo, config: RunConfig) -> tuple[str, ...]:
@@ -124,7 +137,8 @@ def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
     if not config.is_emulated:
         wanted = asdict(job.profiled_as(config))
         if not job.device:
-            del wanted["device"]  # the workers are on other hosts
+            # The workers are on other hosts.
+            del wanted["device"]
         profile.require(wanted)
     return profile
 

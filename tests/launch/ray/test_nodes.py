@@ -8,7 +8,8 @@ import pytest
 
 from chameleon_ft.config import Parallel, TrainConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray.cluster import ClusterOptions, Node, NodeRequest
+from chameleon_ft.launch.ray.cluster import Node, NodeRequest
+from chameleon_ft.launch.ray.options import ClusterOptions
 from tests.golden import refused
 
 CPUS = [Node(id=str(number), address=f"10.0.0.{number}", resources={"CPU": 8.0}) for number in range(1, 4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import RunPath, parse_arguments
 from chameleon_ft.storage.files import RunDirectory
 
 
@@ -18,7 +18,7 @@ class CheckpointArguments:
 
     run: RunPath
     """Run directory."""
-    wait: Switch = False
+    wait: bool = False
     """Return only once the checkpoint is complete, and with exit code 1 if it cannot be written."""
 
 
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(CheckpointArguments, arguments, command="checkpoint")
     run = RunDirectory.open(given.run)
-    run.read_control()  # raises if the run is not live
+    # Raises if the run is not live.
+    run.read_control()
     from chameleon_ft.launch.live_run import checkpoint, count_events, wait_until_saved
 
     before = count_events(run)

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Page, Switch, metavar, page_beside, with_page_address
-from chameleon_ft.cli.joining import JoinArguments
-from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, parse_start, prepare_run
-from chameleon_ft.cli.watched import lost_run, refuse_live_run
+from typing_extensions import Doc
+
+from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
 from chameleon_ft.errors import ConfigError, LiveRunError
+from chameleon_ft.session.configuration import AUTO
+from chameleon_ft.session.joining import StandbyRequest
+from chameleon_ft.session.start import give_way, lost_run, prepare_run
 from chameleon_ft.storage.files import RunDirectory
 
-_POLL_S: Final = 1.0
 
-
-@dataclass(frozen=True)
-class CoordinatorArguments:
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorArguments(StartArguments):
     """Run the coordinator of a run that spans several machines. It decides, records and displays; it does not compute.
 
     Set control.host to an address that the other machines reach, or to auto. The coordinator prints the address and the
     token that `chameleon agent` and `chameleon worker` need, and waits until all `workers` have joined.
     """
 
-    config: ConfigFile = None
-    resume: Resume = None
-    fork: Forks = False
     page: Page = None
-    take_over: Annotated[
-        OptionalPath,
-        metavar("RUN", "Directory of a live run whose coordinator is lost; this one continues the run."),
-    ] = None
+    take_over: Annotated[Path | None, "RUN"] = None
+    """Directory of a live run whose coordinator is lost; this one continues the run."""
     standby: Annotated[
-        OptionalPath,
-        metavar(
-            "RUN",
+        Path | None,
+        "RUN",
+        Doc(
             "Directory of a run with a coordinator elsewhere: stand by, and continue the run, at an address of this "
-            "machine, when that coordinator is lost.",
+            "machine, when that coordinator is lost."
         ),
     ] = None
-    or_standby: Switch = False
+    or_standby: bool = False
     """With --resume auto: if the run is live, stand by, so that a scheduler may start this command at any time."""
-    host: Annotated[OptionalStr, metavar("ADDRESS")] = None
+    host: Annotated[str | None, "ADDRESS"] = None
     """With --standby: address of this machine, or its interface; by default that of the route to the coordinator."""
 
 
@@ -75,29 +68,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _coordinate(given: CoordinatorArguments, flags: dict[str, Any]) -> int:
     with page_beside(given.page) as shown:
-        prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+        prepared = prepare_run(given.request(flags))
         from chameleon_ft.launch.coordinator import coordinate
 
         with shown(prepared.directory):
             return prepared.start(coordinate)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StandbyArguments(JoinArguments):
-    def _may_lead(self) -> bool:
-        """Return whether the coordinator may be lost, and workers still look for another: it has written lately."""
-        assert self.run is not None
-        run = RunDirectory.open(self.run)
-        with contextlib.suppress(FileNotFoundError):
-            journals = run.journals()
-            written_at = max(file.stat().st_mtime for file in (run.control_file, *journals))
-            return bool(journals) and time.time() - written_at < run.config().timeouts.reconnect_s
-        return False
-
-
 def _stand_by(path: Path, *, host: str | None, page: str | None) -> int:
     with page_beside(page) as shown:
-        if _StandbyArguments(run=path).find_coordinator() is None:
+        if StandbyRequest(run=path).find_coordinator() is None:
             return 0
         directory = RunDirectory.open(path)
         from chameleon_ft.launch.coordinator import stand_by
@@ -112,19 +92,8 @@ def _coordinate_or_stand_by(given: CoordinatorArguments, flags: dict[str, Any]) 
     run = RunDirectory(Path(flags["output_dir"]))
     try:
         if run.control_file.exists():
-            _give_way(run)
+            give_way(run)
         return _coordinate(given, flags)
     except LiveRunError as error:
         print(f"{error}; this coordinator stands by", flush=True)
         return _stand_by(run.path, host=flags.get("control", {}).get("host"), page=given.page)
-
-
-def _give_way(run: RunDirectory) -> None:
-    """Wait until a coordinator that stands by would have taken over a run that has not ended.
-
-    Raises LiveRunError as soon as a coordinator answers.
-    """
-    until_s = time.monotonic() + 2 * run.config().control.lease_s
-    while time.monotonic() < until_s:
-        refuse_live_run(run)
-        time.sleep(_POLL_S)

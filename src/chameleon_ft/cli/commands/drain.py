@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
-from tyro.conf import UseAppendAction
+from pydantic import NonNegativeInt
+from pydantic.dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import OptionalStr, RunPath, Switch, metavar, parse_arguments
+from chameleon_ft.cli.arguments import RunPath, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.quantities import listed
 from chameleon_ft.storage.files import RunDirectory
@@ -24,11 +24,11 @@ class DrainArguments:
 
     run: RunPath
     """Run directory."""
-    worker: Annotated[tuple[int, ...], UseAppendAction, metavar("INT")] = ()
+    worker: Annotated[tuple[NonNegativeInt, ...], "INT"] = ()
     """Number of a worker, as the run shows it; repeat the flag for several."""
-    host: Annotated[OptionalStr, metavar("ADDRESS")] = None
+    host: Annotated[str | None, "ADDRESS"] = None
     """Address of a host, as the run shows it: all its workers leave."""
-    wait: Switch = False
+    wait: bool = False
     """Return only once the workers are out or the run is over, and not as soon as the coordinator agrees."""
 
 
@@ -38,9 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory.open(given.run)
     if bool(given.worker) == (given.host is not None):
         raise ConfigError("give either --worker N, once for each worker, or --host ADDRESS")
-    if (negative := min(given.worker, default=0)) < 0:
-        raise ConfigError(f"--worker {negative}: workers are numbered from 0")
-    run.read_control()  # raises if the run is not live
+    # Raises if the run is not live.
+    run.read_control()
     from chameleon_ft.launch.live_run import count_events, drain, wait_until_out
 
     before = count_events(run)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, OptionalStr, Switch, metavar
-from chameleon_ft.cli.starting import ConfigFile, overridden, parse_start
-from chameleon_ft.config import read_toml
+from chameleon_ft.cli.arguments import parse_start
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.launch.kubernetes import KubernetesRun, to_yaml
 from chameleon_ft.launch.slurm import Machines, with_reachable_host
+from chameleon_ft.session.configuration import RunRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,28 +24,29 @@ class KubernetesArguments:
     docs/kubernetes.md.
     """
 
-    config: ConfigFile = None
-    image: OptionalStr = None
+    config: Annotated[Path | None, "[CONFIG]"] = None
+    """TOML file with the configuration; flags override it."""
+    image: str | None = None
     """Image with Chameleon, such as one built from the Dockerfile of its source. Required."""
-    claim: OptionalStr = None
+    claim: str | None = None
     """Persistent volume claim that all pods mount (ReadWriteMany), for the run directory. Required."""
-    workers_per_node: OptionalInt = None
+    workers_per_node: int | None = None
     """Workers of each agent, one for each accelerator. Required."""
-    nodes: OptionalInt = None
+    nodes: int | None = None
     """Agents; by default as many as the workers of the run need. Workers beyond those join as newcomers."""
-    name: OptionalStr = None
+    name: str | None = None
     """Name of the JobSet; by default that of the configuration file."""
-    mount: Annotated[str, metavar("PATH")] = "/shared"
+    mount: Annotated[str, "PATH"] = "/shared"
     """Directory of the volume in the containers."""
-    token_secret: Annotated[OptionalStr, metavar("NAME")] = None
+    token_secret: Annotated[str | None, "NAME"] = None
     """Secret of yours, whose key `token` is the join token; by default the name of the JobSet with -token."""
-    resource: Annotated[OptionalStr, metavar("NAME")] = None
+    resource: Annotated[str | None, "NAME"] = None
     """Extended resource of an accelerator; for device = "cuda" by default nvidia.com/gpu."""
     grace_s: int = 600
     """Seconds that a pod has to drain its workers, or to write a checkpoint, before it is killed."""
-    monitoring: Switch = False
+    monitoring: bool = False
     """Also write a pod that serves the page of the run, a Service, and a ServiceMonitor for the Prometheus operator."""
-    file: Annotated[OptionalPath, metavar("FILE")] = None
+    file: Annotated[Path | None, "FILE"] = None
     """File to write; by default the manifests are printed."""
 
 
@@ -71,16 +71,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(given: KubernetesArguments, flags: dict[str, Any]) -> KubernetesRun:
     """Return the run. Raises ConfigError."""
-    values = {} if given.config is None else read_toml(given.config)
-    source = "the configuration" if given.config is None else str(given.config)
-    config = with_reachable_host(overridden(values, flags, job=None, source=source), chooser="Kubernetes")
+    request = RunRequest(file=given.config, changes=flags)
+    config = with_reachable_host(request.given_config(), chooser="Kubernetes")
     if given.image is None or given.claim is None or given.workers_per_node is None:
         required = {"--image": given.image, "--claim": given.claim, "--workers-per-node": given.workers_per_node}
         missing = ", ".join(flag for flag, value in required.items() if value is None)
         raise ConfigError(f"{missing}: must be given; `chameleon kubernetes --help` explains them")
-    usual_name = "llama" if given.config is None else given.config.stem.lower().replace("_", "-")
-    name = usual_name if given.name is None else given.name
-    if "lease" not in {**values.get("control", {}), **flags.get("control", {})}:
+    name = request.usual_name.lower().replace("_", "-") if given.name is None else given.name
+    if "lease" not in config.control.model_fields_set:
         config = config.model_copy(update={"control": config.control.model_copy(update={"lease": "kubernetes"})})
     output_dir = config.output_dir or Path(given.mount) / "runs" / name
     return KubernetesRun(

@@ -7,18 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Final
+
+from pydantic.dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
-from chameleon_ft.cli.plan_case import PlanArguments, PlanCase, plan_cases
-from chameleon_ft.cli.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.cost.memory import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 from chameleon_ft.report.picture import Lane
 from chameleon_ft.schedule import list_schedule
+from chameleon_ft.session.plan_case import PlanCase, PlanRequest, plan_cases
+from chameleon_ft.session.prediction import Prediction, Search, predict_layouts, predict_searched
 from chameleon_ft.workload import is_recomputed
 
 _DERIVED = (
@@ -38,9 +41,26 @@ _MEMORY: Final = {
 """The fields of `MemoryUse` in words."""
 
 
+@dataclass(frozen=True)
+class PlanArguments(PlanRequest):
+    """Predict a step: its time and that of every operation, the memory of every worker, and lower bounds.
+
+    With CONFIG, for that run, by the profile that it names or --profile; without a profile, its layers are measured
+    once on this machine, which takes some seconds. Without CONFIG, for a layout of a published --model on a known
+    --device, or of a --profile. The exit code is 1 if the plan does not fit the memory of its workers.
+    """
+
+    picture: Path | None = None
+    """Draw the schedule: .svg, .png or .pdf."""
+    trace: Path | None = None
+    """Write the schedule as a trace for ui.perfetto.dev."""
+    json: bool = False
+    """Print the prediction as JSON."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(PlanArguments, arguments, command="plan")
+    given = parse_arguments(PlanArguments, arguments, command="plan", positional=["config"])
     require_places(picture=given.picture, trace=given.trace)
     cases = plan_cases(given)
     dead = _failed_workers(given.failed, len(cases[0].costs.cluster.workers))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import Switch, parse_arguments
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.config import DEVICES, DeviceName
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.quantities import data_size
@@ -22,19 +24,17 @@ class PreflightArguments:
 
     device: DeviceName = "cpu"
     """Device of a worker, as in a configuration."""
-    workers: int = 1
+    workers: PositiveInt = 1
     """Worker processes that are to run here."""
-    share_devices: Switch = False
+    share_devices: bool = False
     """Let workers share accelerators."""
-    json: Switch = False
+    json: bool = False
     """Print the report as JSON."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(PreflightArguments, arguments, command="preflight")
-    if given.workers < 1:
-        raise ConfigError(f"--workers {given.workers}: should be 1 or more")
     if given.device == "emulated":
         raise ConfigError("--device emulated: such devices are on no machine; name the one to examine")
     from chameleon_ft.protocol.messages import Examine

@@ -7,23 +7,25 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
-import tyro
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_arguments
-from chameleon_ft.cli.costs import NO_PRESET, Preset, measured_profile
+from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, require_places
-from chameleon_ft.cli.starting import read_config_values
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import config_type, parse_config
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.protocol.address import TOKEN_VARIABLE
 from chameleon_ft.quantities import data_size, duration
+from chameleon_ft.session.configuration import read_config_values
+from chameleon_ft.session.costs import NO_MODEL, ModelRequest, measured_profile
 from chameleon_ft.storage.profiles import write_profile
 
 
@@ -37,24 +39,24 @@ class ProfileArguments:
     one prints in CHAMELEON_TOKEN.
     """
 
-    config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
+    config: Annotated[Path | None, "[CONFIG]"] = None
     """TOML file of a run, or Python file of a job."""
-    out: OptionalPath = None
+    out: Path | None = None
     """New file to write the profile to."""
-    repeats: int = 20
+    repeats: PositiveInt = 20
     """Measurements of each time; the median counts."""
-    peer: Annotated[OptionalStr, metavar("HOST:PORT")] = None
+    peer: Annotated[str | None, "HOST:PORT"] = None
     """Address at which another host serves, to measure the link to it as well."""
-    serve: Annotated[OptionalStr, metavar("HOST:PORT")] = None
+    serve: Annotated[str | None, "HOST:PORT"] = None
     """Serve hosts that measure the link to this one, until Ctrl-C."""
-    preset: Preset = NO_PRESET
-    json: Switch = False
+    preset: ModelRequest = NO_MODEL
+    json: bool = False
     """Print the profile as JSON."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(ProfileArguments, arguments, command="profile")
+    given = parse_arguments(ProfileArguments, arguments, command="profile", positional=["config"])
     _check(given)
     if given.serve is not None:
         from chameleon_ft.worker.profiling.links import serve_link
@@ -91,11 +93,9 @@ def _serving_token() -> str:
 def _check(given: ProfileArguments) -> None:
     """Raise ConfigError if the arguments do not go together."""
     if given.serve is not None:
-        if (given.config, given.preset, given.peer, given.out) != (None, NO_PRESET, None, None):
+        if (given.config, given.preset, given.peer, given.out) != (None, NO_MODEL, None, None):
             raise ConfigError(f"--serve {given.serve}: only answers; give the other flags on the host that measures")
         return
-    if given.repeats < 1:
-        raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
     if given.config is not None:
         given.preset.refuse(
             f"is for --model, and {given.config} says what is measured; leave one of them out",
@@ -112,7 +112,8 @@ def _measure(given: ProfileArguments, arguments: Sequence[str]) -> Profile:
     values = read_config_values(given.config)
     if (size := given.preset.size) is not None:
         values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
-    values.pop("failures", None)  # they are for a run
+    # Failures are injected into runs only.
+    values.pop("failures", None)
     config = parse_config(config_type(values), values, source=str(given.config))
     token = os.environ.get(TOKEN_VARIABLE, "")
     if given.peer is not None and not token:

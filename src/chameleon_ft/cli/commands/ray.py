@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from tyro.conf import UseAppendAction
-
-from chameleon_ft.cli.arguments import OptionalInt, metavar
-from chameleon_ft.cli.starting import ConfigFile, Forks, Resume, parse_start, prepare_run
+from chameleon_ft.cli.arguments import StartArguments, parse_start
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.start import prepare_run
 
 
-@dataclass(frozen=True)
-class RayArguments:
+@dataclass(frozen=True, kw_only=True)
+class RayArguments(StartArguments):
     """Train on the nodes of a Ray cluster. Run it on one of them, or submit it by `ray job submit`.
 
     The coordinator is an actor on this node, which Ray restarts if it dies, and each node of the run has an actor with
@@ -27,16 +25,13 @@ class RayArguments:
     shown here.
     """
 
-    config: ConfigFile = None
-    resume: Resume = None
-    fork: Forks = False
-    address: Annotated[str, metavar("HOST:PORT|auto")] = "auto"
+    address: Annotated[str, "HOST:PORT|auto"] = "auto"
     """Address of the cluster; auto: that in RAY_ADDRESS, or else the cluster that this machine belongs to."""
-    workers_per_node: OptionalInt = None
+    workers_per_node: int | None = None
     """Workers on each node; by default as many as it has accelerators, or on CPUs, all workers spread evenly."""
     cpus_per_worker: float = 1.0
     """CPUs that Ray reserves for each worker."""
-    resource: Annotated[tuple[str, ...], UseAppendAction, metavar("NAME=AMOUNT")] = ()
+    resource: Annotated[tuple[str, ...], "NAME=AMOUNT"] = ()
     """Custom resource that a node must have, and how much of it is reserved; repeat the flag for several."""
     wait: float = 300.0
     """Seconds to wait for nodes with these resources; 0 fails at once if they are not there."""
@@ -54,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         resources=dict(map(_resource, given.resource)),
         wait_s=given.wait,
     )
-    prepared = prepare_run(flags, file=given.config, resume=given.resume, fork=given.fork)
+    prepared = prepare_run(given.request(flags))
     return prepared.start(partial(train, options=options))
 
 

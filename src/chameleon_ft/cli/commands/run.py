@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from chameleon_ft.cli.arguments import OptionalStr, Page, metavar, page_beside, with_page_address
-from chameleon_ft.cli.starting import AUTO, ConfigFile, Forks, Resume, absolute_job, parse_start, prepare_run
+from chameleon_ft.cli.arguments import Page, StartArguments, page_beside, parse_start, with_page_address
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.configuration import AUTO, RunRequest
+from chameleon_ft.session.start import prepare_run
 
 
-@dataclass(frozen=True)
-class RunArguments:
+@dataclass(frozen=True, kw_only=True)
+class _JobArgument:
+    script: Annotated[str | None, "JOB"] = None
+    """path/to/file.py[:FUNCTION] or module[:FUNCTION]"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments(StartArguments, _JobArgument):
     """Train a model of your own, with all worker processes on this machine.
 
     JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION if
@@ -24,26 +28,23 @@ class RunArguments:
     defaults shown here. With --resume, JOB may be left out, because the run has recorded it.
     """
 
-    script: Annotated[OptionalStr, tyro.conf.Positional, metavar("JOB")] = None
-    """path/to/file.py[:FUNCTION] or module[:FUNCTION]"""
-    config: ConfigFile = None
-    resume: Resume = None
-    fork: Forks = False
     page: Page = None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given, flags = parse_start(RunArguments, with_page_address(arguments), command="run", without=("job",))
+    given, flags = parse_start(
+        RunArguments, with_page_address(arguments), command="run", positional=("script", "config"), own_job=True
+    )
     if given.script is None and given.resume in (None, AUTO):
         raise ConfigError("JOB is missing: give the Python file or module with the function job()")
-    job = None if given.script is None else absolute_job(given.script)
-    script = Path((given.script or "").partition(":")[0])
-    file = given.config
-    if file is None and given.resume in (None, AUTO) and (beside := script.with_suffix(".toml")).is_file():
-        file = beside
+    request = given.request(flags)
+    if given.script is not None:
+        request = RunRequest.of_job(
+            given.script, file=given.config, changes=flags, resume=given.resume, fork=given.fork
+        )
     with page_beside(given.page) as shown:
-        prepared = prepare_run(flags, file=file, resume=given.resume, fork=given.fork, job=job, name=script.stem)
+        prepared = prepare_run(request)
         from chameleon_ft.launch.local import train
 
         with shown(prepared.directory):

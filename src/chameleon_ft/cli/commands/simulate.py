@@ -7,22 +7,44 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final
+
+from pydantic.dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, progress_bar, require_places, tell_written
-from chameleon_ft.cli.simulate_case import SimulateArguments, SimulateCase, chosen_policies, chosen_sweep, simulate_case
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, duration, rate
+from chameleon_ft.session.simulation import SimulateCase, SimulateRequest, chosen_policies, chosen_sweep, simulate_case
 from chameleon_ft.simulate import save_trace, trace_statistics
 from chameleon_ft.simulate.accounting.account import ORACLE
 from chameleon_ft.simulate.accounting.results import PolicyResult, Results
 from chameleon_ft.simulate.run import Point, Sweep, simulate, sweep
 
-_WIDE: Final = 110  # characters of a line that has room for all columns
+# A line of this many characters has room for all columns.
+_WIDE: Final = 110
 _DAY_S: Final = 86_400.0
 _KINDS_NAMED: Final = 2
 _WITH_UNITS: Final = {"memory": "memory (GB)", "rate": "failure rate"}
+
+
+@dataclass(frozen=True)
+class SimulateArguments(SimulateRequest):
+    """Compare policies over months of failures: how much each one trains, and where the time goes.
+
+    Simulates a published --model on a known --device, or a --profile, on a cluster of --workers, over a failure --trace
+    or one drawn by --generate. No process is started, and the same arguments give the same results. --sweep repeats the
+    simulation at several failure rates, cluster sizes, memories, bandwidths or batches. --run replays the failures of a
+    recorded run.
+    """
+
+    picture: Path | None = None
+    """Draw the throughput over time and the time lost, or the sweep: .svg, .png or .pdf."""
+    save_trace: Path | None = None
+    """Write the simulated trace, as JSON lines."""
+    json: bool = False
+    """Print the results as JSON."""
 
 
 def main(arguments: Sequence[str]) -> int:

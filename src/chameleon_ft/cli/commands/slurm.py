@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import UseAppendAction
-
-from chameleon_ft.cli.arguments import OptionalInt, OptionalStr, Switch, metavar
-from chameleon_ft.cli.starting import ConfigFile, configured, parse_start
-from chameleon_ft.config import read_toml
+from chameleon_ft.cli.arguments import parse_start
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.slurm import WRITTEN_BY, BatchScript, Machines, with_reachable_host
+from chameleon_ft.launch.slurm import BatchScript, Machines, with_reachable_host
+from chameleon_ft.session.configuration import RunRequest
+from chameleon_ft.session.start import default_directory
 from chameleon_ft.storage.files import RunDirectory
 
 
@@ -31,18 +26,19 @@ class SlurmArguments:
     must be on a file system that all nodes share, as must this installation. See docs/slurm.md.
     """
 
-    config: ConfigFile = None
-    workers_per_node: OptionalInt = None
+    config: Annotated[Path | None, "[CONFIG]"] = None
+    """TOML file with the configuration; flags override it."""
+    workers_per_node: int | None = None
     """Workers of each node, one for each accelerator. Required."""
-    nodes: OptionalInt = None
+    nodes: int | None = None
     """Nodes of the job; by default as many as the workers of the run need. Workers beyond those join as newcomers."""
-    time: Annotated[OptionalStr, metavar("TIME")] = None
+    time: Annotated[str | None, "TIME"] = None
     """Time limit, as sbatch takes it; by default that of the partition."""
     checkpoint_s: int = 120
     """Seconds before the time limit at which the run ends with a checkpoint. Slurm may be a minute early."""
-    sbatch: Annotated[tuple[str, ...], UseAppendAction, metavar("OPTION")] = ()
+    sbatch: Annotated[tuple[str, ...], "OPTION"] = ()
     """Further option of sbatch, such as --sbatch=--partition=gpu; repeat the flag for several."""
-    dry_run: Switch = False
+    dry_run: bool = False
     """Print the script; write and submit nothing."""
 
 
@@ -53,46 +49,22 @@ def main(arguments: Sequence[str]) -> int:
     if given.dry_run:
         print(script.text(), end="")
         return 0
-    if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch: is not in the PATH; submit from a machine that has Slurm, or give --dry-run")
-    try:
-        script.run.parent.mkdir(parents=True, exist_ok=True)
-        files = {script.config_file: script.config_text(), script.file: script.text()}
-        for file in files:
-            _require_own(file)
-        for file, text in files.items():
-            file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output-dir {script.run}: no files can be written beside it: {error}") from None
-    submitted = subprocess.run(["sbatch", "--parsable", script.file], capture_output=True, text=True, check=False)
-    if submitted.returncode:
-        raise ConfigError(f"sbatch refuses {script.file}: {submitted.stderr.strip()}")
-    job = submitted.stdout.strip().partition(";")[0]
+    job = script.submit()
     print(f"job {job} is submitted; its output goes to {script.log(job)}")
     print(f"end the run with a checkpoint: scancel --batch --signal=TERM {job}")
     return 0
 
 
-def _require_own(file: Path) -> None:
-    """Raise ConfigError if there is a file that this command has not written."""
-    if file.exists() and WRITTEN_BY.encode() not in file.read_bytes():
-        raise ConfigError(
-            f"{file}: exists already, and was not written by `chameleon slurm`; move it away, or give another "
-            "--output-dir"
-        )
-
-
 def _script(given: SlurmArguments, flags: dict[str, Any]) -> BatchScript:
     """Return the script. Raises ConfigError."""
-    values = {} if given.config is None else read_toml(given.config)
-    source = "the configuration" if given.config is None else str(given.config)
-    config = with_reachable_host(configured(values, flags, job=None, source=source), chooser="Slurm")
+    request = RunRequest(file=given.config, changes=flags)
+    config = with_reachable_host(request.config(), chooser="Slurm")
     if given.workers_per_node is None:
         raise ConfigError("--workers-per-node is missing: give the workers of each node, one per accelerator")
-    name = "llama" if given.config is None else given.config.stem
-    run = (config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    run = (config.output_dir or default_directory(request)).absolute()
     if run.exists():
-        RunDirectory.open(run)  # raises if it is another directory, which a job would refuse
+        # Raises if it is another directory, which a job would refuse.
+        RunDirectory.open(run)
     return BatchScript(
         config=config,
         run=run,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import Switch, parse_arguments
 from chameleon_ft.cli.output import Output
-from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import StoreError
 from chameleon_ft.report.facts import facts_of
+from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.storage.checkpoints import damage_of
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.readable import describe_damage
@@ -18,7 +18,7 @@ from chameleon_ft.storage.run_storage import checkpoint_storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusArguments(WatchedRun):
+class StatusArguments(WatchRequest):
     """Show the state of a run, live or over: progress, pace, workers, failures, checkpoints and the expected end.
 
     Only the files of the run are read, so this works wherever its directory can be read, and costs the run nothing.
@@ -31,7 +31,7 @@ class StatusArguments(WatchedRun):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(StatusArguments, arguments, command="status")
+    given = parse_arguments(StatusArguments, arguments, command="status", positional=["run"])
     with given.watcher() as watcher:
         watcher.update_readable()
         run, report, damaged = watcher.run, watcher.report(), watcher.damaged

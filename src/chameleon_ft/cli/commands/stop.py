@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.cli.arguments import RunPath, Switch, parse_arguments
+from chameleon_ft.cli.arguments import RunPath, parse_arguments
 from chameleon_ft.storage.files import RunDirectory
 
 
@@ -18,9 +18,9 @@ class StopArguments:
 
     run: RunPath
     """Run directory."""
-    now: Switch = False
+    now: bool = False
     """End it at once, without a checkpoint: the steps since the last one are lost."""
-    wait: Switch = False
+    wait: bool = False
     """Return only once the run is over."""
 
 
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(StopArguments, arguments, command="stop")
     run = RunDirectory.open(given.run)
-    run.read_control()  # raises if the run is not live
+    # Raises if the run is not live.
+    run.read_control()
     from chameleon_ft.launch.live_run import stop, wait_until_over
 
     stop(run, at_once=given.now)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated
 
-from chameleon_ft.cli.arguments import (
-    OptionalFloat,
-    OptionalInt,
-    OptionalStr,
-    RunPath,
-    Switch,
-    metavar,
-    parse_arguments,
-)
-from chameleon_ft.errors import ConfigError
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+from typing_extensions import Doc
+
+from chameleon_ft.cli.arguments import RunPath, parse_arguments
 from chameleon_ft.job import check_job_reference
 from chameleon_ft.storage.checkpoints import complete_checkpoints, read_mark
 from chameleon_ft.storage.files import RunDirectory
@@ -35,30 +29,26 @@ class VerifyArguments:
 
     run: RunPath
     """Run directory."""
-    steps: OptionalInt = None
+    steps: PositiveInt | None = None
     """Repeat only the first steps; by default all."""
-    tolerance: OptionalFloat = None
+    tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Largest relative deviation of a loss that is allowed; by default 1e-5, and 2e-3 for a run in bf16."""
     against: Annotated[
-        OptionalStr,
-        metavar(
-            "FILE.py[:LOOP]",
+        str | None,
+        "FILE.py[:LOOP]",
+        Doc(
             "Compare with a loop of your own, by default the function `loop`: a generator that yields the loss of each "
             "step, or (loss, gradient norm), and may return the state dict of nn.Sequential(*layers) at its end, which "
             "is compared with the newest checkpoint. It gets the configuration of the run if it takes an argument.",
         ),
     ] = None
-    json: Switch = False
+    json: bool = False
     """Print the result as JSON."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(VerifyArguments, arguments, command="verify")
-    if given.steps is not None and given.steps < 1:
-        raise ConfigError(f"--steps {given.steps}: should be 1 or more")
-    if given.tolerance is not None and not (math.isfinite(given.tolerance) and given.tolerance >= 0):
-        raise ConfigError(f"--tolerance {given.tolerance}: should be 0 or a positive number, such as 1e-5")
     run = RunDirectory.open(given.run)
     if given.against is not None:
         check_job_reference(given.against, "loop")

@@ -11,11 +11,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.watched import WatchedRun
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.report.facts import facts_of
 from chameleon_ft.report.follower import RunWatcher
 from chameleon_ft.report.story import Notice, notices_of, record_of
+from chameleon_ft.session.joining import WatchRequest
 from chameleon_ft.storage.readable import describe_damage
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchArguments(WatchedRun):
+class WatchArguments(WatchRequest):
     """Show the state of a run and its newest events until it is over; Ctrl-C ends only the watching.
 
     Only the files of the run are read, so any number of terminals can watch without disturbing the run. Where the
@@ -37,7 +37,7 @@ class WatchArguments(WatchedRun):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(WatchArguments, arguments, command="watch")
+    given = parse_arguments(WatchArguments, arguments, command="watch", positional=["run"])
     from rich.console import Console
     from rich.live import Live
 

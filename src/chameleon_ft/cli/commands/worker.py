@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic.dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import parse_arguments
-from chameleon_ft.cli.joining import JoinArguments
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.joining import JoinRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerArguments(JoinArguments):
+class WorkerArguments(JoinRequest):
     """Run one worker of a run whose coordinator is elsewhere, started by a cluster's own launcher such as srun.
 
     Give --run, or --coordinator with its token. RANK, WORLD_SIZE and LOCAL_RANK are read from the environment, as

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.launch.ray.cluster import ClusterOptions
+from chameleon_ft.launch.ray.options import ClusterOptions
 
 if TYPE_CHECKING:
     from chameleon_ft.config import RunConfig

@@ -1,8 +1,7 @@
-"""The actor of a node: the agent, whose ranks are children of the actor's process.
+"""The actors of a run on Ray: an agent on each node, those that join later included, and the coordinator.
 
-The actor of the coordinator, which Ray restarts and which then continues the run from its journal.
-
-The agents of a run on Ray: one for each of its nodes, those that join the cluster later included.
+The ranks of a node are children of its actor's process. Ray restarts the actor of the coordinator, which then continues
+the run from its journal.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from chameleon_ft.launch.ray.cluster import (
 )
 from chameleon_ft.protocol.address import CoordinatorAccess
 from chameleon_ft.protocol.messages import Exit
-from chameleon_ft.report.terminal import TerminalView
 from chameleon_ft.storage.files import ControlAddress, RunDirectory
 
 _FOLLOW_S: Final = 0.5
-_UNASKED_S: Final = 30.0  # for which this actor outlives the run, so that the coordinator can ask how it ended
+# An actor outlives the run for this time, so that the coordinator can ask how it ended.
+_UNASKED_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class AgentEnd:
     """How an agent ended.
 
     Attributes:
-        order: of the coordinator to exit; None if it is lost.
+        order: The order of the coordinator to exit; None if it is lost.
         error: why the agent could not do its work; empty if it could.
         checkpoints: parts of checkpoints that its ranks have written where the others do not see them.
     """
@@ -147,7 +146,8 @@ class AgentActor:
 
 async def _follow_logs(agent: Agent, run: RunDirectory) -> None:
     """Print the lines that the workers of an agent add to their logs."""
-    read = {file: file.stat().st_size for file in run.logs.glob("worker-*.log")}  # before this start of the run
+    # Their sizes before this start of the run.
+    read = {file: file.stat().st_size for file in run.logs.glob("worker-*.log")}
     while True:
         for worker in agent.workers:
             file = run.logs / f"worker-{worker}.log"
@@ -155,7 +155,8 @@ async def _follow_logs(agent: Agent, run: RunDirectory) -> None:
                 log.seek(read.get(file, 0))
                 for line in log:
                     if not line.endswith(b"\n"):
-                        break  # it is not written yet
+                        # The line is not complete yet.
+                        break
                     read[file] = read.get(file, 0) + len(line)
                     print(f"worker {worker}: {line.decode(errors='replace')}", end="", flush=True)
         await asyncio.sleep(_FOLLOW_S)
@@ -164,10 +165,13 @@ async def _follow_logs(agent: Agent, run: RunDirectory) -> None:
 _POLL_S: Final = 1.0
 _MAX_DEATHS: Final = 3
 """Processes of agents of one node that may die; then the node is left alone."""
-_PLACING_S: Final = 15.0  # in which Ray places a bundle on a node that joins
-_END_S: Final = 15.0  # longer than an agent gives its ranks
+# Ray places a bundle on a node that joins within this time.
+_PLACING_S: Final = 15.0
+# An agent gives its ranks less time.
+_END_S: Final = 15.0
 
-_Handle: TypeAlias = Any  # of an AgentActor; Ray makes its methods when it runs
+# A handle of an AgentActor, whose methods Ray makes when it runs.
+_Handle: TypeAlias = Any
 
 
 class Agents:
@@ -177,7 +181,7 @@ class Agents:
     them.
 
     Args:
-        name: of the run in Ray.
+        name: The name of the run in Ray.
         needs_directory: why every node has to see the run directory; empty if it does not.
     """
 
@@ -191,15 +195,21 @@ class Agents:
         self._needs_directory = needs_directory
         self._mark = directory.mark(run)
         self._archive: ray.ObjectRef[bytes] | None = None
-        self._handles: dict[str, _Handle] = {}  # by node id
-        self._looked_after: dict[str, asyncio.Task[None]] = {}  # likewise
-        self._draining: set[str] = set()  # nodes whose agents know that they are to leave
-        self._spares: set[str] = set()  # nodes that were there before the run, which did not need them
-        self._left_alone: set[str] = set()  # nodes whose agents have failed
-        self._first_seen_s: dict[str, float] = {}  # by node id
-        self._lacks_since_s: float | None = None  # when a bundle was found that is not placed; None if all are
+        # All of these are by the ids of nodes.
+        self._handles: dict[str, _Handle] = {}
+        self._looked_after: dict[str, asyncio.Task[None]] = {}
+        # Nodes whose agents know that they are to leave.
+        self._draining: set[str] = set()
+        # Nodes that were there before the run, which did not need them.
+        self._spares: set[str] = set()
+        # Nodes whose agents have failed.
+        self._left_alone: set[str] = set()
+        self._first_seen_s: dict[str, float] = {}
+        # When a bundle was found that is not placed; None if all are.
+        self._lacks_since_s: float | None = None
         self._deaths: Counter[str] = Counter()
-        self._found: set[str] | None = None  # nodes that had an agent when this process began to look
+        # Nodes that had an agent when this process began to look.
+        self._found: set[str] | None = None
 
     async def start(self) -> None:
         """Start an agent on every node of the placement group.
@@ -227,7 +237,8 @@ class Agents:
         """
         self._spares = directory.spares(self._run)
         while True:
-            with suppress(RayError):  # the head of the cluster may be away for a while
+            # The head of the cluster may be away for a while.
+            with suppress(RayError):
                 await self._look(control, failed)
             await asyncio.sleep(_POLL_S)
 
@@ -363,7 +374,8 @@ Outcome: TypeAlias = RunStatus | ChameleonError
 _DRIVER_SILENT_S: Final = 30.0
 """Seconds after which a driver that has not asked for the outcome is lost; then the run ends with a checkpoint."""
 _WATCH_S: Final = 1.0
-_SPAWN: Final = get_context("spawn")  # the process of an actor has threads of Ray, so it cannot be forked
+# The process of an actor has threads of Ray, so it cannot be forked.
+_SPAWN: Final = get_context("spawn")
 
 
 class CoordinatorActor:
@@ -382,10 +394,11 @@ class CoordinatorActor:
         self._wait_s = wait_s
         self._takes_over = _replaces_another() and self._run.control_file.exists()
         self._signals: Sequence[signal.Signals] = ()
-        self._obeyed = 0  # of the signals
+        self._num_obeyed = 0
         self._coordinator: Coordinator | None = None
         self._interrupts: InterruptCount | None = None
-        self._heard_s = time.monotonic()  # when the driver asked last
+        # When the driver asked last.
+        self._heard_s = time.monotonic()
         start_fork_server()
         self._running = asyncio.get_running_loop().create_task(self._coordinate())
         self._watching = asyncio.get_running_loop().create_task(self._watch_driver())
@@ -419,10 +432,7 @@ class CoordinatorActor:
             if self._takes_over:
                 return await continue_run(run.own(run.config()), run=run, beside=beside, processes=_SPAWN)
             await agents.start()
-            view = TerminalView(steps=self._config.steps, files=str(run.path))
-            return await begin_run(
-                self._config, run=run, resume=self._resume, view=view, beside=beside, processes=_SPAWN
-            )
+            return await begin_run(self._config, run=run, resume=self._resume, beside=beside, processes=_SPAWN)
         except ChameleonError as error:
             return error
         except asyncio.CancelledError:
@@ -430,7 +440,8 @@ class CoordinatorActor:
 
     def _needs_directory(self) -> str:
         """Return why every node has to see the run directory; nothing if it need not."""
-        if self._config.store.url:  # each node writes to that, and reads from it
+        # Each node writes to that, and reads from it.
+        if self._config.store.url:
             return ""
         if self._config.checkpoint.every != 0:
             return "checkpoints are written to it and read from it"
@@ -451,7 +462,8 @@ class CoordinatorActor:
                 coordinator.broken(error)
 
         self._coordinator, self._interrupts = coordinator, interrupts
-        self._obeyed = 1 if coordinator.state.ending else 0  # by the coordinator before this one
+        # The coordinator before this one may have obeyed the first signal.
+        self._num_obeyed = 1 if coordinator.state.ending else 0
         self._act()
         keeping = asyncio.create_task(agents.keep(control, failed=fail))
         keeping.add_done_callback(kept)
@@ -467,12 +479,12 @@ class CoordinatorActor:
             if self._signals and not self._takes_over:
                 self._running.cancel()
             return
-        for number in self._signals[self._obeyed :]:
+        for number in self._signals[self._num_obeyed :]:
             if number == signal.SIGINT:
                 self._interrupts.request("driver")
             else:
                 self._coordinator.terminate(number)
-        self._obeyed = max(self._obeyed, len(self._signals))
+        self._num_obeyed = max(self._num_obeyed, len(self._signals))
 
     async def _watch_driver(self) -> None:
         """End the run if its driver is lost, and this actor once it is not needed any more."""
@@ -492,5 +504,5 @@ class CoordinatorActor:
 
 def _replaces_another() -> bool:
     """Return whether Ray has started this process because the one before has died."""
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of what it calls itself
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -1,8 +1,6 @@
-"""The Ray cluster: connecting to it, its nodes, and the placement group of a run.
+"""The Ray cluster of a run: its nodes, those that the run asks for, their placement group, and the run directory there.
 
-The nodes that a run asks Ray for, and what a cluster lacks of them.
-
-The run directory on Ray: a copy on nodes that do not share it, their checkpoints, and notes of spare nodes.
+Nodes that do not share the run directory get a copy of it, and their parts of checkpoints are collected.
 """
 
 from __future__ import annotations
@@ -22,60 +20,25 @@ import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import ray
-from ray._private.state import state  # Ray's own libraries learn from it which nodes are drained
+
+# Ray's own libraries learn from it which nodes are drained.
+from ray._private.state import state
 from ray.exceptions import RayError
 from ray.util import get_placement_group, list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.launch.ray.options import RESOURCES, ClusterOptions
 from chameleon_ft.protocol.address import split_address
 from chameleon_ft.storage.files import RunDirectory, replace_file
 
-_RESOURCES: Final = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}
-"""Device -> the resource of Ray that counts such devices."""
 _MAX_SHOWN: Final = 4
-_MIN_AMOUNT: Final = 0.0001  # that Ray reserves
-_FOLLOWING: Final = ("CPU", *dict.fromkeys(_RESOURCES.values()), "object_store_memory")
-"""Resources that are not given by name: they follow from the workers of a node, or Ray does not reserve them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
-    """The Ray cluster of a run, and the share of it that the run takes.
-
-    Attributes:
-        address: host:port of the head; auto: that of RAY_ADDRESS, or else the cluster that runs on this machine.
-        workers_per_node: None spreads the workers over the nodes that there are, or over all of their accelerators.
-        cpus_per_worker: CPUs that Ray reserves for a worker.
-        resources: custom resources that a node must have, and how much of each is reserved on it; memory in bytes.
-        wait_s: how long to wait for nodes with all of that.
-    """
-
-    address: str = "auto"
-    workers_per_node: int | None = None
-    cpus_per_worker: float = 1.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    wait_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        if self.workers_per_node is not None and self.workers_per_node < 1:
-            raise ConfigError(f"--workers-per-node {self.workers_per_node}: should be 1 or more")
-        if not (0 <= self.cpus_per_worker < math.inf and self.wait_s >= 0):
-            raise ConfigError("--cpus-per-worker and --wait: should be 0 or more")
-        if 0 < self.cpus_per_worker < _MIN_AMOUNT:
-            raise ConfigError(f"--cpus-per-worker {self.cpus_per_worker:g}: should be 0, or {_MIN_AMOUNT} or more")
-        for name, amount in self.resources.items():
-            if name in _FOLLOWING or not _MIN_AMOUNT <= amount < math.inf:
-                raise ConfigError(
-                    f"--resource {name}={amount:g}: should be a custom resource, or memory in bytes, and "
-                    f"{_MIN_AMOUNT} or more; CPUs and accelerators follow from the workers of a node"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +76,7 @@ class NodeRequest:
             ConfigError: the workers of a node are to be counted by its accelerators, and no node has one; or nothing is
                 to be reserved.
         """
-        device = _RESOURCES.get(config.device)
+        device = RESOURCES.get(config.device)
         per_node = options.workers_per_node or _usual_workers(config.workers, device, options, nodes)
         resources = {"CPU": per_node * options.cpus_per_worker, **options.resources}
         if device is not None:
@@ -184,9 +147,12 @@ NAMESPACE: Final = "chameleon"
 _KNOCK_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ANSWER_S: Final = 10.0
-_START_S: Final = 60.0  # in which Ray starts the process of an actor
-_COMING: Final = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})  # states of an actor
-_NO_NODE: Final = {"", "f" * 56}  # of a bundle that is not placed
+# Ray starts the process of an actor within this time.
+_START_S: Final = 60.0
+# An actor in one of these states is about to run.
+_COMING: Final = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
+# A bundle that is not placed has one of these as its node.
+_NO_NODE: Final = {"", "f" * 56}
 
 
 @contextmanager
@@ -263,7 +229,8 @@ def agents_of(name: str) -> frozenset[str]:
 def give_back(name: str) -> None:
     """Kill the agents of the run of that name in Ray, and remove its placement group."""
     for node in agents_of(name):
-        with suppress(ValueError):  # it has ended
+        # The actor has ended.
+        with suppress(ValueError):
             ray.kill(ray.get_actor(f"{name}-{node}", namespace=NAMESPACE))
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
@@ -278,7 +245,8 @@ def remove_leftovers(name: str) -> None:
     with suppress(ValueError):
         coordinator = ray.get_actor(name, namespace=NAMESPACE)
         is_coming = state.actor_table(coordinator._actor_id.hex()).get("State") in _COMING
-        with suppress(RayError):  # its node or its process is lost
+        # Its node or its process is lost.
+        with suppress(RayError):
             if ray.get(coordinator.outcome.remote(0.0), timeout=_START_S if is_coming else _ANSWER_S) is None:
                 raise live_run(name)
         ray.kill(coordinator)
@@ -320,7 +288,8 @@ async def reserved(request: NodeRequest, *, name: str, wait_s: float) -> Placeme
         ConfigError: the cluster has too few resources, also after the wait.
     """
     try:
-        group: PlacementGroup = get_placement_group(name)  # of the process of the coordinator before this one
+        # The process of the coordinator before this one may have made it.
+        group: PlacementGroup = get_placement_group(name)
     except ValueError:
         bundles = [dict(request.resources)] * request.num_nodes
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached")
@@ -340,7 +309,8 @@ async def reserved(request: NodeRequest, *, name: str, wait_s: float) -> Placeme
 
 _MARK: Final = ".mark"
 _SPARES: Final = ".spare-nodes"
-_COPY: Final = ".copy"  # in directories that `copy_to` has made
+# Marks the directories that `copy_to` has made.
+_COPY: Final = ".copy"
 
 
 def mark(run: RunDirectory) -> str:

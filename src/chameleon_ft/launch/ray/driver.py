@@ -18,7 +18,6 @@ from chameleon_ft.launch.processes import signals_passed_to, unattended
 from chameleon_ft.launch.ray.actors import CoordinatorActor, Outcome
 from chameleon_ft.launch.ray.cluster import (
     NAMESPACE,
-    ClusterOptions,
     NodeRequest,
     connected,
     give_back,
@@ -27,11 +26,13 @@ from chameleon_ft.launch.ray.cluster import (
     name_of,
     remove_leftovers,
 )
+from chameleon_ft.launch.ray.options import ClusterOptions
 from chameleon_ft.storage.files import RunDirectory
 
 _ASK_S: Final = 5.0
 _LOOK_S: Final = 0.2
-_LOGS_S: Final = 1.5  # in which Ray brings the last lines of the coordinator
+# Ray brings the last lines of the coordinator within this time.
+_LOGS_S: Final = 1.5
 _MAX_SIGNALS: Final = 2
 """Signals that a coordinator acts on: the first ends the run with a checkpoint, the second at once."""
 
@@ -48,11 +49,13 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool, options: Cluste
     """
     with unattended(), connected(options.address):
         request = NodeRequest.of(config, options, live_nodes())
-        if config.control.host == Control().host:  # no other node reaches that
+        # No other node reaches this address.
+        if config.control.host == Control().host:
             host = ray.util.get_node_ip_address()
             config = config.model_copy(update={"control": config.control.model_copy(update={"host": host})})
         remove_leftovers(name_of(run))
-        run.remove_control()  # of a coordinator that was killed: one that Ray restarts would continue that one's run
+        # A coordinator that was killed may have left it, and one that Ray restarts would continue that one's run.
+        run.remove_control()
         node = ray.get_runtime_context().get_node_id()
         actor = ray.remote(CoordinatorActor).options(
             name=name_of(run),
@@ -66,7 +69,8 @@ def train(config: RunConfig, *, run: RunDirectory, resume: bool, options: Cluste
         )
         try:
             coordinator = actor.remote(config, run.path, resume=resume, request=request, wait_s=options.wait_s)
-        except ValueError:  # an actor of another start has taken the name just now
+        except ValueError:
+            # An actor of another start has taken the name just now.
             raise live_run(name_of(run)) from None
         outcome = _Driver(coordinator, run).wait()
     if isinstance(outcome, ChameleonError):

@@ -1,22 +1,16 @@
-"""The cases that the arguments of `chameleon plan` describe: workers, work, and the costs of both.
-
-The batches that `chameleon plan` predicts: the same samples of a step in micro-batches of several sizes.
-
-The arguments of `chameleon plan`.
-"""
+"""The steps to predict before anything runs: workers, work, the costs of both, and micro-batches of several sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Optional
+from typing import Annotated, Any, Final, Literal
 
-import tyro
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import Doc
 
-from chameleon_ft.cli.arguments import USUAL_HOSTS, Hosts, OptionalInt, OptionalPath, Switch, hosts_of, metavar
-from chameleon_ft.cli.costs import AUTO, NO_PRESET, Preset, measured_or_cached, profile_of
-from chameleon_ft.cli.starting import read_config_values
 from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
 from chameleon_ft.cost.memory import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.cost.presets import PRECISIONS, ModelShape, device, state_policy
@@ -25,65 +19,62 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.session.configuration import read_config_values
+from chameleon_ft.session.costs import (
+    AUTO,
+    NO_MODEL,
+    USUAL_HOSTS,
+    HostRequest,
+    ModelRequest,
+    hosts_of,
+    measured_or_cached,
+    profile_of,
+)
 from chameleon_ft.storage.profiles import profile_of_run, read_profile
 
 
-@dataclass(frozen=True)
-class PlanArguments:
-    """Predict a step: its time and that of every operation, the memory of every worker, and lower bounds.
+@pydantic_dataclass(frozen=True)
+class PlanRequest:
+    """A step to predict: of a configuration, or of a layout of a published model on a known device, or of a profile."""
 
-    With CONFIG, for that run, by the profile that it names or --profile; without a profile, its layers are measured
-    once on this machine, which takes some seconds. Without CONFIG, for a layout of a published --model on a known
-    --device, or of a --profile. The exit code is 1 if the plan does not fit the memory of its workers.
-    """
-
-    config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
+    config: Annotated[Path | None, "[CONFIG]"] = None
     """TOML file of a run, as for `chameleon train`; or a job, as for `chameleon run`."""
     profile: Annotated[
-        tyro.conf.UseAppendAction[tuple[Path, ...]],
-        metavar(
-            "PATH",
+        tuple[Path, ...],
+        "PATH",
+        Doc(
             "Profile of the model of CONFIG; or without CONFIG, instead of --model and --device. Give one profile for "
-            "each micro-batch size to choose the best of several sizes.",
+            "each micro-batch size to choose the best of several sizes."
         ),
     ] = ()
-    preset: Preset = NO_PRESET
-    dp: OptionalInt = None
+    preset: ModelRequest = NO_MODEL
+    dp: PositiveInt | None = None
     """Pipelines of the layout."""
-    pp: OptionalInt = None
+    pp: PositiveInt | None = None
     """Stages of each pipeline."""
-    micro_batches: OptionalInt = None
+    micro_batches: PositiveInt | None = None
     """Micro-batches of a step, over all pipelines; without CONFIG, 16 for each of --dp if not given."""
-    global_batch_size: OptionalInt = None
+    global_batch_size: PositiveInt | None = None
     """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
-    split_backward: Switch = False
+    split_backward: bool = False
     """Run the two halves of the backward separately, whatever CONFIG says."""
-    hosts: Hosts = USUAL_HOSTS
-    snapshots: Annotated[
-        Optional[Literal["copy", "parity", "none"]],  # noqa: UP045
-        metavar("{copy,parity,none}", "Snapshots whose memory is printed; by default those of CONFIG, or copies."),
-    ] = None
-    workers: OptionalInt = None
+    hosts: HostRequest = USUAL_HOSTS
+    snapshots: Literal["copy", "parity", "none"] | None = None
+    """Snapshots whose memory is printed; by default those of CONFIG, or copies."""
+    workers: PositiveInt | None = None
     """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
     planner: Annotated[
-        Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
-        metavar(
-            "{layout,chameleon,paper,oobleck}",
+        Literal["layout", "chameleon", "paper", "oobleck"] | None,
+        Doc(
             "layout: equal pipelines, rerouted around failed workers as by --policy reroute; chameleon: the best plan "
             "that a search finds, rerouting included; paper, oobleck: the choice of the published planners, for "
-            "comparison. By default the layout, if there is one.",
+            "comparison. By default the layout, if there is one."
         ),
     ] = None
-    slow: Annotated[str, metavar("WORKER=SPEED[,...]")] = ""
+    slow: Annotated[str, "WORKER=SPEED[,...]"] = ""
     """Workers that are slower than the others, such as 7=0.6."""
-    failed: Annotated[str, metavar("WORKER[,WORKER ...]")] = ""
+    failed: Annotated[str, "WORKER[,WORKER ...]"] = ""
     """Plan for the loss of these workers."""
-    picture: OptionalPath = None
-    """Draw the schedule: .svg, .png or .pdf."""
-    trace: OptionalPath = None
-    """Write the schedule as a trace for ui.perfetto.dev."""
-    json: Switch = False
-    """Print the prediction as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +86,7 @@ class PlanBatch:
     profile: Path | None
 
 
-def plan_batches(given: PlanArguments) -> list[PlanBatch]:
+def plan_batches(given: PlanRequest) -> list[PlanBatch]:
     """Return the batch at each micro-batch size, all of the same samples: --global-batch-size, or those of CONFIG."""
     preset, profiles = given.preset, given.profile
     files = _profiles_by_size(profiles) if len(profiles) > 1 else {}
@@ -163,7 +154,7 @@ def _micro_batches(samples: int, size: int) -> int:
     return samples // size
 
 
-_MICRO_BATCHES_OF_A_PIPELINE: Final = 16  # unless given
+_MICRO_BATCHES_OF_A_PIPELINE: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +163,7 @@ class PlanCase:
 
     Attributes:
         profile: costs of layers and links.
-        costs: of a step on all workers.
+        costs: The costs of a step on all workers.
         parallel: the layout of equal pipelines; None if one is to be searched for.
         snapshots: how they are kept, if there are any.
         host_bytes: memory of each host that is available for its workers; None: not known.
@@ -232,16 +223,13 @@ class PlanCase:
                 yield Parallel(dp=workers // pp, pp=pp, split_backward=split)
 
 
-def plan_cases(given: PlanArguments) -> list[PlanCase]:
+def plan_cases(given: PlanRequest) -> list[PlanCase]:
     """Return the case at each micro-batch size that is given, ascending; one case if there is nothing to choose.
 
     Raises:
         ConfigError: the arguments do not fit together; the message says what to change.
         ProfileError: a profile cannot be read, or is of another job; or profiles are of different devices.
     """
-    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size"):
-        if (value := getattr(given, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
     if given.workers is not None and (given.dp is not None or given.pp is not None):
         raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
     if given.config is None:
@@ -249,7 +237,7 @@ def plan_cases(given: PlanArguments) -> list[PlanCase]:
     return [_case_of_config(given, given.config, batch) for batch in plan_batches(given)]
 
 
-def _sections(given: PlanArguments, batch: PlanBatch) -> dict[str, dict[str, Any]]:
+def _sections(given: PlanRequest, batch: PlanBatch) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration that the arguments set."""
     fields = {
         "parallel": {"dp": given.dp, "pp": given.pp, "split_backward": given.split_backward or None},
@@ -258,7 +246,7 @@ def _sections(given: PlanArguments, batch: PlanBatch) -> dict[str, dict[str, Any
     return {name: {k: v for k, v in section.items() if v is not None} for name, section in fields.items()}
 
 
-def _case_of_config(given: PlanArguments, path: Path, batch: PlanBatch) -> PlanCase:
+def _case_of_config(given: PlanRequest, path: Path, batch: PlanBatch) -> PlanCase:
     given.preset.refuse(
         f"{path} says what is trained; leave one of them out", but=("--device", "--micro-batch-size", "--precision")
     )
@@ -268,7 +256,8 @@ def _case_of_config(given: PlanArguments, path: Path, batch: PlanBatch) -> PlanC
     if given.dp is not None or given.pp is not None:
         own = values["parallel"]
         values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
-    values.pop("failures", None)  # they are for a run
+    # Failures are injected into runs only.
+    values.pop("failures", None)
     if (redundancy := given.hosts.optimizer_redundancy) is not None:
         values["parallel"] = {**values.get("parallel", {}), "optimizer_redundancy": redundancy}
     if given.preset.precision is not None:
@@ -289,7 +278,7 @@ def _case_of_config(given: PlanArguments, path: Path, batch: PlanBatch) -> PlanC
     )
 
 
-def _case_of_profile(given: PlanArguments, batch: PlanBatch) -> PlanCase:
+def _case_of_profile(given: PlanRequest, batch: PlanBatch) -> PlanCase:
     preset = given.preset
     if preset.micro_batch_size is not None and batch.profile is None:
         preset = replace(preset, micro_batch_size=str(batch.micro_batch_size))
@@ -326,7 +315,7 @@ def _case_of_profile(given: PlanArguments, batch: PlanBatch) -> PlanCase:
 
 
 def _build(
-    given: PlanArguments,
+    given: PlanRequest,
     profile: Profile,
     *,
     workers: int,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from chameleon_ft.cli.plan_case import PlanCase
 from chameleon_ft.cost.step import StepEstimate, estimate_step, total_work_bound_s
 from chameleon_ft.errors import ConfigError, NoHolderError
 from chameleon_ft.plan import Plan
@@ -28,6 +27,7 @@ from chameleon_ft.search import (
     find_plan_of_sizes,
     pareto_front,
 )
+from chameleon_ft.session.plan_case import PlanCase
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import tyro
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass
+from typing_extensions import Doc
 
-from chameleon_ft.cli.arguments import OptionalStr, given_flags, metavar
-from chameleon_ft.cli.starting import absolute_job, prepare_data_of
-from chameleon_ft.config import RunConfig
+from chameleon_ft.config import MAX_WORKERS, RunConfig
 from chameleon_ft.cost.presets import (
     DEVICES,
     MODELS,
@@ -31,7 +31,11 @@ from chameleon_ft.cost.presets import (
 )
 from chameleon_ft.cost.profile import Profile, derived_profile
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.session.configuration import absolute_job, prepare_data_of
 from chameleon_ft.storage.profiles import cached_profile, profile_cache, profile_cache_file, read_profile
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 AUTO: Final = "auto"
 """Value of --micro-batch-size that chooses the best size."""
@@ -40,36 +44,32 @@ _QUICK_REPEATS: Final = 10
 
 
 @dataclass(frozen=True)
-class PresetArguments:
+class ModelRequest:
     """Costs derived from the shape of a model and the rates of a device, without measuring."""
 
     model: Annotated[
-        OptionalStr, metavar("NAME", f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json.")
+        str | None, "NAME", Doc(f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json.")
     ] = None
-    device: Annotated[OptionalStr, metavar("NAME", f"Device it runs on: {', '.join(DEVICES)}; h100 for short.")] = None
+    device: Annotated[str | None, "NAME", Doc(f"Device it runs on: {', '.join(DEVICES)}; h100 for short.")] = None
     micro_batch_size: Annotated[
-        OptionalStr,
-        metavar(
-            "INT",
+        str | None,
+        "INT",
+        Doc(
             "Samples per micro-batch; with --model, 1 if not given. `chameleon plan` chooses among several sizes "
-            "separated by commas, or, with auto, among all powers of two that divide the batch.",
+            "separated by commas, or, with auto, among all powers of two that divide the batch."
         ),
     ] = None
     state: Annotated[
-        OptionalStr,
-        metavar(
-            "{" + ",".join(STATE_POLICIES) + "}",
-            f"Types of parameters, gradients and optimizer state, with --model; {_STATE} if not given.",
-        ),
+        str | None,
+        "{" + ",".join(STATE_POLICIES) + "}",
+        Doc(f"Types of parameters, gradients and optimizer state, with --model; {_STATE} if not given."),
     ] = None
     precision: Annotated[
-        OptionalStr,
-        metavar(
-            "{" + ",".join(PRECISIONS) + "}",
-            f"With --model, instead of --state: as a run of this precision has them, {PRECISIONS['bf16']} for bf16.",
-        ),
+        str | None,
+        "{" + ",".join(PRECISIONS) + "}",
+        Doc(f"With --model, instead of --state: as a run of this precision has them, {PRECISIONS['bf16']} for bf16."),
     ] = None
-    recompute: Annotated[OptionalStr, metavar("{" + ",".join(Recompute) + "}")] = None
+    recompute: Annotated[str | None, "{" + ",".join(Recompute) + "}"] = None
     """Activations that every worker recomputes to save memory, with --model; none if not given."""
 
     @property
@@ -130,10 +130,63 @@ class PresetArguments:
                 raise ConfigError(f"{flag} {value}: {reason}")
 
 
-NO_PRESET: Final = PresetArguments()
+NO_MODEL: Final = ModelRequest()
 
-Preset = Annotated[PresetArguments, tyro.conf.OmitArgPrefixes]
-"""Type of a dataclass field that holds these flags; on the command line they have no prefix."""
+
+@dataclass(frozen=True)
+class HostRequest:
+    """The hosts of the workers, and the state that they keep."""
+
+    workers_per_host: PositiveInt = 8
+    """Workers per host. Links between hosts are slower, and a host fails as a whole."""
+    host_memory: Annotated[
+        Annotated[float, Field(ge=1e-9, le=1e9)] | None,
+        Doc(
+            "Memory of a host that is available for its workers, in 10^9 bytes: snapshots that would take more than "
+            "half of it are not taken. Unlimited if not given."
+        ),
+    ] = None
+    optimizer_redundancy: Annotated[
+        PositiveInt | Literal["all"] | None,
+        "INT|{all}",
+        Doc(
+            "Holders of a layer that keep the same part of its optimizer state; by default that of the configuration, "
+            "or 2 without one."
+        ),
+    ] = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Bytes of memory of a host; None if not given."""
+        return None if self.host_memory is None else round(self.host_memory * 1e9)
+
+    def owners(self, usual: int | None) -> int | None:
+        """Return how many workers own each slice of the optimizer's state; None if every holder keeps all of it.
+
+        `usual` is the number if none is given.
+        """
+        given = usual if self.optimizer_redundancy is None else self.optimizer_redundancy
+        return None if given == "all" else given
+
+
+USUAL_HOSTS: Final = HostRequest()
+
+
+def hosts_of(workers: int, per_host: int) -> dict[int, str]:
+    """Return the host of each worker. Raises ConfigError if there are too many."""
+    if workers > MAX_WORKERS:
+        raise ConfigError(f"--workers {workers}: should be {MAX_WORKERS} at most")
+    return {worker: f"host{worker // per_host}" for worker in range(workers)}
+
+
+def given_flags(request: DataclassInstance) -> Iterator[tuple[str, Any]]:
+    """Yield the flag and the value of each field that differs from its default, those of nested requests too."""
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from given_flags(value)
+        elif value != field.default:
+            yield f"--{field.name.replace('_', '-')}", value
 
 
 def _read_shape(file: str) -> ModelShape:
@@ -151,7 +204,7 @@ def _read_shape(file: str) -> ModelShape:
         raise ConfigError(f"--model {file}: {error}") from None
 
 
-def profile_of(preset: PresetArguments, path: Path | None, *, missing: str) -> Profile:
+def profile_of(preset: ModelRequest, path: Path | None, *, missing: str) -> Profile:
     """Return the profile of a model on a known device, or the one in a file.
 
     Raises ConfigError, whose message says what to change; it is `missing` if neither is given.

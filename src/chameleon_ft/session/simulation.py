@@ -6,26 +6,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Final, Literal, Optional, get_type_hints
+from typing import Annotated, Final, Literal, get_type_hints
 
-from chameleon_ft.cli.arguments import (
-    USUAL_HOSTS,
-    Hosts,
-    OptionalFloat,
-    OptionalInt,
-    OptionalPath,
-    OptionalStr,
-    Switch,
-    given_flags,
-    hosts_of,
-    metavar,
-)
-from chameleon_ft.cli.costs import NO_PRESET, Preset, profile_of
+from pydantic import Field, PositiveInt
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import Doc
+
 from chameleon_ft.config import Parallel
 from chameleon_ft.cost.memory import MIN_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
+from chameleon_ft.session.costs import (
+    NO_MODEL,
+    USUAL_HOSTS,
+    HostRequest,
+    ModelRequest,
+    given_flags,
+    hosts_of,
+    profile_of,
+)
 from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.recorded import (
@@ -41,62 +41,46 @@ from chameleon_ft.storage.readable import damage_named
 
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
-_MICRO_BATCHES_PER_WORKER: Final = 4  # by default
+_USUAL_MICRO_BATCHES_PER_WORKER: Final = 4
 _WITH_RUN: Final = ("--run", "--policies", "--assume", "--picture", "--save-trace", "--json")
 """Flags that may be given with --run."""
 
 
-@dataclass(frozen=True)
-class SimulateArguments:
-    """Compare policies over months of failures: how much each one trains, and where the time goes.
+@pydantic_dataclass(frozen=True)
+class SimulateRequest:
+    """A cluster and its failures to simulate, over a trace, a drawn one, or those of a recorded run."""
 
-    Simulates a published --model on a known --device, or a --profile, on a cluster of --workers, over a failure --trace
-    or one drawn by --generate. No process is started, and the same arguments give the same results. --sweep repeats the
-    simulation at several failure rates, cluster sizes, memories, bandwidths or batches. --run replays the failures of a
-    recorded run.
-    """
-
-    workers: OptionalInt = None
+    workers: PositiveInt | None = None
     """Workers in the cluster; a multiple of --workers-per-host."""
-    run: OptionalPath = None
+    run: Path | None = None
     """Directory of a recorded run that gives the workload, the cluster, the first plan and the losses."""
-    preset: Preset = NO_PRESET
-    profile: OptionalPath = None
+    preset: ModelRequest = NO_MODEL
+    profile: Path | None = None
     """Measured profile, instead of --model and --device."""
-    trace: OptionalPath = None
+    trace: Path | None = None
     """Failure trace, in any of the formats of docs/traces.md."""
-    nodes: OptionalInt = None
+    nodes: int | None = None
     """Number of nodes that --trace was measured on, if it names only the failed ones."""
-    generate: Annotated[
-        Optional[Literal["bursts", "poisson", "weibull", "spot"]],  # noqa: UP045
-        metavar("{bursts,poisson,weibull,spot}"),
-    ] = None
+    generate: Literal["bursts", "poisson", "weibull", "spot"] | None = None
     """Draw a trace from this model, fitted to measured traces."""
-    days: OptionalFloat = None
+    days: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Days to simulate; by default 365 for a drawn trace, and the whole length of any other."""
     seed: int = 0
     """Seed of everything drawn."""
-    rate: float = 1.0
+    rate: Annotated[float, Field(ge=1 / MAX_VARIED, le=MAX_VARIED)] = 1.0
     """Factor on the failure rate; repairs are faster by the same factor."""
-    keep_repairs: Switch = False
+    keep_repairs: bool = False
     """Keep repair times the same at every --rate, so that higher rates leave more workers down."""
     policies: Annotated[
-        str,
-        metavar("NAME[,NAME ...]", f"Policies to compare: {', '.join(SIMULATED_POLICIES)}; all of them by default."),
+        str, "NAME[,NAME ...]", Doc(f"Policies to compare: {', '.join(SIMULATED_POLICIES)}; all of them by default.")
     ] = "all"
-    micro_batches: OptionalInt = None
+    micro_batches: PositiveInt | None = None
     """Micro-batches per step, over all pipelines; 4 per worker if not given."""
-    hosts: Hosts = USUAL_HOSTS
-    assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
+    hosts: HostRequest = USUAL_HOSTS
+    assume: Annotated[str, "NAME=NUMBER[,...]"] = ""
     """Costs of failures that override those in docs/simulator-internals.md, such as restart_cost_s=600."""
-    sweep: Annotated[OptionalStr, metavar("NAME=VALUE,VALUE,...")] = None
+    sweep: Annotated[str | None, "NAME=VALUE,VALUE,..."] = None
     """Vary one input: rate (of failures), workers, memory (10^9 bytes a worker), bandwidth (factor), micro-batches."""
-    picture: OptionalPath = None
-    """Draw the throughput over time and the time lost, or the sweep: .svg, .png or .pdf."""
-    save_trace: OptionalPath = None
-    """Write the simulated trace, as JSON lines."""
-    json: Switch = False
-    """Print the results as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +92,7 @@ class SimulateCase:
         facts: values that the JSON output adds to the results.
         note: one line about assumptions; None if there are none.
         start: initial plan; None lets each policy choose its own.
-        as_in_run: whether the simulation repeats a recorded run.
+        as_in_run: The simulation repeats a recorded run.
     """
 
     scene: Scene
@@ -120,7 +104,7 @@ class SimulateCase:
     as_in_run: bool = False
 
 
-def simulate_case(given: SimulateArguments) -> SimulateCase:
+def simulate_case(given: SimulateRequest) -> SimulateCase:
     """Return the case that the arguments describe. Raises ConfigError if they do not fit together."""
     if given.run is not None:
         return _recorded_case(given, given.run)
@@ -128,18 +112,16 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     if workers is None:
         raise ConfigError("the number of workers is missing: give --workers, or a recorded run by --run")
     hosts = hosts_of(workers, per_host)
-    if workers < 1 or workers % per_host:
+    if workers % per_host:
         raise ConfigError(
-            f"--workers {workers}: should be a positive multiple of the {per_host} workers of a host; "
+            f"--workers {workers}: should be a multiple of the {per_host} workers of a host; "
             "change --workers or --workers-per-host"
         )
     preset = given.preset
     missing = "nothing to simulate: give a published --model and its --device, or a --profile"
     profile = profile_of(preset, given.profile, missing=missing)
     trace = _trace(given, hosts=workers // per_host)
-    micro_batches = _MICRO_BATCHES_PER_WORKER * workers if given.micro_batches is None else given.micro_batches
-    if micro_batches < 1:
-        raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
+    micro_batches = _USUAL_MICRO_BATCHES_PER_WORKER * workers if given.micro_batches is None else given.micro_batches
     owners = given.hosts.owners(Parallel().owners)
     workload, cluster = replace(profile.workload(micro_batches), owners=owners), profile.cluster(hosts)
     scene = Scene(trace, workload, cluster)
@@ -177,7 +159,7 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     )
 
 
-def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
+def _recorded_case(given: SimulateRequest, path: Path) -> SimulateCase:
     """Return the case of a recorded run. Raises ConfigError if there is no run or its records are insufficient."""
     for flag, _ in given_flags(given):
         if flag not in _WITH_RUN:
@@ -220,13 +202,8 @@ def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
     )
 
 
-def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
+def _trace(given: SimulateRequest, *, hosts: int) -> Trace:
     """Return the trace for a cluster, at the given rate and of the given length. Raises ConfigError."""
-    for flag, value in (("--rate", given.rate), ("--days", given.days)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value:g}: should be a number above 0")
-    if not 1 / MAX_VARIED <= given.rate <= MAX_VARIED:
-        raise ConfigError(f"--rate {given.rate:g}: should be a number from {1 / MAX_VARIED:g} to {MAX_VARIED:g}")
     per_host = given.hosts.workers_per_host
     if given.trace is not None:
         if given.generate is not None:
@@ -254,7 +231,7 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
     return _at_rate(trace, given)
 
 
-def _at_rate(trace: Trace, given: SimulateArguments) -> Trace:
+def _at_rate(trace: Trace, given: SimulateRequest) -> Trace:
     return trace.scaled(given.rate, seed=given.seed) if given.keep_repairs else trace.compressed(given.rate)
 
 

@@ -1,0 +1,1 @@
+"""From a configuration to a running job, from Python and for the command line."""

@@ -1,0 +1,203 @@
+"""The configuration of a run: read from a file or given as values, overridden, and checked before anything starts.
+
+Modules that load numpy or torch are imported lazily, because `--help` must not wait for them.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from chameleon_ft.config import (
+    LLAMA_JOB,
+    Control,
+    RunConfig,
+    TrainConfig,
+    config_type,
+    parse_config,
+    parse_fields,
+    read_toml,
+)
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.protocol.address import address_of_host, tls_context
+from chameleon_ft.storage.plans import read_start_plan
+from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
+
+AUTO: Final = "auto"
+"""The value of `RunRequest.resume` that resumes a run if its directory has a checkpoint, and starts it otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """A run as its user asks for it.
+
+    Attributes:
+        file: The configuration file.
+        values: The content of the configuration, instead of a file.
+        changes: Values that override those of the configuration, sections as dictionaries.
+        resume: Directory of the run to resume, or the URL of its store, instead of a configuration; `AUTO`: the run
+            that the configuration names, if it has a checkpoint.
+        fork: Continue from the state of that run in a new directory, maybe with another batch or optimizer.
+        name: Name of a new run; by default that of the file.
+    """
+
+    file: Path | None = None
+    values: Mapping[str, Any] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    resume: str | None = None
+    fork: bool = False
+    name: str | None = None
+
+    @classmethod
+    def of_job(
+        cls,
+        job: str,
+        *,
+        file: Path | None = None,
+        values: Mapping[str, Any] | None = None,
+        changes: Mapping[str, Any],
+        resume: str | None = None,
+        fork: bool = False,
+    ) -> Self:
+        """Return the request for a job of the user; a new run reads the configuration beside its file if none is given.
+
+        Raises ConfigError if there is no such job.
+        """
+        script = Path(job.partition(":")[0])
+        is_new = resume in (None, AUTO)
+        if file is None and values is None and is_new and (beside := script.with_suffix(".toml")).is_file():
+            file = beside
+        changes = {**changes, "job": absolute_job(job)}
+        return cls(file=file, values=values, changes=changes, resume=resume, fork=fork, name=script.stem)
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether a configuration is given beside the changes."""
+        return self.file is not None or self.values is not None
+
+    @property
+    def usual_name(self) -> str:
+        """The name of a new run."""
+        return self.name or ("llama" if self.file is None else self.file.stem)
+
+    def given_config(self) -> RunConfig:
+        """Return the validated configuration, with paths as they are given. Raises ConfigError."""
+        values = dict(self.values or {}) if self.file is None else read_toml(self.file)
+        return overridden(values, self.changes, source="the configuration" if self.file is None else str(self.file))
+
+    def config(self) -> RunConfig:
+        """Return the validated configuration, with absolute paths. Raises ConfigError."""
+        return with_absolute_paths(self.given_config())
+
+
+def overridden(values: Mapping[str, Any], changes: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Return the validated configuration: `values`, read from `source`, overridden by `changes`. Raises ConfigError."""
+    job = changes.get("job") or values.get("job", LLAMA_JOB)
+    model = config_type({**values, "job": job})
+    parse_fields(model, values, source=source)
+    merged = dict(values)
+    for key, value in changes.items():
+        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if changes else source)
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return a configuration that does not depend on the working directory. Raises ConfigError for a missing job."""
+    changes: dict[str, Any] = {"job": absolute_job(config.job)}
+    for name in ("profile", "plan"):
+        if (path := getattr(config, name)) is not None:
+            changes[name] = _absolute_path(path)
+    if (tls := config.control.tls) not in ("off", "generate"):
+        directory = _absolute_path(Path(tls))
+        tls_context(directory, server=True)
+        changes["control"] = config.control.model_copy(update={"tls": str(directory)})
+    if isinstance(config, TrainConfig) and config.data.path:
+        path = _absolute_path(Path(config.data.path))
+        changes["data"] = config.data.model_copy(update={"path": str(path)})
+    return config.model_copy(update=changes)
+
+
+def read_config_values(file: Path) -> dict[str, Any]:
+    """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
+
+    Raises ConfigError if the file cannot be read, or a value is of a wrong type or out of range.
+    """
+    script = Path(str(file).partition(":")[0])
+    if script.suffix != ".py":
+        values, source = read_toml(file), file
+    else:
+        beside = script.with_suffix(".toml")
+        values, source = {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}, beside
+    parse_fields(config_type(values), values, source=str(source))
+    return values
+
+
+def absolute_job(reference: str) -> str:
+    """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
+    from chameleon_ft.job import check_job_reference
+
+    check_job_reference(reference)
+    location, colon, function = reference.rpartition(":")
+    if not colon:
+        location, function = reference, ""
+    if location.endswith(".py"):
+        location = str(_absolute_path(Path(location)))
+    return f"{location}{colon}{function}"
+
+
+def _absolute_path(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        # There is no user of the name after the tilde.
+        raise ConfigError(f"{path}: {error}; write the path out") from None
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise ConfigError if the profile or the plan that `config` names cannot be used with it."""
+    if config.profile is not None:
+        profile = profile_of_run(config)
+        if config.is_emulated:
+            costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
+    read_start_plan(config)
+
+
+def check_address(control: Control) -> None:
+    """Raise ConfigError if the coordinator cannot listen on the address, or workers cannot connect to it."""
+    host = f'control.host = "{control.host}"'
+    if control.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{host}: means every address of this host, but the workers need a single one; give the address at "
+            "which the other machines reach this host"
+        )
+    own = address_of_host(control.host)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(own, control.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Like the server, accept a port whose last connection is still in TIME_WAIT.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f"{host}: {error.strerror}; give an address of this host") from None
+    except UnicodeError:
+        raise ConfigError(f"{host}: is not a host name; give an address of this host") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"control.port = {control.port}: is in use on {control.host}; choose another, or 0 for any free port"
+            ) from None
+        raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
+
+
+def prepare_data_of(config: RunConfig, *, may_differ: bool = False) -> None:
+    """Write the data into the run directory as workers read it, maybe other than before. Raises DataError."""
+    if isinstance(config, TrainConfig) and config.output_dir is not None:
+        from chameleon_ft.data.corpus import check_data, prepare_data
+
+        if may_differ:
+            check_data(config)
+        prepare_data(config, config.output_dir, may_differ=may_differ)

@@ -1,0 +1,344 @@
+"""A run from Python: started, followed step by step, and asked for checkpoints, drains and its end."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from chameleon_ft.config import FailureKind, FailurePhase, RunConfig
+from chameleon_ft.errors import CheckpointError, ConfigError, RunFailedError
+from chameleon_ft.events.records import RunStatus, StepRecord
+from chameleon_ft.report.follower import RunWatcher
+from chameleon_ft.report.view import RunReport
+from chameleon_ft.session.configuration import AUTO, RunRequest
+from chameleon_ft.session.joining import WatchRequest
+from chameleon_ft.session.process import LAUNCHED, Launch, RunProcess
+from chameleon_ft.storage.checkpoints import sound_checkpoint
+from chameleon_ft.storage.files import RunDirectory
+from chameleon_ft.storage.run_storage import checkpoint_storage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from chameleon_ft.job import Job
+
+_POLL_S: Final = 0.05
+_RAY: Final = "ray://"
+_STATUS: Final[Mapping[int, RunStatus]] = {0: "finished", 130: "interrupted", os.EX_TEMPFAIL: "terminated"}
+"""How a run ended, by the exit code of its launcher; any other code is a failure."""
+
+
+class Session:
+    """A run, with all of its worker processes, for a `with` block, whose end is its end.
+
+        with Session("my_job.py", "my_job.toml", steps=1000) as run:
+            for step in run:
+                print(step.number, step.loss)
+            weights = run.state_dict()
+
+    Iterating yields the committed steps in order, each once, through any failure of workers; a step that is repeated
+    from a checkpoint is not yielded again. The run trains on, whether or not it is iterated. If it is not finished at
+    the end of the block, it ends after its current step with a checkpoint, and can be resumed. Its output is in its
+    directory, in logs/session.log.
+
+    Args:
+        job: What is trained: a Python file or a module, as `chameleon run` takes them, or a function that returns a
+            `Job` and that other processes can import. By default what the configuration names, or the built-in Llama.
+        config: A TOML file, its values, or a `RunConfig`; by default the TOML file beside the job's file.
+        resume: Directory or object store of a run to continue from its newest checkpoint. "auto": continue the run in
+            `output_dir` if it has a checkpoint, and start it otherwise.
+        fork: Continue the run of `resume` in the new directory `output_dir`.
+        address: None trains on this machine. "ray://HOST:PORT" or "ray://auto" trains on that Ray cluster, on a node of
+            which this process runs. "HOST:PORT" follows a run that is live, by the address of its coordinator, as does
+            the path of its directory. Such a run is followed from its first step, and goes on after the block.
+        token: Join token for "HOST:PORT", by default that of CHAMELEON_TOKEN.
+        tls: Directory of the certificates for "HOST:PORT".
+        verbose: Print what the command line prints.
+        changes: Values over those of the configuration, such as ``steps=100``, ``parallel={"dp": 4}`` or
+            ``**{"parallel.dp": 4}``.
+
+    Raises:
+        ChameleonError: The message says what to change. ConfigError already before the block if the configuration is
+            not valid.
+    """
+
+    def __init__(
+        self,
+        job: str | Path | Callable[..., Job] | None = None,
+        config: str | Path | Mapping[str, Any] | RunConfig | None = None,
+        *,
+        resume: str | Path | None = None,
+        fork: bool = False,
+        address: str | None = None,
+        token: str | None = None,
+        tls: Path | None = None,
+        verbose: bool = False,
+        **changes: Any,
+    ) -> None:
+        if LAUNCHED in os.environ:
+            raise ConfigError(
+                "this process belongs to a run, which loads the file of its job: start sessions there only below "
+                '`if __name__ == "__main__":`'
+            )
+        self._resources = ExitStack()
+        self._process: RunProcess | None = None
+        self._steps: deque[StepRecord] = deque()
+        self._last_step = -1
+        self._has_raised = False
+        self._source: Launch | WatchRequest
+        if address is not None and not address.startswith(_RAY):
+            if job is not None or config is not None or resume is not None or changes:
+                raise ConfigError(f"address={address!r}: follows a live run as it is; leave out all but token and tls")
+            is_directory = Path(address).is_dir()
+            self._source = WatchRequest(
+                run=Path(address) if is_directory else None,
+                coordinator=None if is_directory else address,
+                token=token,
+                tls=tls,
+            )
+            return
+        request = _request(job, config, changes, resume=None if resume is None else str(resume), fork=fork)
+        if resume in (None, AUTO) and not fork:
+            request.config()
+        ray = None if address is None else address.removeprefix(_RAY)
+        self._source = Launch(request=request, ray=ray, is_quiet=not verbose)
+
+    def __enter__(self) -> Self:
+        if isinstance(self._source, WatchRequest):
+            self._watcher = self._resources.enter_context(self._source.watcher())
+            return self
+        self._process = RunProcess(self._source)
+        try:
+            self._watcher = RunWatcher(RunDirectory(self._process.path))
+            # The records of the run until now, if it is resumed.
+            self._watcher.update_readable()
+            self._process.begin()
+        except BaseException:
+            self._process.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._resources:
+            self.end()
+        if kind is None:
+            self._raise_failure()
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        while True:
+            # Looked up before reading, so that the last lines are read.
+            is_over = self.is_over
+            self._read()
+            while self._steps:
+                yield self._steps.popleft()
+            if is_over:
+                break
+            time.sleep(_POLL_S)
+        self._raise_failure()
+
+    def _read(self) -> None:
+        for line in self._watcher.update_readable():
+            name, fields = line
+            if name == "metrics":
+                step = StepRecord.from_json(fields)
+                if step.step > self._last_step:
+                    self._last_step = step.step
+                    self._steps.append(step)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory, or a copy of the records of a run that is followed by its address."""
+        return self._watcher.run.path
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run, with all values."""
+        return self._watcher.run.config()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        if self._process is not None:
+            return self._process.exit_code is not None
+        return self.report().is_over
+
+    @property
+    def status(self) -> RunStatus | None:
+        """How the run has ended; None while it is live."""
+        if not self.is_over:
+            return None
+        if self._process is not None:
+            return _STATUS.get(self._process.exit_code or 0, "failed")
+        condition = self.report().condition
+        return condition if condition in ("finished", "interrupted", "terminated") else "failed"
+
+    def report(self) -> RunReport:
+        """Return the state of the run now, as `chameleon status` shows it."""
+        self._read()
+        return self._watcher.report()
+
+    @property
+    def events(self) -> list[Any]:
+        """All events of the run until now, in their order."""
+        return self._watcher.run.events()
+
+    def wait(self) -> RunStatus:
+        """Wait until the run has ended, and return how. Raises RunFailedError if it has failed."""
+        for _ in self:
+            pass
+        return self.status or "failed"
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End a run of this session after its current step with a checkpoint, or at once without; wait for its end.
+
+        An interrupt meanwhile ends it at once, and is raised again. A run that is only followed goes on.
+        """
+        if (process := self._process) is None:
+            return
+        interrupt: KeyboardInterrupt | None = None
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            try:
+                if at_once:
+                    time.sleep(_POLL_S)
+                    process.send_signal(signal.SIGINT)
+                process.wait()
+                break
+            except KeyboardInterrupt as again:
+                interrupt = again
+        else:
+            process.kill()
+        if interrupt is not None:
+            raise interrupt
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ask for the end of the run after its current step with a checkpoint, or at once without one."""
+        from chameleon_ft.launch.live_run import stop
+
+        stop(self._watcher.run, at_once=at_once)
+
+    def checkpoint(self, *, wait: bool = True) -> int | None:
+        """Have a checkpoint written now, and return the step with which training would resume; None without `wait`."""
+        from chameleon_ft.launch import live_run
+
+        run = self._run_to_wait_for(wait)
+        before = live_run.count_events(run)
+        committed = live_run.checkpoint(run)
+        return live_run.wait_until_saved(run, committed, after=before) if wait else None
+
+    def drain(self, workers: Collection[int] = (), *, host: str | None = None, wait: bool = True) -> tuple[int, ...]:
+        """Take workers out of the run, those of a host included, without repeating a step; return all that leave."""
+        from chameleon_ft.launch import live_run
+
+        run = self._run_to_wait_for(wait)
+        before = live_run.count_events(run)
+        leaving = live_run.drain(run, workers=workers, host=host)
+        if wait:
+            live_run.wait_until_out(run, leaving, after=before)
+        return leaving
+
+    def inject(
+        self,
+        worker: int,
+        kind: FailureKind = "kill",
+        *,
+        phase: FailurePhase | None = None,
+        step: int | None = None,
+        factor: float | None = None,
+    ) -> None:
+        """Make a worker fail, to watch the run recover, as `chameleon inject` does."""
+        from chameleon_ft.launch.live_run import inject
+
+        inject(self._watcher.run, worker=worker, kind=kind, phase=phase, step=step, factor=factor)
+
+    def _run_to_wait_for(self, wait: bool) -> RunDirectory:
+        if wait and isinstance(self._source, WatchRequest) and self._source.coordinator is not None:
+            raise ConfigError("wait: needs the files of the run, which is followed by its address; give wait=False")
+        return self._watcher.run
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all weights and buffers of the newest checkpoint, by the names of `nn.Sequential(*layers)`.
+
+        A run that has ended has a checkpoint of its end. The weights of bf16 are the masters, in float32.
+
+        Raises:
+            CheckpointError: There is no checkpoint.
+        """
+        from chameleon_ft.verify import stored_weights
+
+        run = self._watcher.run
+        checkpoints = checkpoint_storage(run.config(), run)
+        newest, _ = sound_checkpoint(checkpoints)
+        if newest is None:
+            raise CheckpointError(
+                f"{run.path}: there is no complete checkpoint; call checkpoint() while the run is live, or set "
+                "checkpoint.every"
+            )
+        return stored_weights(checkpoints, newest)
+
+    def _raise_failure(self) -> None:
+        """Raise the error that has ended the run, once."""
+        if self._process is None or self._has_raised or self.status != "failed":
+            return
+        self._has_raised = True
+        if (error := self._process.error()) is not None:
+            raise error
+        run, reason = self._watcher.run, "its launcher was lost"
+        with suppress(OSError, ValueError, KeyError):
+            reason = json.loads(run.summary_file.read_text(encoding="utf-8"))["reason"]
+        raise RunFailedError(f"the run has failed: {reason}; its output is in {run.logs}, its state in {run.path}")
+
+
+def _request(
+    job: str | Path | Callable[..., Job] | None,
+    config: str | Path | Mapping[str, Any] | RunConfig | None,
+    changes: Mapping[str, Any],
+    *,
+    resume: str | None,
+    fork: bool,
+) -> RunRequest:
+    """Return what the arguments of a session ask for. Raises ConfigError."""
+    file, values = None, None
+    if isinstance(config, str | Path):
+        file = Path(config)
+    elif isinstance(config, RunConfig):
+        values = config.model_dump(exclude_unset=True)
+    elif config is not None:
+        values = dict(config)
+    sections: dict[str, Any] = {}
+    for key, value in changes.items():
+        section, dot, name = key.partition(".")
+        sections[section] = {**sections.get(section, {}), name: value} if dot else value
+    if job is None:
+        return RunRequest(file=file, values=values, changes=sections, resume=resume, fork=fork)
+    reference = str(job) if isinstance(job, str | Path) else _reference(job)
+    return RunRequest.of_job(reference, file=file, values=values, changes=sections, resume=resume, fork=fork)
+
+
+def _reference(job: Callable[..., Job]) -> str:
+    """Return the name by which workers import a function. Raises ConfigError if they cannot."""
+    name, module = getattr(job, "__qualname__", ""), inspect.getmodule(job)
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not job:
+        raise ConfigError(
+            f"job {job!r}: workers cannot import it; give a function at the top of a file, or the path of that file"
+        )
+    if module is not sys.modules["__main__"]:
+        return f"{module.__name__}:{name}"
+    if (file := getattr(module, "__file__", None)) is None:
+        raise ConfigError(
+            f"job {name}: is defined in a notebook or an interactive interpreter, from which workers cannot import it; "
+            "write it into a file, such as by %%writefile my_job.py, and give its path"
+        )
+    return f"{Path(file).absolute()}:{name}"
