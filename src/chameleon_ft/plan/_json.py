@@ -1,64 +1,28 @@
-"""Checks of the JSON form of a plan, each of which raises PlanError with the place of the fault."""
+"""The JSON form of a plan. Importing this module loads pydantic, so only functions that read or write import it."""
 
 from __future__ import annotations
 
-import json
-from typing import Final
+from typing import Annotated, Literal, TypeAlias
 
-from chameleon_ft.errors import PlanError
+from pydantic import BaseModel, ConfigDict, Field
 
-FORMAT: Final = "chameleon-plan/1"
-_REQUIRED: Final = frozenset({"format", "num_layers", "placement", "routes", "split_backward"})
-_OPTIONAL: Final = frozenset({"recompute", "fused_workers"})
-# Of a worker id: Python refuses to read integers of thousands of digits.
-_MAX_DIGITS: Final = 18
+# JSON has strings as keys. Python refuses to read integers of thousands of digits.
+_Worker: TypeAlias = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,17})$")]
 
 
-def fields_of(text: str) -> dict[str, object]:
-    """Return the fields of a plan's JSON document."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"a plan must be JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise PlanError(f"a plan must be a JSON object; got {document!r:.60}")
-    if (found := document.get("format")) != FORMAT:
-        raise PlanError(f'a plan must have "format" {FORMAT!r}; got {found!r}')
-    if document.keys() - _OPTIONAL != _REQUIRED:
-        raise PlanError(f"a plan must have the fields {sorted(_REQUIRED)}; got {sorted(document)}")
-    if not isinstance(split := document["split_backward"], bool):
-        raise PlanError(f"split_backward of a plan must be true or false; got {split!r}")
-    return document
+class PlanDocument(BaseModel):
+    """The fields of a plan: ranges are (start, stop), hops (worker, start, stop).
 
+    Recomputed layers are (start, stop) or (start, stop, num_selective). Fields that name no worker are left out.
+    """
 
-def by_worker(value: object, where: str) -> dict[int, object]:
-    """Return an object's items by worker id."""
-    if not isinstance(value, dict):
-        raise PlanError(f"{where} must be a JSON object; got {value!r:.60}")
-    found: dict[int, object] = {}
-    for key, item in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS) or int(key) in found:
-            raise PlanError(f"{where} must map worker ids to ranges; got the worker {key!r}")
-        found[int(key)] = item
-    return found
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-
-def array(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise PlanError(f"{where} must be a list; got {value!r:.60}")
-    return value
-
-
-def integer(value: object, where: str) -> int:
-    # JSON's true is an int to Python.
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{where} must be an integer; got {value!r:.60}")
-    return value
-
-
-def integers(value: object, count: int, where: str) -> list[int]:
-    """Return a list of this many integers."""
-    items = array(value, where)
-    if len(items) != count:
-        raise PlanError(f"{where} must hold lists of {count} integers; got {value!r:.60}")
-    return [integer(item, where) for item in items]
+    format: Literal["chameleon-plan/1"]
+    # A placement has a list as long as its layers, which a typing error in a file must not make endless.
+    num_layers: int = Field(le=1_000_000)
+    placement: dict[_Worker, list[tuple[int, int]]]
+    routes: list[list[tuple[int, int, int]]]
+    split_backward: bool
+    recompute: dict[_Worker, Annotated[list[int], Field(min_length=2, max_length=3)]] = {}
+    fused_workers: list[int] = []

@@ -1,17 +1,12 @@
-"""A plan: where the layers are, and the route of each micro-batch through them.
-
-Which layers each worker holds.
-"""
+"""A plan: which layers each worker holds, and the route of each micro-batch through them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TypeVar
 
-from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import _json
+from chameleon_ft.errors import PlanError, describe_invalid
 from chameleon_ft.plan.frozen_map import FrozenMap
 
 GroupT = TypeVar("GroupT", bound=Hashable)
@@ -203,10 +198,6 @@ class Placement:
         return Placement(self.num_layers, {w: ranges for w, ranges in self.ranges.items() if w not in gone})
 
 
-# A placement has a list as long as its layers, which a typing error in a file must not make endless.
-_MAX_LAYERS: Final = 1_000_000
-
-
 @dataclass(frozen=True, slots=True)
 class Hop:
     """A part of a micro-batch's route: `worker` runs `layers`."""
@@ -250,7 +241,7 @@ class Plan:
     Attributes:
         placement: which layers each worker holds.
         routes: the route of micro-batch m at index m.
-        split_backward: whether workers run the two halves of a backward as operations of their own.
+        split_backward: workers run the two halves of a backward as operations of their own.
         recompute: worker -> the layers of which it keeps less, and runs the forward, or its fast part, again just
             before the backward. A range may span several held ranges; the model's first and last layer are never
             recomputed. A worker that is not in the mapping keeps everything. Losses and gradients do not depend on it.
@@ -332,56 +323,43 @@ class Plan:
         return self.split_backward and worker not in self.fused_workers
 
     def to_json(self) -> str:
-        """Return the plan as one line of JSON; `from_json` reads it back to an equal plan.
+        """Return the plan as one line of JSON, see `PlanDocument`; `from_json` reads it back to an equal plan."""
+        from chameleon_ft.plan._json import PlanDocument
 
-        Ranges are (start, stop), hops (worker, start, stop), and recomputed layers (start, stop) or (start, stop,
-        num_selective). Fields that name no worker are left out.
-        """
-        fields: dict[str, object] = {
-            "format": _json.FORMAT,
-            "num_layers": self.placement.num_layers,
-            "placement": {str(w): [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
-            "routes": [[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
-            "split_backward": self.split_backward,
-        }
-        if self.recompute:
-            fields["recompute"] = {
-                str(worker): (own.start, own.stop, *((own.num_selective,) if own.num_selective else ()))
+        return PlanDocument(
+            format="chameleon-plan/1",
+            num_layers=self.placement.num_layers,
+            placement={str(w): [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
+            routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in route.hops] for route in self.routes],
+            split_backward=self.split_backward,
+            recompute={
+                str(worker): [own.start, own.stop, *([own.num_selective] if own.num_selective else [])]
                 for worker, own in self.recompute.items()
-            }
-        if self.fused_workers:
-            fields["fused_workers"] = sorted(self.fused_workers)
-        return json.dumps(fields, separators=(",", ":"))
+            },
+            fused_workers=sorted(self.fused_workers),
+        ).model_dump_json(exclude_defaults=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote. Raises PlanError when `text` is anything else or breaks a rule."""
-        fields = _json.fields_of(text)
-        num_layers = _json.integer(fields["num_layers"], "num_layers of a plan")
-        if num_layers > _MAX_LAYERS:
-            raise PlanError(f"num_layers of a plan must be at most {_MAX_LAYERS}")
-        ranges: dict[int, tuple[LayerRange, ...]] = {}
-        for worker, value in _json.by_worker(fields["placement"], "the placement of a plan").items():
-            where = f"the ranges of worker {worker}"
-            ranges[worker] = tuple(LayerRange(*_json.integers(each, 2, where)) for each in _json.array(value, where))
-        routes: list[Route] = []
-        for index, value in enumerate(_json.array(fields["routes"], "the routes of a plan")):
-            where = f"the route of micro-batch {index}"
-            hops = (_json.integers(each, 3, where) for each in _json.array(value, where))
-            routes.append(Route(index, tuple(Hop(worker, LayerRange(*layers)) for worker, *layers in hops)))
-        placement = Placement(num_layers, ranges)
-        own: object = fields.get("recompute", {})
-        if isinstance(own, list):
-            # Older files list the workers that recompute all that they hold.
-            workers = [_json.integer(worker, "a worker in recompute of a plan") for worker in own]
-            recompute = {worker: RecomputedLayers.in_full(placement.span(worker)) for worker in workers}
-        else:
-            recompute = {}
-            for worker, value in _json.by_worker(own, "recompute of a plan").items():
-                count = 3 if isinstance(value, list) and len(value) > 2 else 2
-                recompute[worker] = RecomputedLayers(*_json.integers(value, count, f"recompute of worker {worker}"))
-        fused = (
-            _json.integer(worker, "a worker in fused_workers of a plan")
-            for worker in _json.array(fields.get("fused_workers", []), "fused_workers of a plan")
+        from pydantic import ValidationError
+
+        from chameleon_ft.plan._json import PlanDocument
+
+        try:
+            found = PlanDocument.model_validate_json(text)
+        except ValidationError as error:
+            why = describe_invalid(error).removeprefix(": ")
+            raise PlanError(f"a plan must be JSON of format chameleon-plan/1: {why:.200}") from None
+        ranges = {int(worker): tuple(LayerRange(*each) for each in own) for worker, own in found.placement.items()}
+        routes = (
+            Route(number, tuple(Hop(worker, LayerRange(*layers)) for worker, *layers in hops))
+            for number, hops in enumerate(found.routes)
         )
-        return cls(placement, tuple(routes), fields["split_backward"] is True, recompute, frozenset(fused))
+        return cls(
+            Placement(found.num_layers, ranges),
+            tuple(routes),
+            found.split_backward,
+            {int(worker): RecomputedLayers(*own) for worker, own in found.recompute.items()},
+            frozenset(found.fused_workers),
+        )
