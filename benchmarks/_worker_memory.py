@@ -20,8 +20,7 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import Sharding
 from chameleon_ft.schedule import Operation
 from chameleon_ft.storage.files import FaultLog
-from chameleon_ft.sync import gradient_segments
-from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
+from chameleon_ft.sync import ADDS_TO_GRADIENTS, gradient_segments
 from chameleon_ft.worker.communicators import Membership
 from chameleon_ft.worker.control_client import Activity
 from chameleon_ft.worker.device import is_host_memory

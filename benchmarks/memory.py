@@ -28,7 +28,8 @@ from benchmarks._neighbours import progress
 from benchmarks._worker_memory import Alone, peak_of_allocator, peak_of_storages
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.cost.memory import part_bytes, program_memory, snapshot_memory
+from chameleon_ft.cost.memory import program_memory
+from chameleon_ft.cost.snapshots import part_bytes, snapshot_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.plan.shards import Sharding, shard_optimizer

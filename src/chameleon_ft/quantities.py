@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "listed", "rate"]
-
 ROUNDING: Final = 1e-9
 """Relative difference up to which two computed times, or numbers of samples, count as equal."""
 SUM_ROUNDING: Final = 1e-12
@@ -14,7 +12,8 @@ SUM_ROUNDING: Final = 1e-12
 
 # (unit, its seconds, seconds from which on it reads better than the next)
 _LONG_UNITS = (("days", 86_400.0, 172_800.0), ("h", 3_600.0, 7_200.0), ("min", 60.0, 1_000.0))
-_SHORT_UNITS = (("ms", 1e3), ("µs", 1e6), ("ns", 1e9))  # how many are a second
+# (unit, how many are a second)
+_SHORT_UNITS = (("ms", 1e3), ("µs", 1e6), ("ns", 1e9))
 _BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
@@ -28,7 +27,8 @@ def duration(seconds: float) -> str:
     for unit, size_s, min_s in _LONG_UNITS:
         if seconds >= min_s:
             return f"{seconds / size_s:,.1f} {unit}"
-    rounded = float(f"{seconds:.3g}")  # so that what rounds to 1,000 ms is 1 s
+    # Times that round to 1,000 ms are 1 s.
+    rounded = float(f"{seconds:.3g}")
     if rounded >= 1:
         return f"{seconds:.{3 if seconds < 10 else 2 if seconds < 100 else 1}f} s"
     for unit, per_s in _SHORT_UNITS:

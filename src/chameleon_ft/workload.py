@@ -9,8 +9,6 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["MAX_MICRO_BATCHES", "LayerCost", "TiedParameters", "Workload", "is_recomputed"]
-
 MAX_MICRO_BATCHES: Final = 1_000_000
 """Of a step: a plan has a route for each of them."""
 

@@ -19,7 +19,7 @@ from chameleon_ft.coordinator.events import Considered, Decided, Event
 from chameleon_ft.coordinator.state.checkpoints import Snapshot
 from chameleon_ft.coordinator.state.checkpoints import Snapshots as StateOfSnapshots
 from chameleon_ft.coordinator.state.members import Members
-from chameleon_ft.cost.memory import host_bytes, snapshot_memory
+from chameleon_ft.cost.snapshots import host_bytes, snapshot_memory
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.plan.shards import shard_optimizer

@@ -46,4 +46,4 @@ def test_the_rest_ends_when_the_survivors_have_reduced_all_gradients(shape: Shap
             (each.end_s for each in timed if layer in each.operation.layers and each.operation.kind in "BW"), default=0
         )
         ends_s.append(ready_s + 2 * (len(holders) - 1) * _LATENCY_S)
-    assert found.rest_s == pytest.approx(max(ends_s))
+    assert found.step_s == pytest.approx(max(ends_s))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.cost.memory import SnapshotRule, choose_snapshots, host_bytes, snapshot_memory, snapshots_fit
+from chameleon_ft.cost.snapshots import SnapshotRule, choose_snapshots, host_bytes, snapshot_memory, snapshots_fit
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.plan.shards import shard_optimizer
 from chameleon_ft.plan.snapshots import lay_out_snapshot

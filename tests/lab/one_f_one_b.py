@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import PipelineLayout, RecomputedLayers, Route, pipelines_plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
+from tests.strategies import recomputing
 
 
 def one_f_one_b(
@@ -29,7 +30,8 @@ def peak_bytes(costs: CostModel, cut_points: tuple[int, ...], micro_batches: int
     """Peak bytes of the worker that needs most."""
     depth = len(cut_points)
     pipeline = PipelineLayout(cut_points, tuple(range(depth)), micro_batches)
-    plan = pipelines_plan([pipeline], recompute=recompute)
+    plan = pipelines_plan([pipeline])
+    plan = recomputing(plan, plan.workers if recompute else ())
     orders = {
         stage: one_f_one_b(plan.routes[0], stage, depth - stage, micro_batches, plan.recompute)
         for stage in range(depth)

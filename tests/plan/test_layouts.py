@@ -91,13 +91,13 @@ def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, object]) -> No
 def test_pipelines_of_any_depths_make_a_plan() -> None:
     layouts = [PipelineLayout((2, 5), (7, 1), 2), PipelineLayout((5,), (4,), 1)]
 
-    plan = pipelines_plan(layouts, split_backward=True, recompute=True)
+    plan = pipelines_plan(layouts, split_backward=True, recompute={4: RecomputedLayers(0, 5)})
 
     first = (Hop(7, LayerRange(0, 2)), Hop(1, LayerRange(2, 5)))
     assert [route.hops for route in plan.routes] == [first, first, (Hop(4, LayerRange(0, 5)),)]
     assert plan.workers == (1, 4, 7)
     assert plan.split_backward
-    assert plan.recompute == {7: RecomputedLayers(0, 2), 1: RecomputedLayers(2, 5), 4: RecomputedLayers(0, 5)}
+    assert plan.recompute == {4: RecomputedLayers(0, 5)}
     assert not pipelines_plan(layouts).recompute
 
 

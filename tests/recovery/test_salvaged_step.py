@@ -19,7 +19,7 @@ def test_the_fastest_program_that_passes_is_taken_and_no_slower_one_is_checked(
     plan, costs = two_pipelines(split_backward=True, dp=3)
     left, progress = survivors(costs, {0}), interrupted(plan, costs, 0.5, lost={0})
     every = sorted(
-        estimate_rest(found.rest, scheduled, left).rest_s
+        estimate_rest(found.rest, scheduled, left).step_s
         for found in salvage(plan, progress, left)
         for scheduled in rest_schedules(found.rest, left, in_flight_limits={})
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from chameleon_ft.cost.memory import SnapshotRule
+from chameleon_ft.cost.snapshots import SnapshotRule
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, Prospect, Snapshots, decide
 from chameleon_ft.recovery.failure_model import Gap, Wait

@@ -17,7 +17,6 @@ from chameleon_ft.schedule import (
     InFlightLimit,
     Operation,
     OperationKind,
-    Preference,
     Program,
     Timeline,
     best_program,
@@ -30,7 +29,7 @@ from tests.golden import refused
 from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, plans
 
 FORWARD = OperationKind.FORWARD
-preferences = st.sampled_from(list(Preference))
+preferences = st.booleans()
 
 
 def max_kept(program: Program, worker: int, *, until: tuple[OperationKind, ...]) -> int:
@@ -73,34 +72,34 @@ def assert_times_are_possible(timeline: Timeline, plan: Plan, costs: CostModel) 
 
 
 @given(mixed(planned()), preferences, st.integers(0, 20))
-def test_any_plan_gets_a_program_that_runs(case: Planned, prefer: Preference, extra: int) -> None:
+def test_any_plan_gets_a_program_that_runs(case: Planned, forward_first: bool, extra: int) -> None:
     limits = {
         worker: InFlightLimit(limit.in_flight + extra, limit.kept + extra)
         for worker, limit in default_limits(case.plan).items()
     }
 
-    program = list_schedule(case.plan, case.costs, limits, prefer=prefer)
+    program = list_schedule(case.plan, case.costs, limits, forward_first=forward_first)
 
     check_program(program, case.plan)
     assert program.workers == case.plan.workers
     assert_times_are_possible(replay(program, case.costs), case.plan, case.costs)
-    assert list_schedule(case.plan, case.costs, limits, prefer=prefer) == program
+    assert list_schedule(case.plan, case.costs, limits, forward_first=forward_first) == program
 
 
 @given(planned(several_ranges=False), preferences)
-def test_tight_limits_never_get_a_program_stuck(case: Planned, prefer: Preference) -> None:
+def test_tight_limits_never_get_a_program_stuck(case: Planned, forward_first: bool) -> None:
     limits = dict.fromkeys(case.plan.workers, InFlightLimit(1, 1))
 
-    program = list_schedule(case.plan, case.costs, limits, prefer=prefer)
+    program = list_schedule(case.plan, case.costs, limits, forward_first=forward_first)
 
     check_program(program, case.plan)
 
 
 @given(pipelined(), preferences, st.integers(1, 6), st.integers(0, 6))
-def test_pipelines_keep_to_their_limits(case: Planned, prefer: Preference, in_flight: int, more: int) -> None:
+def test_pipelines_keep_to_their_limits(case: Planned, forward_first: bool, in_flight: int, more: int) -> None:
     limits = dict.fromkeys(case.plan.workers, InFlightLimit(in_flight, in_flight + more))
 
-    program = list_schedule(case.plan, case.costs, limits, prefer=prefer)
+    program = list_schedule(case.plan, case.costs, limits, forward_first=forward_first)
 
     for worker in case.plan.workers:
         turned = (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)

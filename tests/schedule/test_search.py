@@ -9,15 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.recovery import reroute
-from chameleon_ft.schedule import (
-    InFlightLimit,
-    Preference,
-    best_program,
-    check_program,
-    default_limits,
-    list_schedule,
-    replay,
-)
+from chameleon_ft.schedule import InFlightLimit, best_program, check_program, default_limits, list_schedule, replay
 from chameleon_ft.schedule.best import ListSchedules, Problem, ScheduledPart, program_of, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.network import builder_of
@@ -63,8 +55,8 @@ def test_in_flight_limits_hold_and_the_result_is_no_longer_than_a_list_schedule(
     for worker in plan.workers:
         assert best.limits[worker].in_flight <= in_flight
         assert best.limits[worker].kept <= in_flight + more
-    for prefer in Preference:
-        listed = list_schedule(plan, costs, _lower(default_limits(plan), in_flight_limits), prefer=prefer)
+    for forward_first in (True, False):
+        listed = list_schedule(plan, costs, _lower(default_limits(plan), in_flight_limits), forward_first=forward_first)
         assert best.step_s <= replay(listed, costs).step_s * (1 + 1e-9)
     assert best_program(plan, costs, in_flight_limits=in_flight_limits) == best
 

@@ -19,11 +19,11 @@ from chameleon_ft.cluster import Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, TimedPipeline
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerClass, WorkerPool
-from chameleon_ft.search.placement.candidates import GradientSync
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.placement import GradientSync
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerClass, WorkerPool
 
 Kind = tuple[float, int | None]
 

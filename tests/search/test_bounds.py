@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import InFlightLimit, Preference, list_schedule, replay
-from chameleon_ft.search.pipelines.bounds import PipelineBounds, SyncCost
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerClass
+from chameleon_ft.schedule import InFlightLimit, list_schedule, replay
+from chameleon_ft.search.bounds import PipelineBounds, SyncCost
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerClass
 from tests.examples import examples
 from tests.search.instances import instance
 from tests.search.oracle import cuts
@@ -32,8 +32,8 @@ def _some_of(rng: random.Random, layers: LayerRange) -> RecomputedLayers:
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(seed=seeds, split=st.booleans(), prefer=st.sampled_from(Preference), few=st.booleans())
-def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer: Preference, few: bool) -> None:
+@given(seed=seeds, split=st.booleans(), forward_first=st.booleans(), few=st.booleans())
+def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, forward_first: bool, few: bool) -> None:
     rng = random.Random(seed)
     layers = rng.randint(1, 5)
     depth = rng.randint(1, layers)
@@ -55,7 +55,7 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
         in_flight = rng.randint(1, 2) if few else rng.randint(1, 2 * depth)
         kept = in_flight + rng.randint(0, 3)
         limits[hop.worker] = InFlightLimit(in_flight, kept, rng.choice([None, 1, 2]))
-    program = list_schedule(plan, costs, limits, prefer=prefer)
+    program = list_schedule(plan, costs, limits, forward_first=forward_first)
     # A worker has exactly the memory that it needs.
     memory = program_memory(program, plan.placement, costs.workload)
     classes = [WorkerClass(1.0, memory[hop.worker].peak_bytes) for hop in hops]

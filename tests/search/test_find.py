@@ -22,7 +22,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan, recut_plan
+from chameleon_ft.search import InfeasibleError, find_plan, recut_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.examples import examples
 from tests.golden import refused
@@ -65,7 +65,6 @@ def test_a_complete_search_equals_trying_everything(seed: int) -> None:
     # Programs may fit the memory under larger limits than those that hold for any order of operations.
     assert found.bound_s <= found.best.step_s <= min_s * (1 + 1e-9)
     assert found.exhaustive
-    assert found.family is BoundFamily.PIPELINES
     assert found.complete == (found.best.step_s <= found.bound_s * (1 + 1e-8))
 
 
@@ -231,7 +230,6 @@ def test_the_bound_of_many_classes_is_that_of_equal_workers() -> None:
     workers = tuple(Worker(number, "host", speed=1 - number / 100) for number in range(12))
     costs = CostModel(Workload((LayerCost("layer", 1.0, 1.0, 1.0),) * 12, 24, 1), Cluster(workers, link, link))
     found = find_plan(costs)
-    assert found.family is BoundFamily.PIPELINES
     assert not found.exhaustive
     assert 0 <= found.gap < 0.5
     program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Placement
+from chameleon_ft.plan.layouts import pipeline_hops
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
-from chameleon_ft.search.pipelines.bounds import PipelineBounds, SyncLowerBound
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import GradientSync
+from chameleon_ft.search.bounds import PipelineBounds, SyncLowerBound
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.placement import GradientSync
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
 from tests.cost.programs import reduction_s
@@ -75,10 +76,10 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
     workers = split_among(rng, list(range(sum(depths))), depths)
     cut_points = [rng.choice(list(cuts(layers, depth))) for depth in depths]
     pipelines = [placed(scheduler, *each) for each in zip(workers, cut_points, shares, strict=True)]
-    sync = SyncLowerBound(costs, GradientSync(costs).step_s(pipelines)).of(number)
+    sync = SyncLowerBound(costs, GradientSync(costs).step_s(tuple(pipelines))).of(number)
     least = PipelineBounds(scheduler.stages, sync)
     spent_s = dict.fromkeys(range(sum(depths)), 0.0)
-    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in hops_of(own, timed.cut_points)}
+    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in pipeline_hops(own, timed.cut_points)}
     for segments in gradient_rounds(Placement(layers, held), costs.workload.tied_layers).rounds:
         for segment in segments:
             if segment_bytes(segment, costs.workload):
@@ -154,7 +155,7 @@ def test_no_two_pipelines_on_any_hosts_beat_the_bound(seed: int) -> None:
     for split in (False, True):
         scheduler, sync = scheduler_of(costs, split=split), GradientSync(costs)
         for pipelines in ways(4, 3, costs.workload.micro_batches):
-            min_s = min(min_s, sync.step_s([placed(scheduler, *each) for each in pipelines]))
+            min_s = min(min_s, sync.step_s(tuple(placed(scheduler, *each) for each in pipelines)))
     assert find_plan(costs).bound_s <= min_s * (1 + 1e-9)
 
 
@@ -162,7 +163,7 @@ def test_the_bound_knows_that_rings_inside_a_host_leave_room_for_few_layers() ->
     costs = equal_layers(4, 6, [2, 2])
     found = find_plan(costs)
     scheduler, sync = scheduler_of(costs, split=True), GradientSync(costs)
-    min_s = min(sync.step_s([placed(scheduler, *each) for each in pipelines]) for pipelines in ways(4, 4, 6))
+    min_s = min(sync.step_s(tuple(placed(scheduler, *each) for each in pipelines)) for pipelines in ways(4, 4, 6))
     assert found.bound_s <= min_s * (1 + 1e-9)
     assert found.best.step_s <= min_s * (1 + 1e-9)
 
@@ -185,7 +186,7 @@ def test_pipelines_are_not_confused_with_deleted_ones() -> None:
     # A copy that is gone leaves its address to the next one.
     for timed in (one, more) * 20:
         copied = dataclasses.replace(timed)
-        steps_s.append(sync.step_s([(copied, workers)]))
+        steps_s.append(sync.step_s(((copied, workers),)))
         replayed.append(scheduler.replayed(copied, workers).program_s)
         del copied
     assert steps_s == pytest.approx([one.program_s, more.program_s] * 20)

@@ -9,8 +9,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.search.mixes import knapsack
-from chameleon_ft.search.mixes.knapsack import Size, best_mix
+from chameleon_ft.search import knapsack
+from chameleon_ft.search.knapsack import Size, best_mix
 from tests.examples import examples
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from chameleon_ft.search.mixes.mix_search import promising_layouts
-from chameleon_ft.search.pipelines.bounds import SyncLowerBound
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
+from chameleon_ft.search.bounds import SyncLowerBound
+from chameleon_ft.search.mixes import promising_layouts
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSearch
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerPool
 from tests.search.instances import instance, with_gradients
 
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.cost.step import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.layouts import pipeline_hops
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.schedule.program import operations_from, records_by_code
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSpec, hops_of
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import GradientSync, _by_pipeline, _by_stage, _orders_of_hosts
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSpec
+from chameleon_ft.search.placement import GradientSync, _by_pipeline, _by_stage, _orders_of_hosts
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.workload import TiedParameters
 from tests.examples import examples
 from tests.search.instances import instance
@@ -108,7 +109,7 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     operations: dict[int, tuple[Operation, ...]] = {}
     first = 0
     for timed, workers in placed:
-        hops = hops_of(workers, timed.cut_points)
+        hops = pipeline_hops(workers, timed.cut_points)
         routes = [Route(number, hops) for number in range(timed.spec.micro_batches)]
         alone = Plan(Placement(layers, {hop.worker: (hop.layers,) for hop in hops}), tuple(routes), split)
         by_code = records_by_code(alone, routes)
@@ -120,4 +121,4 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
             )
         first += timed.spec.micro_batches
     whole = estimate_sync(Placement(layers, held), replay(Program(operations), costs), costs)
-    assert GradientSync(costs).step_s(placed) == pytest.approx(max(whole.end_s, whole.program_s))
+    assert GradientSync(costs).step_s(tuple(placed)) == pytest.approx(max(whole.end_s, whole.program_s))

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch, PipelineSpec
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import GradientSync, PlacedPipelines
-from chameleon_ft.search.placement.polish import Polish
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSearch, PipelineSpec
+from chameleon_ft.search.placement import GradientSync, PlacedPipelines
+from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerPool
 from tests.examples import examples
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts

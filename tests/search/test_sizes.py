@@ -15,7 +15,7 @@ from chameleon_ft.cost.derive import derive_workload
 from chameleon_ft.cost.presets import device, model_shape
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search import BoundFamily, InfeasibleError, SizeFigures, find_plan, find_plan_of_sizes
+from chameleon_ft.search import InfeasibleError, SizeFigures, find_plan, find_plan_of_sizes
 from tests.examples import examples
 from tests.golden import refused
 from tests.search.instances import instance, with_gradients
@@ -69,7 +69,7 @@ def test_a_complete_choice_equals_trying_everything(seed: int) -> None:
         return
     found = find_plan_of_sizes(costs, effort=None)
     assert found.best.step_s <= min(min_s.values()) * (1 + 1e-9)
-    assert (found.exhaustive, found.family) == (True, BoundFamily.PIPELINES)
+    assert found.exhaustive
     assert found.bound_s <= found.best.step_s * (1 + 1e-9)
     assert [each.micro_batch_size for each in found.sizes] == [1, 2, 4]
     for each in found.sizes:
@@ -122,7 +122,7 @@ def test_sizes_that_cannot_be_better_are_not_searched() -> None:
     found = find_plan_of_sizes([preset(size) for size in (16, 4, 2, 1)])
     alone = find_plan(preset(1))
     assert found.best == alone.best
-    assert (found.bound_s, found.family, found.mixes) == (alone.bound_s, alone.family, alone.mixes)
+    assert (found.bound_s, found.mixes) == (alone.bound_s, alone.mixes)
     first, *others = found.sizes
     assert first == SizeFigures(1, alone.bound_s, alone.best.step_s)
     assert all(each.step_s is None and each.bound_s >= alone.best.step_s for each in others)

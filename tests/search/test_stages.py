@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 from chameleon_ft.cost.memory import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, InFlightLimit, Preference, list_schedule
-from chameleon_ft.search._kernels.records import FULL, IN_FLIGHT, SELECTIVE
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerClass
+from chameleon_ft.schedule import CostModel, InFlightLimit, list_schedule
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerClass
 from tests.examples import examples
 from tests.search.instances import instance
 from tests.search.oracle import cuts
@@ -66,8 +66,8 @@ def drawn(rng: random.Random, *, split: bool) -> Case | None:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(seed=seeds, split=st.booleans(), prefer=st.sampled_from(Preference))
-def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, split: bool, prefer: Preference) -> None:
+@given(seed=seeds, split=st.booleans(), forward_first=st.booleans())
+def test_no_program_within_its_limits_exceeds_its_memory(seed: int, split: bool, forward_first: bool) -> None:
     case = drawn(random.Random(seed), split=split)
     if case is None:
         return
@@ -76,7 +76,7 @@ def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, s
     if limits is None:
         return
     in_flight_limits = dict(zip(shape, map(InFlightLimit, *limits.tolist()), strict=True))
-    program = list_schedule(case.plan, case.costs, in_flight_limits, prefer=prefer)
+    program = list_schedule(case.plan, case.costs, in_flight_limits, forward_first=forward_first)
     memory = program_memory(program, case.plan.placement, case.costs.workload)
     for worker, own in enumerate(case.stages.classes):
         assert own.memory_bytes is not None
@@ -91,7 +91,7 @@ def test_no_program_exceeds_the_micro_batches_in_flight_of_an_option(seed: int, 
     if case is None:
         return
     at = rng.randrange(len(case.cut_points))
-    most = int(case.stages.tables.options[case.options[at], IN_FLIGHT])
+    most = int(case.stages.tables.options["in_flight"][case.options[at]])
     if most + more > case.plan.micro_batches:
         return
     # With as many in flight as there is not room for, whatever the rest of the pipeline does.
@@ -116,9 +116,9 @@ def test_options_recompute_more_to_have_more_in_flight(seed: int, split: bool) -
         return
     for own in case.stages.options_of(tuple(range(len(case.cut_points))), case.cut_points):
         rows = case.stages.tables.options[list(own)]
-        recomputed = [(row[FULL], row[FULL] + row[SELECTIVE]) for row in rows.tolist()]
+        recomputed = [(full, full + selective) for full, selective in rows[["full", "selective"]].tolist()]
         assert recomputed == sorted(set(recomputed))
-        assert (rows[1:, IN_FLIGHT] >= rows[:-1, IN_FLIGHT]).all()
+        assert (np.diff(rows["in_flight"]) >= 0).all()
 
 
 def test_unknown_memory_allows_everything() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.cost.step import estimate_step
 from chameleon_ft.lab.by_class import EstimatedMixes, EstimatedTimes
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
 from chameleon_ft.simulate.by_class.step_times import Mixes, StepTimes
@@ -156,11 +156,11 @@ def test_a_worker_holds_the_share_of_optimizer_state_of_as_many_pipelines_as_the
     own = costs(12)
     shared = CostModel(replace(own.workload, owners=2), own.cluster)
     whole, divided = (Pipelines(each, split_backward=False) for each in (own, shared))
-    layer, model = own.workload.layers[0], LayerRange(0, 6)
+    layer = own.workload.layers[0]
     for depth, holders in ((1, 12), (3, 4), (6, 2)):
         rest, share = layer.param_bytes + layer.gradient_bytes, -(-layer.optimizer_bytes * 2 // holders)
-        assert whole.held_bytes(model, depth) == 6 * layer.held_bytes
-        assert divided.held_bytes(model, depth) == 6 * (rest + share)
+        assert whole.held_before(depth)[-1] == 6 * layer.held_bytes
+        assert divided.held_before(depth)[-1] == 6 * (rest + share)
         assert divided.state_bytes(depth) == [layer.param_bytes + share] * 6
     # Three layers take 4.2 GB without activations if nothing is shared, and 2.2 GB with six holders.
     few = replace(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections import Counter
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import given
@@ -25,12 +26,14 @@ def test_every_segment_with_company_is_reduced_once_and_no_worker_twice_in_a_rou
         assert list(segments) == sorted(segments, key=lambda segment: segment.layers)
         for one, other in combinations(segments, 2):
             assert not set(one.holders) & set(other.holders)
-    assert found.excess >= 0
 
 
 @given(placements(several_ranges=False))
 def test_with_one_range_a_worker_the_rounds_are_the_fewest(placement: Placement) -> None:
-    assert gradient_rounds(placement).excess == 0
+    found = gradient_rounds(placement)
+
+    most = max(Counter(chain.from_iterable(segment.holders for segment in found.order)).values(), default=0)
+    assert len(found.rounds) == most, "no worker can reduce two segments in a round"
 
 
 @given(placements(several_ranges=True))
@@ -57,7 +60,6 @@ def test_tied_parameters_are_reduced_by_all_that_hold_a_copy(placement: Placemen
         assert list(segments) == sorted(segments, key=lambda segment: segment.layers)
         for one, other in combinations(segments, 2):
             assert not set(one.holders) & set(other.holders)
-    assert found.excess >= 0
 
 
 def test_equal_pipelines_need_one_round() -> None:
@@ -65,7 +67,6 @@ def test_equal_pipelines_need_one_round() -> None:
     found = gradient_rounds(Placement(4, {worker: (stages[worker % 2],) for worker in range(6)}))
 
     assert found.rounds == ((Segment(stages[0], (0, 2, 4)), Segment(stages[1], (1, 3, 5))),)
-    assert (found.fewest, found.excess) == (1, 0)
 
 
 def test_three_workers_that_share_in_pairs_need_a_round_more_than_any_takes_part_in() -> None:
@@ -82,7 +83,6 @@ def test_three_workers_that_share_in_pairs_need_a_round_more_than_any_takes_part
     found = gradient_rounds(placement)
 
     assert len(found.rounds) == 3
-    assert (found.fewest, found.excess) == (2, 1)
 
 
 def test_a_layer_that_no_worker_holds_twice_needs_no_round() -> None:

@@ -7,14 +7,12 @@ Language Models", 2020, section 2.1). Attention over s positions takes 4 s a d_h
 attention does not compute; but its backward computes the scores again, and takes 2.5 times the forward (Dao,
 "FlashAttention-2", 2023, section 4.1).
 
-Bytes that a transformer's layers keep between operations, by the count of Korthikanti et al.
-
-"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198) counts the bytes that a block of a
-GPT keeps from forward to backward for s tokens, b sequences, width h and a heads, with two bytes for an element and one
-for an element of a dropout mask: s b h (34 + 5 a s / h) (its equation 1); s b h (10 + 24/t + 5 a s / (h t)) with t
-tensor-parallel ranks (2); all of it divided by t with sequence parallelism (4); 34 s b h / t with selective
-recomputation (6); 2 s b h with full recomputation. Here the count is made tensor by tensor, so that it also holds for
-other blocks:
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), count the bytes
+that a block of a GPT keeps from forward to backward for s tokens, b sequences, width h and a heads, with two bytes for
+an element and one for an element of a dropout mask: s b h (34 + 5 a s / h) (its equation 1); s b h (10 + 24/t + 5 a s /
+(h t)) with t tensor-parallel ranks (2); all of it divided by t with sequence parallelism (4); 34 s b h / t with
+selective recomputation (6); 2 s b h with full recomputation. Here the count is made tensor by tensor, so that it also
+holds for other blocks:
 
 - grouped-query attention keeps narrower keys and values;
 - SwiGLU keeps gate, up, silu(gate) and the product, 4 f elements, where GELU keeps input and output;

@@ -31,33 +31,27 @@ F and B need `selective_working_bytes`, and I leaves `selective_weight_grad_byte
 
 Vote and update are left out, because no activations are held then. The logits are activations and working bytes of the
 last layer. With tensor parallelism all bytes are those of one rank.
-
-The memory of hosts that snapshots take, and whether they are taken for that; see `plan.snapshots`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Final
 
 import numpy as np
 
-from chameleon_ft.cluster import Cluster
-from chameleon_ft.cost.transition import state_bytes
+from chameleon_ft.cost._kernels.records import OPTION, LayerFigures
+from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement
-from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.shards import UNITS, Sharding, owned_share, shard_optimizer
-from chameleon_ft.plan.snapshots import Part, SnapshotLayout, lay_out_snapshot
-from chameleon_ft.quantities import data_size
+from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule.program import KINDS, operations_from
-from chameleon_ft.schedule.records import Integers, Records
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Integers, Records
+from chameleon_ft.workload import Workload, is_recomputed
 
 _FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
 # Bytes of an operation while one of its layers runs, with the activations of its hop.
@@ -169,19 +163,31 @@ def workload_memory(workload: Workload) -> WorkloadMemory:
 
 
 class WorkloadMemory:
-    """Bytes that workers hold for the layers of a workload, throughout a step and at its peak."""
+    """Bytes that workers hold for the layers of a workload: throughout a step, at its peak, and of single stages.
+
+    No other module adds up a worker's memory. `worst` is exact for any program, and `one_f_one_b_bytes` for a stage
+    under 1F1B, whatever the other stages are. `min_stage_bytes` is a lower bound for all programs of a stage, and no
+    program under the limits of `stage_limits` exceeds the memory. Planners that only need to know whether a stage fits
+    call `min_stage_bytes` first, because it is quick, and then `one_f_one_b_bytes`.
+
+    Attributes:
+        held_before: bytes of parameters, gradients and optimizer state of all layers before each one, and of all.
+    """
 
     def __init__(self, workload: Workload) -> None:
-        layers = self._layers = workload.layers
-        # Bytes of each layer: kept, left for W and of work space; those if it is recomputed selectively.
-        self._kept = _bytes_of(layers)
-        self._selective = _bytes_of(workload.recomputed_selectively().layers)
-        # Bytes of each layer's input: none for the first. The output of the last layer is a loss.
-        self._inputs = np.array([0, *(layer.output_bytes for layer in layers[:-1]), 0], np.int64)
+        self._layers = workload.layers
+        self._figures = _layer_figures(workload)
         self._owners = workload.owners
         self._replicated = workload.replicated_bytes
         self._state_bytes = cache(lambda ranges, holders: self._state_of(ranges, holders).total_bytes)
-        self._figures = cache(self._new_figures)
+        self.one_f_one_b_bytes = cache(self._one_f_one_b_bytes)
+        own = self._figures
+        self.held_before = _sums_before(own.state)
+        self._kept_before = {
+            Recompute.NONE: _sums_before(own.activation),
+            Recompute.SELECTIVE: _sums_before(own.selective),
+            Recompute.FULL: _sums_before(np.where(own.is_recomputable, own.input, own.activation)),
+        }
 
     def state_of(self, ranges: Iterable[Iterable[int]], *placements: Placement) -> MemoryUse:
         """Return the bytes that a worker with these layers holds throughout a step.
@@ -245,6 +251,8 @@ class WorkloadMemory:
             Index of the operation at each worker's peak, -1 for a worker without operations; and the bytes that it
             holds beside its state, by `_MOMENT`; int64 [workers] and [workers, 4].
         """
+        from chameleon_ft.cost._kernels.stage_memory import measure_stages
+
         fields = ["start", "stop", "recompute_start", "recompute_stop", "recompute_selective"]
         width = 1 + int(records["stop"].max(initial=0))
         # Each row becomes one number, because sorting rows is many times slower.
@@ -252,49 +260,152 @@ class WorkloadMemory:
         for name in fields:
             keys = keys * width + records[name]
         _, first, row_of = np.unique(keys, return_index=True, return_inverse=True)
-        rows = [self._figures(*own) for own in records[fields][first].tolist()]
-        stages = np.array([stage for stage, _ in rows]).reshape(-1, 5)[row_of]
-        moments = np.array([own for _, own in rows]).reshape(-1, len(KINDS), 4)
-        return _worst_moments(records, np.array(starts), stages, moments, row_of, buffers)
+        rows = np.array(records[fields][first].tolist(), np.int64).reshape(-1, len(fields))
+        stages = np.empty((len(rows), 5), np.int64)
+        moments = np.empty((len(rows), len(KINDS), len(_MOMENT)), np.int64)
+        measure_stages(self._figures, rows, stages, moments)
+        return _worst_moments(records, np.array(starts), stages[row_of], moments, row_of, buffers)
 
-    def _new_figures(
-        self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int
-    ) -> tuple[tuple[int, ...], Integers]:
-        """Return `stages` and `moments`, as in `_worst_moments`, of layers start to stop, some recomputed."""
-        layer, own = np.arange(start, stop), slice(start, stop)
-        is_inner = (layer > 0) & (layer < len(self._layers) - 1)
-        is_again = is_inner & (again_start <= layer) & (layer < again_stop)
-        in_full = is_again & (layer < again_stop - num_selective)
-        in_part = is_again & ~in_full
-        activations = self._kept[0, own]
-        inputs, outputs = self._inputs[own], self._inputs[start + 1 : stop + 1]
-        # Bytes kept from F to B or I, left for W, and of work space: of F and B, and of I and W.
-        kept, weight_grads, working, in_halves = np.where(in_part, self._selective[:, own], self._kept[:, own])
-        kept = np.where(in_full, inputs, kept)
-        left = np.where(weight_grads >= kept, kept, 0)
-        kept_output = 0 if in_full[-1] else int(outputs[-1])
-        # While the backward of a layer runs: recomputed tensors, and the gradient of its input.
-        rest = np.maximum(0, activations - kept)
-        working = working + np.where(in_full, rest, 0)
-        again = np.where(in_full, outputs, 0)
-        sent = np.where(layer == start, inputs, 0)
-        from_above = np.append(outputs[:-1], 0)
+    def min_stage_bytes(self, start: int, stop: int, *, in_flight: int, recompute: Recompute = Recompute.NONE) -> int:
+        """Return a lower bound of the memory of any program that has so many micro-batches in flight at a time.
 
-        # `_MOMENT` by kind while each layer runs; sums over layers below or above include that layer.
-        moments = np.zeros((len(KINDS), 4, len(layer)), np.int64)
-        moments[_FORWARD] = kept.cumsum() + outputs, 0 * rest, 0 * rest, working
-        received = from_above + inputs - sent
-        moments[_BACKWARD] = kept.cumsum() + kept_output, 0 * rest, sent, working + again + received
-        moments[_INPUT_GRAD] = (
-            kept.sum() - left[::-1].cumsum()[::-1] + kept_output,
-            weight_grads[::-1].cumsum()[::-1],
-            sent,
-            in_halves + again + np.where(weight_grads >= activations, 0, rest) + inputs - sent,
+        It counts the state of layers `start` to `stop`, which all are recomputed in one way, and what stays of their
+        activations. The exact peak adds messages, tensors for weight gradients, samples and work space.
+        """
+        held, kept = self.held_before, self._kept_before[recompute]
+        return held[stop] - held[start] + in_flight * (kept[stop] - kept[start])
+
+    def _one_f_one_b_bytes(
+        self, start: int, stop: int, *, to_end: int, micro_batches: int, recompute: bool = False
+    ) -> int:
+        """Return the peak of one stage of a pipeline under 1F1B with fused backward, whatever its other stages are.
+
+        Args:
+            start, stop: layers of the stage.
+            to_end: stages from this one to the end of the pipeline, both included; 1 at the last one.
+            micro_batches: micro-batches of the pipeline in a step.
+            recompute: the stage recomputes all its layers in full.
+        """
+        warm_up = min(to_end, micro_batches)
+        backward = np.array([0] * warm_up + [1, 0] * (micro_batches - warm_up) + [1] * warm_up, np.bool_)
+        is_first, is_last = start == 0, stop == len(self._layers)
+        # Which workers the neighbours are does not matter.
+        before, after = (-1 if is_first else 1), (-1 if is_last else 2)
+        records = np.zeros(len(backward), PROGRAM_RECORD)
+        records["kind"] = np.where(backward, _BACKWARD, _FORWARD)
+        records["start"], records["stop"], records["first"], records["last"] = start, stop, is_first, is_last
+        records["receive_from"], records["send_to"] = (
+            np.where(backward, after, before),
+            np.where(backward, before, after),
         )
-        moments[_WEIGHT_GRAD, 1], moments[_WEIGHT_GRAD, 3] = weight_grads.sum(), in_halves
-        worst = moments.sum(axis=1).argmax(axis=1)
-        stage = int(inputs[0]), int(outputs[-1]), int(kept.sum()), int(weight_grads.sum()), kept_output
-        return stage, moments[np.arange(len(KINDS)), :, worst]
+        if recompute:
+            records["recompute_start"], records["recompute_stop"] = start, stop
+        (moving_bytes,) = self.moving_bytes(records, [0, len(records)])
+        return self.state_of([range(start, stop)]).total_bytes + moving_bytes
+
+    def stage_options(
+        self, capacity_bytes: int | None, *, split_backward: bool, micro_batches: int
+    ) -> tuple[Integers, Records]:
+        """Return the useful ways to recompute each stage on a worker, with what micro-batches need and how many fit.
+
+        Args:
+            capacity_bytes: memory of the worker; None if it is not checked, so that recomputation is useless.
+            split_backward: backward is split in two.
+            micro_batches: micro-batches of the pipeline, which never has more in flight.
+
+        Returns:
+            Row of the first option of each stage by start and stop, int64 [L + 1, L + 2]; and `OPTION` [options], those
+            of a stage by seconds, at speed 1. The options of (start, stop) end where those of (start, stop + 1) begin.
+        """
+        from chameleon_ft.cost._kernels.stage_memory import fill_options
+
+        size = len(self._layers)
+        room = sum(3 * (stop - start) + 1 for start, stop in combinations(range(size + 1), 2))
+        first, options = np.empty((size + 1, size + 2), np.int64), np.empty(room + 1, OPTION)
+        capacity, most = (2**62, 0) if capacity_bytes is None else (capacity_bytes, micro_batches)
+        work = np.empty(5, np.int64), np.empty((len(KINDS), len(_MOMENT)), np.int64)
+        count = fill_options(self._figures, capacity, split_backward, most, first, options, *work)
+        return first, options[:count].copy()
+
+    def stage_limits(
+        self,
+        options: Records,
+        cut_points: Sequence[int],
+        capacities: Sequence[int],
+        *,
+        micro_batches: int,
+        split_backward: bool,
+    ) -> Integers | None:
+        """Return limits of the stages of a pipeline under which no order of operations exceeds the memory.
+
+        Args:
+            options: the option of each stage; `OPTION` [stages].
+            cut_points: layer after the last one of each stage.
+            capacities: bytes of each worker; negative where memory is not checked.
+            micro_batches: micro-batches of the pipeline.
+            split_backward: backward is split in two.
+
+        Returns:
+            int64 [3, stages]: micro-batches in flight, micro-batches kept, and W that wait. None if a stage has no room
+            for one micro-batch.
+        """
+        from chameleon_ft.cost._kernels.stage_memory import fill_limits
+
+        messages = self.max_message_bytes(np.array([0, *cut_points[:-1]]), np.array(cut_points), micro_batches)
+        limits = np.empty((3, len(cut_points)), np.int64)
+        fits = fill_limits(options, np.array(capacities), messages, micro_batches, split_backward, limits)
+        return limits if fits else None
+
+    def max_message_bytes(self, starts: Integers, stops: Integers, micro_batches: int) -> Integers:
+        """Return an upper bound of the bytes in message buffers of stages: posted receives and sent gradients.
+
+        The buffers of the current micro-batch are counted with its operations. Each other micro-batch has either posted
+        the receive of its activation or sent its gradient.
+        """
+        buffers, others = MessageBuffers(), micro_batches - 1
+        boundaries = np.append(self._figures.input, 0)
+        below, above = boundaries[starts], boundaries[stops]
+        ahead = buffers.receives_ahead
+        downwards, upwards = min(ahead, others), min(ahead, micro_batches)
+        found: Integers = np.maximum(
+            min(ahead + buffers.sends_kept, others) * below + min(ahead - downwards, micro_batches) * above,
+            upwards * above + min(ahead - upwards + buffers.sends_kept, others) * below,
+        )
+        return found
+
+
+def needed_bytes(options: Records) -> Integers:
+    """Return what options of stages need with one micro-batch at a time, without messages; int64 [options]."""
+    moments = [options[name] for name in ("forward", "backward", "weight")]
+    found: Integers = options["fixed"] + np.maximum.reduce(moments)
+    return found
+
+
+def _sums_before(values: Integers) -> list[int]:
+    sums: list[int] = [0, *np.cumsum(values).tolist()]
+    return sums
+
+
+def _layer_figures(workload: Workload) -> LayerFigures:
+    layers, selective = workload.layers, workload.recomputed_selectively().layers
+    outputs = [layer.output_bytes for layer in layers[:-1]]
+    return LayerFigures(
+        state=np.array([layer.held_bytes for layer in layers], np.int64),
+        sample=np.array([layer.sample_bytes for layer in layers], np.int64),
+        activation=np.array([layer.activation_bytes for layer in layers], np.int64),
+        input=np.array([0, *outputs], np.int64),
+        # The output of the last layer is a loss.
+        output=np.array([*outputs, 0], np.int64),
+        selective=np.array([layer.activation_bytes for layer in selective], np.int64),
+        weight_grad=np.array([layer.weight_grad_bytes for layer in layers], np.int64),
+        selective_weight_grad=np.array([layer.weight_grad_bytes for layer in selective], np.int64),
+        working=np.array([layer.working_bytes for layer in layers], np.int64),
+        selective_working=np.array([layer.working_bytes for layer in selective], np.int64),
+        halves_working=np.array([layer.working_in_halves for layer in layers], np.int64),
+        is_recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
+        forward_s=np.array([layer.forward_s for layer in layers]),
+        selective_s=np.array([layer.selective_s for layer in layers]),
+    )
 
 
 def _worst_moments(
@@ -377,15 +488,6 @@ def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: in
     return changes
 
 
-def _bytes_of(layers: Sequence[LayerCost]) -> Integers:
-    """Return bytes kept from F, left for W, and of work space of F and B, and of I and W; int64 [4, layers]."""
-    own = [
-        (layer.activation_bytes, layer.weight_grad_bytes, layer.working_bytes, layer.working_in_halves)
-        for layer in layers
-    ]
-    return np.array(own, np.int64).T
-
-
 def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:
     """Return place and amounts of each worker's first maximum, from amounts [operations, moments, 4]."""
     totals = amounts.sum(axis=2)
@@ -396,157 +498,3 @@ def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:
             place, moment = divmod(int(totals[start:stop].argmax()), totals.shape[1])
             places[worker], found[worker] = start + place, amounts[start + place, moment]
     return places, found
-
-
-SNAPSHOT_SHARE: Final = 0.5
-"""Share of a host's available memory that snapshots take at most, unless their interval is configured."""
-MIN_SNAPSHOT_COST: Final = 0.1
-"""Part of the seconds in which a snapshot is taken that steps are taken to be longer by, at least.
-
-Steps vary too much to show what it costs them.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotMemory:
-    """Bytes that a worker keeps in the memory of its host for one snapshot: of its own parts, and of backups.
-
-    It keeps two snapshots while one is being taken, and memory that was in use stays for the next one.
-    """
-
-    own_bytes: int
-    backup_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of two snapshots."""
-        return 2 * (self.own_bytes + self.backup_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRule:
-    """How it is decided whether snapshots are taken under a plan.
-
-    Attributes:
-        group: most parts of a backup; 1 for copies.
-        at_any_size: whether they are taken under every plan. Otherwise there are none under plans that leave nothing to
-            back up, and none that take more than `SNAPSHOT_SHARE` of the memory of a host.
-        host_memory: host -> bytes available for its workers, as far as known.
-    """
-
-    group: int = 1
-    at_any_size: bool = False
-    host_memory: Mapping[str, int] = FrozenMap({})
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "host_memory", FrozenMap(self.host_memory))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotChoice:
-    """Where the snapshots of a plan are kept.
-
-    Attributes:
-        layout: None if none are taken.
-        memory: worker -> the memory that they take, or would take.
-        refusal: why none are taken though there is something to back up.
-    """
-
-    layout: SnapshotLayout | None
-    memory: Mapping[int, SnapshotMemory]
-    refusal: str = ""
-
-
-def choose_snapshots(
-    placement: Placement,
-    workload: Workload,
-    hosts: Mapping[int, str],
-    rule: SnapshotRule,
-    sharding: Sharding | None = None,
-) -> SnapshotChoice:
-    """Decide whether snapshots are taken under a plan, and where they are kept.
-
-    Args:
-        placement: every layer has a holder.
-        hosts: worker -> host, of all holders.
-        sharding: the owners of slices; if None, those of a new layout with the owners of the workload.
-    """
-    if sharding is None and workload.owners is not None:
-        sharding = shard_optimizer(placement, hosts, workload.owners)
-    layout = lay_out_snapshot(placement, hosts, sharding, group=rule.group, weight=part_bytes(workload))
-    memory = snapshot_memory(layout, workload)
-    if rule.at_any_size:
-        return SnapshotChoice(layout=layout, memory=memory)
-    if not layout.backups:
-        return SnapshotChoice(layout=None, memory={})
-    needed = host_bytes(memory, hosts)
-    lacking = [host for host, size in needed.items() if size > _room_bytes(host, rule)]
-    if not lacking:
-        return SnapshotChoice(layout=layout, memory=memory)
-    host = max(lacking, key=lambda host: needed[host] / max(1, rule.host_memory[host]))
-    refusal = (
-        f"those of the workers on {host} would take {data_size(needed[host])}, more than {SNAPSHOT_SHARE:.0%} of the "
-        f"{data_size(rule.host_memory[host])} that were available there"
-    )
-    return SnapshotChoice(layout=None, memory=memory, refusal=refusal)
-
-
-def snapshots_fit(placement: Placement, workload: Workload, hosts: Mapping[int, str], rule: SnapshotRule) -> bool:
-    """Return whether no memory keeps a plan from having snapshots, as `choose_snapshots` decides.
-
-    That is quick where hosts have room for all state of their workers, and for that of all layers beside it.
-    """
-    if rule.at_any_size or not rule.host_memory:
-        return True
-    pairs = zip(workload.moving_layers, workload.divided_bytes, strict=True)
-    whole = [state_bytes(layer) + divided for layer, divided in pairs]
-    most = dict.fromkeys(set(hosts.values()), sum(whole))
-    for worker in placement.workers:
-        most[hosts[worker]] += sum(whole[layer] for layer in placement.layers_of(worker))
-    if all(2 * size <= _room_bytes(host, rule) for host, size in most.items()):
-        return True
-    return not choose_snapshots(placement, workload, hosts, rule).refusal
-
-
-def _room_bytes(host: str, rule: SnapshotRule) -> float:
-    return SNAPSHOT_SHARE * rule.host_memory.get(host, math.inf)
-
-
-def expected_snapshot_s(workload: Workload, cluster: Cluster) -> float:
-    """Return the seconds in which copies of all state reach other workers, to each as many bytes."""
-    total = sum(map(state_bytes, workload.moving_layers)) + sum(workload.divided_bytes)
-    link = cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host
-    return link.message_s(total / len(cluster.workers))
-
-
-def part_bytes(workload: Workload) -> Callable[[Part], int]:
-    """Return a function that gives the bytes of a part."""
-    whole, divided = [state_bytes(layer) for layer in workload.moving_layers], workload.divided_bytes
-
-    def bytes_of(part: Part) -> int:
-        return divided[part.layer] * (part.stop - part.start) // UNITS if part.stop else whole[part.layer]
-
-    return bytes_of
-
-
-def host_bytes(memory: Mapping[int, SnapshotMemory], hosts: Mapping[int, str]) -> dict[str, int]:
-    """Return the bytes of two snapshots on each host, whose workers keep them."""
-    found: dict[str, int] = {}
-    for worker, each in memory.items():
-        found[hosts[worker]] = found.get(hosts[worker], 0) + each.total_bytes
-    return found
-
-
-def snapshot_memory(layout: SnapshotLayout, workload: Workload) -> dict[int, SnapshotMemory]:
-    """Return the memory of each worker that keeps something."""
-    bytes_of = part_bytes(workload)
-    own: dict[int, int] = {}
-    backups: dict[int, int] = {}
-    for part, keepers in layout.keepers:
-        for keeper in keepers:
-            own[keeper] = own.get(keeper, 0) + bytes_of(part)
-    for backup in layout.backups:
-        backups[backup.worker] = backups.get(backup.worker, 0) + max(map(bytes_of, backup.parts))
-    return {
-        worker: SnapshotMemory(own.get(worker, 0), backups.get(worker, 0)) for worker in sorted(own.keys() | backups)
-    }

@@ -1,4 +1,4 @@
-"""Shapes of published models, and of models published on Hugging Face.
+"""Presets: shapes of published models, rates of devices, precisions of state, and how a model is executed.
 
 Sources, for the shapes and (in the tests) the numbers of parameters:
 
@@ -11,10 +11,8 @@ Widths that the reports leave out are those of the `config.json` that each model
 (meta-llama/Llama-2-*, meta-llama/Meta-Llama-3-*, meta-llama/Llama-3.1-405B, Qwen/Qwen2.5-*). The 405B has 8 key and
 value heads, as in the report.
 
-Rates of devices.
-
-Peaks are those of the manufacturers for dense matrices. The share of a peak that large matrix products reach is an
-assumption, as the field says; a measured profile replaces it.
+Peaks of devices are those of the manufacturers for dense matrices. The share of a peak that large matrix products reach
+is an assumption, as the field says; a measured profile replaces it.
 
 - A100-80G: NVIDIA, "A100 Tensor Core GPU" data sheet, SXM, 2021: 312 TFLOP/s bf16 and fp16, 19.5 fp32, 80 GB at
   2,039 GB/s, NVLink 600 GB/s (300 each way). DGX A100: one 200 Gb/s adapter to a GPU.
@@ -27,12 +25,6 @@ assumption, as the field says; a measured profile replaces it.
   Slower bins (910B3, 910B4) need devices of their own.
 - Latencies are assumptions of the order that all-reduce tests of NCCL show on such machines: about 3 us for a step
   inside a host, and about 10 us between hosts; a message with its launch is taken for twice that inside a host.
-
-The shape of a decoder-only transformer, and how many parameters it has.
-
-Presets by name.
-
-How a model is executed: choices that change time and memory, but not the results beyond rounding.
 """
 
 from __future__ import annotations
@@ -86,10 +78,10 @@ class ModelShape:
         ffn: inner width of the feed-forward.
         vocab: rows of the embedding, padding included.
         seq_len: tokens in a training sequence (s).
-        tied_embeddings: whether the output projection is the embedding. Its layer then holds a copy.
+        tied_embeddings: the output projection is the embedding. Its layer then holds a copy.
         feed_forward, norm, bias: variants of the block.
-        dropout: whether dropout follows attention's softmax and both halves of a block, so that masks are kept.
-        learned_positions: whether positions have embeddings of their own; with rotary positions they have none.
+        dropout: dropout follows attention's softmax and both halves of a block, so that masks are kept.
+        learned_positions: positions have embeddings of their own; with rotary positions they have none.
 
     Raises:
         ConfigError: a count below one, or heads that are not a multiple of the key and value heads.
@@ -315,8 +307,8 @@ class Execution:
         attention: kernel of attention.
         recompute: what is computed twice to save memory.
         tp: ranks of a worker that share every block (tensor parallelism, Shoeybi et al. 2019).
-        sequence_parallel: whether these ranks also share what tensor parallelism leaves whole: norms, dropout, and the
-            inputs of the matrices. Without effect if `tp` is 1.
+        sequence_parallel: the ranks also share what tensor parallelism leaves whole: norms, dropout, and the inputs of
+            the matrices. Without effect if `tp` is 1.
 
     Raises:
         ConfigError: `tp` below one.
@@ -367,7 +359,7 @@ class StatePolicy:
         parameters: type of the parameters, and of everything computed with them.
         gradients: type in which gradients are summed over micro-batches and workers.
         optimizer_bytes: bytes of the optimizer for each parameter: its moments, and a master copy if it keeps one.
-        are_rounded: whether a worker rounds the parameters of a layer from their masters instead of receiving them.
+        are_rounded: a worker rounds the parameters of a layer from their masters instead of receiving them.
 
     Raises:
         ConfigError: negative optimizer bytes.

@@ -16,7 +16,8 @@ from chameleon_ft.errors import ProfileError
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
-_MIN_S: Final = 1e-9  # a layer that takes no time still needs a place
+# A layer that takes no time still needs a place.
+_MIN_S: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Profile:
     Attributes:
         name: the model in a few words.
         fingerprint: the conditions that the figures hold for.
-        source: whether they were measured, or derived from a shape and rates.
+        source: origin of the figures: measured, or derived from a shape and rates.
         provenance: how and when, in a sentence or two.
         layers: cost of each layer for one micro-batch, in order.
         times: the measurements behind them; empty if they are derived.

@@ -1,8 +1,6 @@
-"""Predictions for a step before it runs: lower bounds, time and memory.
+"""Predictions for a step, or the rest of one, before it runs: time, lower bounds, gradient sync and memory.
 
-The seconds of the rest of an interrupted step.
-
-When gradients are reduced: segment by segment, in rounds, during the tail of the backward.
+Gradients are reduced segment by segment, in rounds, during the tail of the backward.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,11 +18,11 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.rest import RestOfStep
-from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes, Program, ScheduledRest, Timeline, replay
+from chameleon_ft.schedule import CostModel, PipelineTimes, Program, ScheduledRest, Timeline, replay
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 from chameleon_ft.schedule.network import component_builders
 from chameleon_ft.schedule.program import KINDS, records_by_code
-from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
+from chameleon_ft.sync import ADDS_TO_GRADIENTS, Segment, SyncRounds, gradient_rounds, segment_bytes
 
 GradientTimes: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
 """By worker, and by the (start, stop) of a range of layers, when its gradients are complete, in seconds."""
@@ -46,7 +44,7 @@ class SyncEstimate:
 
     Attributes:
         reductions: in the order in which workers issue them; segments without gradients are not among them.
-        rounds: their arrangement, with a lower bound on the number of rounds.
+        rounds: their arrangement.
         program_s: end of the last operation.
     """
 
@@ -64,6 +62,11 @@ class SyncEstimate:
         """Seconds by which gradient sync makes the step longer."""
         return self.end_s - self.program_s
 
+    @property
+    def step_s(self) -> float:
+        """Seconds until all operations have ended and all gradients are reduced; vote and update come on top."""
+        return self.program_s + self.exposed_s
+
 
 def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) -> SyncEstimate:
     """Predict when each segment is reduced, given when the operations end.
@@ -78,7 +81,7 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
     """
     complete_s: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for timed in timeline.operations:
-        if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
+        if timed.operation.kind in ADDS_TO_GRADIENTS:
             layers = timed.operation.layers
             complete_s[timed.worker][layers.start, layers.stop] = timed.end_s
     return sync_after(placement, complete_s, timeline.step_s, costs)
@@ -117,7 +120,7 @@ def reduction_times(
     """Yield start and end of reductions in the order in which all workers issue them, in seconds.
 
     Args:
-        reductions: of each its holders, when its gradients are complete on all of them, and its duration.
+        reductions: holders, seconds until the gradients are complete on all of them, and duration of each reduction.
         free_s: when each holder can begin its first reduction; updated as the reductions end.
     """
     for holders, ready_s, duration_s in reductions:
@@ -201,12 +204,8 @@ class PartsEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Return the missing bytes of workers whose peak exceeds their capacity; unknown capacities are not checked."""
-        capacities = {worker: costs.cluster.worker(worker).memory_bytes for worker in self.peak_bytes}
-        return {
-            worker: self.peak_bytes[worker] - capacity
-            for worker, capacity in capacities.items()
-            if capacity is not None and self.peak_bytes[worker] > capacity
-        }
+        room = costs.cluster.capacity_bytes
+        return {worker: int(own - room(worker)) for worker, own in self.peak_bytes.items() if own > room(worker)}
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
@@ -215,8 +214,7 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     for part in parts:
         complete_s |= _gradient_times(part)
     sync = sync_after(plan.placement, complete_s, step_s_of(parts), costs)
-    # Summed as in `StepEstimate`, so that both round alike.
-    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
+    return PartsEstimate(sync.program_s, sync.step_s, peak_bytes_of(plan, parts, costs))
 
 
 def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel, *others: Placement) -> dict[int, int]:
@@ -246,7 +244,7 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel, 
 
 
 def _gradient_times(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
-    """By worker and range of layers, the end of the last operation that makes gradients."""
+    """Return the end of the last operation that makes gradients, by worker and range of layers."""
     component, schedule = part.component, part.schedule
     if component.is_pipeline:
         # Each worker has one range, and its last operation makes gradients.
@@ -287,7 +285,7 @@ class StepEstimate:
     @property
     def step_s(self) -> float:
         """Seconds until all operations have ended and all gradients are reduced; vote and update come on top."""
-        return self.program_s + self.sync.exposed_s
+        return self.sync.step_s
 
     @property
     def gap(self) -> float:
@@ -328,27 +326,8 @@ def estimate_step(plan: Plan, program: Program, costs: CostModel) -> StepEstimat
     )
 
 
-_MAKERS: Final = (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestEstimate:
-    """Predicted seconds of the rest of a step.
-
-    Attributes:
-        sync: when gradients are reduced.
-    """
-
-    sync: SyncEstimate
-
-    @property
-    def rest_s(self) -> float:
-        """Seconds until all operations have ended and all gradients are reduced; vote and update come on top."""
-        return self.sync.program_s + self.sync.exposed_s
-
-
-def estimate_rest(rest: RestOfStep, scheduled: ScheduledRest, costs: CostModel) -> RestEstimate:
-    """Predict the rest of a step; workers that are not in the cluster are lost.
+def estimate_rest(rest: RestOfStep, scheduled: ScheduledRest, costs: CostModel) -> SyncEstimate:
+    """Predict when the gradients of the rest of a step are reduced; workers that are not in the cluster are lost.
 
     Gradients whose sum some workers hold already are reduced all the same, because that hands the sum to the others.
 
@@ -358,14 +337,14 @@ def estimate_rest(rest: RestOfStep, scheduled: ScheduledRest, costs: CostModel) 
     """
     live = {worker.id for worker in costs.cluster.workers}
     records, starts = scheduled.program.records, scheduled.program.starts
-    makes_gradients = np.isin(records["kind"], [KINDS.index(kind) for kind in _MAKERS])
+    makes_gradients = np.isin(records["kind"], [KINDS.index(kind) for kind in ADDS_TO_GRADIENTS])
     workers = np.repeat(np.array(scheduled.program.workers, np.int64), np.diff(starts))
     columns = (workers, records["start"], records["stop"], scheduled.ends_s)
     complete_s: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for worker, start, stop, end_s in zip(*(own[makes_gradients].tolist() for own in columns), strict=True):
         complete_s[worker][start, stop] = end_s
     placement = rest.plan.placement.without(set(rest.plan.workers) - live)
-    return RestEstimate(sync=sync_after(placement, complete_s, scheduled.program_s, costs))
+    return sync_after(placement, complete_s, scheduled.program_s, costs)
 
 
 def lost_share_s(placement: Placement, lost: Collection[int], costs: CostModel) -> float:

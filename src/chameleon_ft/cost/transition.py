@@ -47,7 +47,7 @@ class TransitionEstimate:
     """The cost of a change of plans.
 
     Attributes:
-        phases: of the stall, whatever moves.
+        phases: phases of the stall, whatever moves.
         transfer_s: until the last message has arrived (`chameleon_ft.transfer.transfer_s`); zero for rerouting.
         repeat_s: the time between the start of the interrupted step and the failure, whose work is repeated. Half a
             step if it is unknown, zero if the step is not run again.

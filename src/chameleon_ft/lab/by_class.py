@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Worker
 from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.lab import paper
 from chameleon_ft.lab.oobleck import pipeline_templates, reconfigured_pipelines
-from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
+from chameleon_ft.search.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, on_workers
 from chameleon_ft.simulate.by_class.step_times import StepTimes

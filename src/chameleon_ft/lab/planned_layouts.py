@@ -7,21 +7,26 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from chameleon_ft.cost.memory import MessageBuffers, workload_memory
-from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
-from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
+from chameleon_ft.cost.presets import Recompute
+from chameleon_ft.plan import (
+    LayerRange,
+    PipelineLayout,
+    Placement,
+    Plan,
+    RecomputedLayers,
+    pipelines_plan,
+    split_layers,
+)
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
-from chameleon_ft.schedule.program import KINDS
-from chameleon_ft.schedule.records import PROGRAM_RECORD
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import predicted, worker_choices
+from chameleon_ft.search.placement import predicted, worker_choices
 from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.workload import Workload
 
 CutPoints: TypeAlias = tuple[int, ...]
@@ -67,25 +72,22 @@ class OneFOneBMemory:
     """Whether stages under 1F1B fit the smallest worker.
 
     Attributes:
-        workload: of the layers.
-        capacity_bytes: of the smallest worker; None if no worker's is known.
-        recompute: whether all workers recompute activations.
+        workload: costs of the layers.
+        capacity_bytes: memory of the smallest worker; None if no worker's is known.
+        recompute: all workers recompute activations.
     """
 
     def __init__(self, workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> None:
         self.workload = workload
         self.capacity_bytes = capacity_bytes
         self.recompute = recompute
-        self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
-        layers = (workload.recomputed() if recompute else workload).layers
-        self._state_bytes = list(accumulate((layer.held_bytes for layer in layers), initial=0))
-        self._activation_bytes = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
+        self._memory = workload_memory(workload)
 
     def fits_without_messages(self, start: int, stop: int, *, in_flight: int) -> bool:
         """Return whether the state of layers `start` to `stop` fits, with activations of so many micro-batches."""
-        activations = in_flight * (self._activation_bytes[stop] - self._activation_bytes[start])
-        held = self._state_bytes[stop] - self._state_bytes[start]
-        return self.capacity_bytes is None or held + activations <= self.capacity_bytes
+        recompute = Recompute.FULL if self.recompute else Recompute.NONE
+        needed = self._memory.min_stage_bytes(start, stop, in_flight=in_flight, recompute=recompute)
+        return self.capacity_bytes is None or needed <= self.capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
         """Return whether a stage of layers `start` to `stop` fits, `to_end` stages from the end, 1 at the last one."""
@@ -95,7 +97,10 @@ class OneFOneBMemory:
         if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
         share = min(micro_batches, to_end + _BUFFERED)
-        return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
+        needed = self._memory.one_f_one_b_bytes(
+            start, stop, to_end=to_end, micro_batches=share, recompute=self.recompute
+        )
+        return needed <= self.capacity_bytes
 
     def max_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Return how many micro-batches a stage can keep in flight, up to `at_most`; 1 at the least."""
@@ -111,35 +116,6 @@ class OneFOneBMemory:
             self.fits(*stage, to_end=len(cut_points) - position, micro_batches=micro_batches)
             for position, stage in enumerate(pairwise((0, *cut_points)))
         )
-
-
-def one_f_one_b_bytes(
-    workload: Workload, layers: LayerRange, *, to_end: int, micro_batches: int, recompute: bool
-) -> int:
-    """Return the peak bytes of one stage of a pipeline under 1F1B with fused backward, whatever its other stages are.
-
-    Args:
-        workload: of all layers.
-        layers: layers of the stage.
-        to_end: stages from this one to the end of the pipeline, both included; 1 at the last one.
-        micro_batches: of the pipeline in a step.
-        recompute: whether the stage recomputes all its layers in full.
-    """
-    warm_up = min(to_end, micro_batches)
-    backward = np.array([0] * warm_up + [1, 0] * (micro_batches - warm_up) + [1] * warm_up, np.bool_)
-    is_first, is_last = layers.start == 0, layers.stop == len(workload.layers)
-    # Which workers the neighbours are does not matter.
-    before, after = (-1 if is_first else 1), (-1 if is_last else 2)
-    records = np.zeros(len(backward), PROGRAM_RECORD)
-    records["kind"] = np.where(backward, KINDS.index(OperationKind.BACKWARD), KINDS.index(OperationKind.FORWARD))
-    records["start"], records["stop"], records["first"], records["last"] = layers.start, layers.stop, is_first, is_last
-    records["receive_from"], records["send_to"] = np.where(backward, after, before), np.where(backward, before, after)
-    if recompute:
-        records["recompute_start"], records["recompute_stop"] = layers.start, layers.stop
-    memory = workload_memory(workload)
-    (held_bytes,) = memory.state_bytes(Placement(len(workload.layers), {0: (layers,)})).values()
-    (moving_bytes,) = memory.moving_bytes(records, [0, len(records)])
-    return held_bytes + moving_bytes
 
 
 # Shared by all plans for a workload: a policy asks again after each loss.
@@ -178,7 +154,9 @@ def fastest_layout(
                 PipelineLayout(cut_points, own, micro_batches)
                 for (cut_points, micro_batches), own in zip(layout.pipelines, workers_of, strict=True)
             ]
-            plan = pipelines_plan(pipelines, split_backward=split_backward, recompute=layout.recompute)
+            hops = [hop for pipeline in pipelines for hop in pipeline.hops] if layout.recompute else []
+            recompute = {hop.worker: RecomputedLayers.in_full(hop.layers) for hop in hops}
+            plan = pipelines_plan(pipelines, split_backward=split_backward, recompute=recompute)
             found = _fitting(name, plan, costs, current, effort=_COMPARE_EFFORT)
             if found is not None:
                 compared.append((found.step_s, plan, layout))

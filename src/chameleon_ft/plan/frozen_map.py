@@ -100,7 +100,8 @@ def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
     """Return a mapping with values replaced, in their places, or added at the end."""
     if not isinstance(mapping, FrozenMap):
         return FrozenMap._of({**mapping, **changes})
-    items = mapping._items.copy()  # much faster than to insert them
+    # Copying is much faster than inserting all items.
+    items = mapping._items.copy()
     items.update(changes)
     after = FrozenMap._of(items)
     if len(items) > len(mapping):

@@ -1,7 +1,4 @@
-"""Layouts: pipelines side by side, each on workers of its own and with its share of the micro-batches.
-
-Detours: the hops that a micro-batch makes outside its own pipeline.
-"""
+"""Layouts: pipelines side by side, each on workers of its own, and the detours of micro-batches to other pipelines."""
 
 from __future__ import annotations
 
@@ -9,9 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Final
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 
 
@@ -46,14 +46,26 @@ class PipelineLayout:
     @property
     def hops(self) -> tuple[Hop, ...]:
         """The route of each of its micro-batches."""
-        stages = pairwise((0, *self.cut_points))
-        return tuple(Hop(worker, LayerRange(*stage)) for worker, stage in zip(self.workers, stages, strict=True))
+        return pipeline_hops(self.workers, self.cut_points)
+
+
+# Stages of one cut recur in many pipelines.
+_layers: Final = lru_cache(maxsize=20_000)(LayerRange)
+
+
+def pipeline_hops(workers: Sequence[int], cut_points: Sequence[int]) -> tuple[Hop, ...]:
+    """Return the route through these workers, each of which has one stage."""
+    return tuple(map(Hop, workers, map(_layers, (0, *cut_points[:-1]), cut_points)))
 
 
 def pipelines_plan(
-    pipelines: Sequence[PipelineLayout], *, split_backward: bool = False, recompute: bool = False
+    pipelines: Sequence[PipelineLayout],
+    *,
+    split_backward: bool = False,
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
+    fused_workers: frozenset[int] = frozenset(),
 ) -> Plan:
-    """Return the plan of these pipelines, each with a contiguous share of the micro-batches; `recompute` is for all.
+    """Return the plan of these pipelines, each with a contiguous share of the micro-batches; see `Plan` for the rest.
 
     Raises:
         PlanError: no pipelines, a worker in two stages, or pipelines of different numbers of layers.
@@ -70,9 +82,8 @@ def pipelines_plan(
         placement=Placement(pipelines[0].cut_points[-1], held),
         routes=tuple(map(Route, range(len(taken)), taken)),
         split_backward=split_backward,
-        recompute={hop.worker: RecomputedLayers.in_full(hop.layers) for own in hops for hop in own}
-        if recompute
-        else {},
+        recompute=recompute,
+        fused_workers=fused_workers,
     )
 
 
@@ -176,7 +187,7 @@ def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[t
 
 
 def _detours(hops: Sequence[Hop], pipeline_of: Mapping[int, int], broken: frozenset[int]) -> list[int]:
-    """Indices of the hops that are not on their route's home."""
+    """Return the indices of the hops that are not on their route's home."""
     hops_on = Counter(pipeline_of[hop.worker] for hop in hops if hop.worker in pipeline_of)
     if len(hops_on) < 2:
         return []

@@ -45,11 +45,11 @@ class PartialHop:
 
     Attributes:
         worker, layers: as in `Hop`.
-        forward: whether F remains.
-        backward: whether the gradient of the input remains to be computed: by I, or by a fused B.
-        weight_grad: whether the weight gradients remain to be added: by W, or by a fused B.
-        sends_activation: whether the worker sends again the output of an F that it has run before.
-        sends_gradient: whether it sends again the input gradient of a B or I that it has run before.
+        forward: F remains.
+        backward: the gradient of the input remains to be computed, by I or by a fused B.
+        weight_grad: the weight gradients remain to be added, by W or by a fused B.
+        sends_activation: the worker sends again the output of an F that it has run before.
+        sends_gradient: the worker sends again the input gradient of a B or I that it has run before.
     """
 
     worker: int
@@ -68,7 +68,7 @@ class PartialRoute:
     Attributes:
         micro_batch: its number in the global batch.
         hops: from layer 0 to the last, also those of which nothing remains.
-        is_counted: whether a surviving worker has counted its loss.
+        is_counted: a surviving worker has counted its loss.
 
     Raises:
         PlanError: hops that do not cover the layers from 0 on without gap or overlap, or an operation whose input no

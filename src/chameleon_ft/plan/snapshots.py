@@ -138,24 +138,25 @@ class SnapshotLayout:
         """
         keepers = dict(self.keepers)
         rebuilt: list[Rebuilding] = []
-        made: dict[int, int] = defaultdict(int)  # parts that a worker makes
+        num_made: dict[int, int] = defaultdict(int)
         held: dict[int, set[int]] = defaultdict(set)
         slices: dict[int, list[Slice]] = defaultdict(list)
         holders: dict[int, tuple[int, ...]] = {}
         makers: dict[int, int] = {}
-        for part, own in sorted(self.keepers):  # that of a layer comes before its slices
+        # The part of a layer comes before its slices.
+        for part, own in sorted(self.keepers):
             inputs = None if own else self._inputs_for(part, keepers)
             if not own and inputs is None:
                 return None
             if part.layer not in holders:
                 # Slices have owners among those that keep the layer.
-                maker = min(own, key=lambda keeper: (made[keeper], keeper)) if inputs is None else inputs[0][0]
+                maker = min(own, key=lambda keeper: (num_made[keeper], keeper)) if inputs is None else inputs[0][0]
                 makers[part.layer] = maker
                 holders[part.layer] = own or (maker,)
             owners = own
             if inputs is not None:
                 maker = makers[part.layer]
-                made[maker] += 1
+                num_made[maker] += 1
                 rebuilt.append(Rebuilding(maker, part, inputs))
                 owners = (maker,)
             if part.stop > part.start:
@@ -232,7 +233,8 @@ def lay_out_snapshot(
 def _groups(parts: Iterable[Part], group: int, workers: _Workers) -> list[list[Part]]:
     """Divide parts into groups of at most `group`, each into the first that it fits."""
     groups: list[list[Part]] = []
-    open_groups: dict[frozenset[int], list[int]] = defaultdict(list)  # layers -> groups of theirs, ascending
+    # The groups, ascending, that have parts of these layers.
+    open_groups: dict[frozenset[int], list[int]] = defaultdict(list)
     for part in parts:
         found = [(each[0], layers) for layers, each in open_groups.items() if workers.can_share(layers, part.layer)]
         if found:

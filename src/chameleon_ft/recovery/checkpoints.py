@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from chameleon_ft.cost.memory import SnapshotRule
+from chameleon_ft.cost.snapshots import SnapshotRule
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery.failure_model import FailureModel, LossRisk
 

@@ -407,7 +407,7 @@ def complete_step(
 
 def _estimated(found: Salvage, schedules: Iterable[ScheduledRest], costs: CostModel) -> Iterator[SalvagedStep]:
     for scheduled in schedules:
-        rest_s = estimate_rest(found.rest, scheduled, costs).rest_s
+        rest_s = estimate_rest(found.rest, scheduled, costs).step_s
         yield SalvagedStep(rest=found.rest, scheduled=scheduled, rest_s=rest_s, repeated_share=found.repeated_share)
 
 

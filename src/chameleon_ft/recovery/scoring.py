@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from chameleon_ft.cost.memory import snapshots_fit, workload_memory
+from chameleon_ft.cost.memory import workload_memory
+from chameleon_ft.cost.snapshots import snapshots_fit
 from chameleon_ft.cost.transition import TransitionEstimate, received_layers, state_bytes
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from chameleon_ft.schedule.best import (
     PipelineSchedule,
-    Preference,
     ScheduledProgram,
     best_program,
     list_schedule,
@@ -23,7 +22,6 @@ __all__ = [
     "OperationKind",
     "PipelineSchedule",
     "PipelineTimes",
-    "Preference",
     "Program",
     "Resend",
     "ScheduledProgram",

@@ -1,10 +1,8 @@
-"""Programs of plans: by list scheduling alone, or also by a bounded local search for the least time.
+"""Programs of plans: list scheduling under heuristics, then a local search for the least time, within an effort.
 
-The best schedule of a network within an effort: list scheduling under heuristics, then local search.
-
-A heuristic is a preference with limits. The local search has two neighbourhoods. If routes differ, micro-batches change
-their priority, and the list scheduler does the rest: messages between two workers keep their order, so the order on one
-worker binds the next, and no change on a single worker is better. Then operations on the critical path change places.
+The local search has two neighbourhoods. If routes differ, micro-batches change their priority, and the list scheduler
+does the rest: messages between two workers keep their order, so the order on one worker binds the next, and no change
+on a single worker is better. Then operations on the critical path change places.
 The critical path consists of blocks, operations that follow each other without idle time on one worker; a neighbour
 moves an operation to the front or to the end of its block (as in job-shop scheduling: Dell'Amico and Trubian 1993), or
 exchanges two operations of one kind, because under tight limits a forward may be late for want of another one's room.
@@ -16,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -63,7 +60,7 @@ _STEPS: Final = (2, 4)
 
 
 class Heuristic(NamedTuple):
-    """A preference, as in `Rules`, and limits relative to the default ones.
+    """Fields of `Rules`, with limits relative to the default ones.
 
     in_flight, kept: shares of its default limits that a worker may have in flight, and keep, beyond them. extra:
     micro-batches more of both.
@@ -133,7 +130,7 @@ class Problem:
         default: `default_limits`.
         in_flight_limits: the largest limits allowed.
         depth: hops of the longest route.
-        shared: whether routes take different paths, so that pipelines share workers.
+        shared: routes take different paths, so that pipelines share workers.
     """
 
     network: Network
@@ -222,7 +219,11 @@ class ListSchedules:
 
     def search(self, effort: float = math.inf) -> Schedule:
         """Try heuristics until the best is good enough, none is left, or the effort is spent."""
-        while not self._is_good_enough() and (rules := self._next_rules(effort)) is not None:
+        # The best is good enough if it keeps the limits and takes `enough_s`.
+        while not (self.schedules and _quality(self.schedules[0]) <= (False, self.enough_s)):
+            rules = self._next_rules(effort)
+            if rules is None:
+                break
             found = schedule(self._network, rules)
             self.effort += len(found.codes)
             self.schedules.append(found)
@@ -239,10 +240,6 @@ class ListSchedules:
         if self._strained and (not is_spent or self._strained[0] is self.schedules[0]):
             return replace(self._strained.pop(0).rules, gradients_only=True)
         return None
-
-    def _is_good_enough(self) -> bool:
-        best = self.schedules[0] if self.schedules else None
-        return best is not None and best.step_s <= self.enough_s and not best.beyond_limits
 
 
 def _quality(found: Schedule) -> tuple[bool, float]:
@@ -355,17 +352,6 @@ def _channels_of_operations(network: Network) -> tuple[Integers, Integers]:
 DEFAULT_EFFORT: Final = 100_000
 
 
-class Preference(StrEnum):
-    """The operation that a worker runs first when a forward and a backward are both ready and its limits allow both.
-
-    Forward first keeps as many micro-batches in flight as the limits allow, as 1F1B and ZB-H1 do, and is better under
-    tight limits. Backward first frees memory as early as it can, and is often better under loose ones.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineSchedule(Schedule):
     """The schedule of one pipeline, whose workers are its stages: micro-batch m has the slot m * stages + s at stage s.
@@ -411,7 +397,7 @@ def list_schedule(
     costs: CostModel,
     limits: Mapping[int, InFlightLimit] | None = None,
     *,
-    prefer: Preference = Preference.FORWARD,
+    forward_first: bool = True,
 ) -> Program:
     """Return a program that runs `plan`, in which every worker starts what it can run as soon as it is free.
 
@@ -426,7 +412,9 @@ def list_schedule(
         plan: what to run.
         costs: how long operations and messages take.
         limits: how much each worker may keep; `default_limits(plan)` when None.
-        prefer: what goes first when a forward and a backward are both ready.
+        forward_first: a forward goes first when a backward is ready too and the limits allow both. That keeps as many
+            micro-batches in flight as they allow, as 1F1B and ZB-H1 do, and is better under tight limits. Backward
+            first frees memory as early as possible, and is often better under loose ones.
 
     Raises:
         PlanError: `limits` misses a worker of the plan, or the workload has another number of layers than the plan.
@@ -437,7 +425,7 @@ def list_schedule(
         raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
     parts: list[ScheduledPart] = []
     for component, builder in component_builders(plan, costs):
-        rules = Rules(limits=limits_array(builder.workers, limits), forward_first=prefer is Preference.FORWARD)
+        rules = Rules(limits=limits_array(builder.workers, limits), forward_first=forward_first)
         parts.append(ScheduledPart(component, schedule(builder.network(component.paths, component.path_of), rules)))
     return program_of(plan, parts)
 
@@ -452,8 +440,9 @@ def best_program(
     """Return the fastest of up to a dozen list schedules, made shorter by a local search in plans of up to a few
     hundred operations.
 
-    The list schedules use both preferences, the default limits and some larger ones. Components, workers that no route
-    joins, are scheduled independently, and equal ones once. A plain pipeline gets the schedule of `pipeline_schedule`.
+    The list schedules put forwards or backwards first, under the default limits and some larger ones. Components,
+    workers that no route joins, are scheduled independently, and equal ones once. A plain pipeline gets the schedule of
+    `pipeline_schedule`.
 
     A schedule that meets the lower bound ends the search, as 1F1B does on a plain pipeline with free messages. Larger
     limits are usually faster where stages are shared or messages take time. They cost memory: at most one pipeline
@@ -537,11 +526,8 @@ def pipeline_schedule(
     """Return the schedule that `best_program` uses for a pipeline with a worker for each stage.
 
     Args:
-        times: of each stage.
-        micro_batches: their number.
-        split_backward: whether backward is split.
         in_flight_limits: by stage, how many micro-batches it may have in flight, keep and defer; int64 [3, stages].
-        effort: as for `best_program`. With 0 it is the best of a few list schedules, seldom a hundredth longer than
+        effort: effort of `best_program`. With 0 it is the best of a few list schedules, seldom a hundredth longer than
             the result of a large effort.
         slack: relative distance from the lower bound that is good enough.
     """

@@ -11,11 +11,11 @@ import numpy as np
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.rest import RestOfStep
-from chameleon_ft.schedule.program import Program, operations_from, records_by_code
+from chameleon_ft.schedule.program import KINDS, OperationKind, Program, operations_from, records_by_code
 from chameleon_ft.schedule.records import Booleans, Integers, Records
 from chameleon_ft.schedule.rest import Resend, RestOperations, rest_operations
 
-_FORWARD = 0  # as records have it
+_FORWARD: Final = KINDS.index(OperationKind.FORWARD)
 # By the number of a kind: F, B and I, W.
 _PHASES: Final = np.array([0, 1, 1, 2])
 
@@ -65,8 +65,8 @@ def _check_operations(program: Program, wanted: Records, worker: Integers, is_as
     Args:
         program: what is checked.
         wanted: the operations by code; `PROGRAM_RECORD` [operations].
-        worker: of each slot; int64 [slots].
-        is_asked: whether the program is to have an operation, by code; bool [operations].
+        worker: worker of each slot; int64 [slots].
+        is_asked: operations that the program is to have, by code; bool [operations].
     """
     count = len(worker)
     numbers = np.arange(len(wanted))
@@ -130,7 +130,7 @@ class _Messages(NamedTuple):
     """The messages of a program at one of their ends, channel after channel, and those of each in the worker's order.
 
     Attributes:
-        places: of the operations that send them, or receive them.
+        places: operations that send them, or receive them.
         channels: (sender, receiver, whether it carries gradients) of each, in three rows.
         needed_by: the micro-batch and the hop that needs it, in two rows.
     """
@@ -148,7 +148,8 @@ def _messages(program: Program, *, sent: bool) -> _Messages:
     channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
     further = np.where(is_gradient, -1, 1) if sent else 0
     needed_by = np.stack([records["micro_batch"], records["hop"] + further])
-    order = np.lexsort(channels[::-1])  # which is stable
+    # This sort is stable.
+    order = np.lexsort(channels[::-1])
     return _Messages(places[order], channels[:, order], needed_by[:, order])
 
 

@@ -91,10 +91,10 @@ class Rules:
 
     Attributes:
         limits: micro-batches in flight, kept and deferred by worker index, as in `InFlightLimit`; int64 [3, workers].
-        forward_first: whether a forward goes before a backward when both are ready and the limits allow it.
+        forward_first: a forward goes before a backward when both are ready and the limits allow it.
         patience: a worker delays a W if the input of an F, B or I will arrive before this share of the W is done.
-        gradients_only: whether only gradients may be sent ahead into a full channel. Blocked sends then form cycles in
-            one direction only: fewer choices, but hardly ever a dead end.
+        gradients_only: only gradients may be sent ahead into a full channel. Blocked sends then form cycles in one
+            direction only: fewer choices, but hardly ever a dead end.
     """
 
     limits: Integers
@@ -109,13 +109,13 @@ class Schedule:
 
     Attributes:
         first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
-        rules: of the schedule, which keeps their limits unless `beyond_limits`.
+        rules: rules that made the schedule, which keeps their limits unless `beyond_limits`.
         codes: all operations, worker by worker, each worker's in its order; int64 [operations].
         ends_s: end of each operation by its code, from the replay without blocking sends; float64 [operations].
         step_s: the latest of these.
-        strained: whether activations could be sent ahead, and a send that could close a cycle of blocked workers was
-            denied or a limit exceeded: rules with `gradients_only` may be better.
-        beyond_limits: whether a limit was exceeded because otherwise no worker could run anything.
+        strained: activations could be sent ahead, and a send that could close a cycle of blocked workers was denied, or
+            a limit exceeded: rules with `gradients_only` may be better.
+        beyond_limits: a limit was exceeded because otherwise no worker could run anything.
     """
 
     first: Integers

@@ -5,9 +5,7 @@ slots before and after on a route are `slot - 1` and `slot + 1`. Workers are num
 their ids. A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
 Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot + 2n for W.
 
-Seconds of operations and messages, one by one and as the times of a pipeline's stages.
-
-When each operation starts and ends, predicted by replaying a program under a cost model.
+`CostModel` has the seconds of operations and messages, `replay` predicts when each operation of a program starts.
 """
 
 from __future__ import annotations
@@ -113,10 +111,10 @@ class PipelineTimes:
     """Seconds of each stage of a pipeline, first to last, for one micro-batch.
 
     Attributes:
-        forward_s: of F at each stage (f).
-        backward_s: of B, or with split backward of I (b).
-        weight_grad_s: of W (w); zeros with fused backward.
-        message_s: between a stage and the next, in one direction (c); one fewer than there are stages.
+        forward_s: seconds of F at each stage (f).
+        backward_s: seconds of B, or with split backward of I (b).
+        weight_grad_s: seconds of W (w); zeros with fused backward.
+        message_s: seconds between a stage and the next, in one direction (c); one fewer than there are stages.
 
     Raises:
         PlanError: no stages, or lists whose lengths do not fit.
@@ -176,7 +174,7 @@ class Network:
     Attributes:
         workers: ids of the workers by index.
         channels: by number, `CHANNEL`.
-        split_backward: whether there are codes of W.
+        split_backward: there are codes of W.
         slots: by number, `SLOT`.
         operations: by code, `OPERATION`.
         first: for each worker the place of its first code if the orders of all workers are written one after the other,

@@ -48,8 +48,8 @@ class Operation:
         receive_from: worker whose message is needed; None if the route starts or turns here, or the tensor is handed
             over on the same worker.
         send_to: worker that the result goes to, or None likewise.
-        first: whether the hop is the first of its route (F takes its input from the dataset).
-        last: whether the hop is the last of its route (F ends in the loss; B and I start from it).
+        first: the hop is the first of its route (F takes its input from the dataset).
+        last: the hop is the last of its route (F ends in the loss; B and I start from it).
         recompute: the part of `layers` that the worker recomputes in the backward, if any.
     """
 

@@ -1,6 +1,6 @@
-"""The array types of networks, programs and kernels.
+"""The array types of networks, programs and kernels; and the components of a plan, workers that routes join.
 
-Connected components of a plan: workers that routes join. Different components do not interact during a step.
+Different components do not interact during a step.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def records_of_routes(of_paths: Sequence[Records], path_of: Sequence[int]) -> tu
 
 
 def _representatives(paths: Iterable[HopPath]) -> dict[int, int]:
-    """The representative of each worker's component (union-find)."""
+    """Return the representative of each worker's component (union-find)."""
     parent: dict[int, int] = {}
 
     def root(worker: int) -> int:

@@ -1,7 +1,4 @@
-"""Programs of the rest of an interrupted step, by list scheduling.
-
-The operations of the rest of a step, and the messages that are sent again, as arrays.
-"""
+"""Programs of the rest of an interrupted step, by list scheduling of its operations and resent messages as arrays."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ class Resend(NamedTuple):
 
     Attributes:
         micro_batch: its number in the global batch.
-        layer: of the output that is sent, or of the input gradient.
-        forward: whether it is an output rather than a gradient.
+        layer: layer of the output that is sent, or of the input gradient.
+        forward: it is an output rather than a gradient.
         receiver: the worker that needs it, which may be the sender itself.
     """
 

@@ -6,11 +6,10 @@ from chameleon_ft.search.detours import reroute, shared_hops
 from chameleon_ft.search.find import find_plan, find_plan_of_sizes
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.recut import recut_plan
-from chameleon_ft.search.result import DEFAULT_EFFORT, BoundFamily, FoundPlan, SearchResult, SizeFigures, pareto_front
+from chameleon_ft.search.result import DEFAULT_EFFORT, FoundPlan, SearchResult, SizeFigures, pareto_front
 
 __all__ = [
     "DEFAULT_EFFORT",
-    "BoundFamily",
     "FoundPlan",
     "InfeasibleError",
     "SearchResult",

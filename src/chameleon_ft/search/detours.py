@@ -1,7 +1,4 @@
-"""Plans with detours: other holders of the lost workers' layers take over their micro-batches.
-
-Shares the hops of a lost worker among other holders of its layers.
-"""
+"""Plans with detours: other holders of the lost workers' layers take over their micro-batches."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def shared_hops(
         holders: workers that hold all these layers.
         load_s: worker -> seconds that it computes in any case; the hops are added.
         seconds: cost of a hop.
-        cut: whether several workers may share a hop, which takes more messages.
+        cut: several workers may share a hop, which takes more messages.
     """
     count = len(micro_batches)
     chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
@@ -155,8 +152,8 @@ def reroute(
         lost: ids of the lost workers.
         costs: durations of operations and messages.
         in_flight_limits: limits of each worker; pass the same to `best_program`.
-        searches: whether several spreads are scheduled; otherwise the one is taken in which lost hops are shared and
-            the largest load is least, which is usually the fastest.
+        searches: schedule several spreads; otherwise take the one in which lost hops are shared and the largest load is
+            least, which is usually the fastest.
 
     Raises:
         NoHolderError: some layers have lost their last holder.
@@ -287,8 +284,8 @@ class _Losses:
         """Move only the lost hops, and level the load of the workers that take them.
 
         Args:
-            cut: whether several workers may share a hop, which takes more messages.
-            whole_holders: whether to prefer holders of the whole hop to holders of parts.
+            cut: several workers may share a hop, which takes more messages.
+            whole_holders: prefer holders of the whole hop to holders of parts.
         """
         load_s = self._loads(self._counts)
         groups: dict[tuple[LayerRange, tuple[int, ...]], list[int]] = defaultdict(list)

@@ -13,12 +13,13 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.shards import owned_share
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
-from chameleon_ft.search.pipelines.worker_classes import merged_clusters
-from chameleon_ft.search.placement.candidates import evaluated, figures, predicted
+from chameleon_ft.search.placement import evaluated, figures, predicted
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
 from chameleon_ft.search.result import DEFAULT_EFFORT, FoundPlan, SearchOptions, SearchResult, SizeFigures, pareto_front
+from chameleon_ft.search.worker_classes import merged_clusters
 
-_FEW_SLOW: Final = 1 / 8  # the largest share of the workers that a plan leaves idle because they are slow
+# The largest share of the workers that a plan leaves idle because they are slow.
+_FEW_SLOW: Final = 1 / 8
 
 
 def find_plan(
@@ -167,7 +168,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
 
     Args:
         costs: costs of the workload at each micro-batch size, on the same live workers.
-        effort: as in `find_plan`, for each size.
+        effort: effort of `find_plan` for each size.
 
     Raises:
         InfeasibleError: no plan of any size fits the memory of the workers; the message is about the smallest size.
@@ -200,7 +201,8 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             bounds_s[size] = found[size].bound_s
             best_s = min(best_s, found[size].best.step_s)
     if not found:
-        return find_plan(by_size[min(by_size)], effort=effort)  # raises InfeasibleError
+        # This raises InfeasibleError again.
+        return find_plan(by_size[min(by_size)], effort=effort)
     return replace(
         min(found.values(), key=lambda each: each.best.step_s),
         bound_s=min(bounds_s.values()),

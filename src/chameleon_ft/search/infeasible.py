@@ -12,9 +12,9 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import counted, data_size
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans
-from chameleon_ft.search.pipelines.bounds import CutPoints
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass, WorkerPool
+from chameleon_ft.search.bounds import CutPoints
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool
 
 # Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
 _Reached = dict[tuple[int, ...], Booleans]
@@ -97,11 +97,8 @@ def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, CutP
     """Return a pipeline of the fewest workers that holds the model, one micro-batch at a time; None if there is none.
 
     A worker that fits a stage fits it in every pipeline, and with any number of micro-batches. So dynamic programming
-    over the workers of each class that are used finds the layers up to which these hold the model.
-
-    Args:
-        stages: of the model.
-        counts: workers of each class.
+    over the workers of each class that are used finds the layers up to which these hold the model. `counts` are the
+    workers of each class.
     """
     fits, num_layers = stages.fits, stages.num_layers
     reached: _Reached = {(0,) * len(counts): np.arange(num_layers + 1) == 0}

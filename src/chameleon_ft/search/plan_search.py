@@ -15,14 +15,12 @@ from chameleon_ft.cost.step import total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.search.bounds import SyncLowerBound, has_gradients, numbers_of_pipelines
 from chameleon_ft.search.infeasible import fitting_pipeline
-from chameleon_ft.search.mixes.knapsack import is_exact
-from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix, promising_layouts, shapes_of
-from chameleon_ft.search.pipelines.bounds import SyncLowerBound, has_gradients, numbers_of_pipelines
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import WorkerPool
-from chameleon_ft.search.placement.candidates import (
+from chameleon_ft.search.knapsack import is_exact
+from chameleon_ft.search.mixes import MixSearch, TimedMix, promising_layouts, shapes_of
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
+from chameleon_ft.search.placement import (
     Candidate,
     GradientSync,
     PlacedPipelines,
@@ -32,9 +30,11 @@ from chameleon_ft.search.placement.candidates import (
     smaller_clusters,
     worker_choices,
 )
-from chameleon_ft.search.placement.polish import ExhaustiveSearch, Polish
+from chameleon_ft.search.polish import ExhaustiveSearch, Polish
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import FoundPlan, SearchOptions, pareto_front
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerPool
 
 # Mixes of each search that are placed on workers, as candidates for the best plan and its alternatives.
 _MIXES_PLACED: Final = 2

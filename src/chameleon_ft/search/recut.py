@@ -18,13 +18,13 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.pipelines.bounds import CutPoints
-from chameleon_ft.search.pipelines.pipeline_search import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, merged_clusters
-from chameleon_ft.search.placement.candidates import Candidate, GradientSync, PlacedPipelines
-from chameleon_ft.search.placement.polish import Polish
+from chameleon_ft.search.bounds import CutPoints
+from chameleon_ft.search.pipelines import PipelineScheduler, PipelineSearch, PipelineSpec, TimedPipeline
+from chameleon_ft.search.placement import Candidate, GradientSync, PlacedPipelines
+from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.result import DEFAULT_EFFORT, FoundPlan, SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import Shape, WorkerPool, merged_clusters
 
 # Share by which the bound of a cut that moves less may exceed the least bound.
 _NEAR: Final = 0.02
@@ -47,7 +47,7 @@ def recut_plan(
     Args:
         costs: costs of the workload on the live workers.
         current: layers that workers hold; lost workers are ignored.
-        split_backward: whether backward is split in two.
+        split_backward: backward is split in two.
         effort: approximate number of operations to schedule; see `find_plan`.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Final, TypeVar
 
 from chameleon_ft.plan import Plan
@@ -20,18 +19,6 @@ T = TypeVar("T")
 
 # Bounds and steps are sums and maxima of the same seconds in different orders, and bounds are lowered by `ROUNDING`.
 _PROVEN: Final = 10 * ROUNDING
-
-
-class BoundFamily(StrEnum):
-    """The family of plans that a bound covers.
-
-    PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some of the first layers of its stage
-    selectively, or some of them in full and the others selectively or not at all. Any depths, cuts, shares, orders of
-    workers and of operations, and any number of micro-batches in flight that fits the memory of the workers; each
-    pipeline with fused or with split backward.
-    """
-
-    PIPELINES = "pipelines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +35,7 @@ class FoundPlan:
         peak_bytes: peak memory of the worker that needs most, if its pipelines run `schedules`.
         moved_bytes: parameters and optimizer state that its workers lack now.
         host_single_points_of_failure: hosts whose workers are the only ones to hold some layer.
-        schedules: of its pipelines, for `best_parts`.
+        schedules: schedules of its pipelines, for `best_parts`.
     """
 
     name: str
@@ -69,7 +56,7 @@ class SizeFigures:
     Attributes:
         micro_batch_size: samples of one micro-batch.
         bound_s: lower bound, in seconds, on plans of this size; infinite if none fits the memory of the workers.
-        step_s: of the best plan of this size; None if the bound rules the size out.
+        step_s: seconds of the best plan of this size; None if the bound rules the size out.
     """
 
     micro_batch_size: int
@@ -81,20 +68,23 @@ class SizeFigures:
 class SearchResult:
     """The best plan found, its bound, and its alternatives.
 
+    In a plan of pipelines every worker is one stage of one pipeline, or idle, and recomputes some of the first layers
+    of its stage selectively, or some of them in full and the others selectively or not at all. Any depths, cuts,
+    shares, orders of workers and of operations, and any number of micro-batches in flight that fits the memory of the
+    workers; each pipeline with fused or with split backward.
+
     Attributes:
         best: the plan of least step time.
-        bound_s: lower bound, in seconds, on plans of `family`; infinite if none fits.
-        family: the plans that the bound covers.
-        exhaustive: whether every layout of `family` was ruled out by its bound or scheduled by `best_program`. Another
-            order of operations may still be faster than `best`; see `complete`. Never if links differ or there is
-            gradient sync.
+        bound_s: lower bound, in seconds, on all plans of pipelines; infinite if none fits.
+        exhaustive: every plan of pipelines was ruled out by its bound or scheduled by `best_program`. Another order of
+            operations may still be faster than `best`; see `complete`. False if links differ or there is gradient sync.
         mixes: number of different mixes of pipelines that have been replayed.
         alternatives: the other plans on the Pareto front of step time, bytes to move and
             `host_single_points_of_failure`, by step time.
         too_large: bytes missing on some worker, by name of each other plan that does not fit.
         recuts: plans of `recut_plan`, with split and with fused backward, as far as searched.
-        sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family`,
-            `exhaustive` and `complete` cover all sizes, and the plans have the size of `best`.
+        sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `exhaustive`
+            and `complete` cover all sizes, and the plans have the size of `best`.
     """
 
     best: FoundPlan
@@ -103,7 +93,6 @@ class SearchResult:
     mixes: int
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
-    family: BoundFamily = BoundFamily.PIPELINES
     recuts: tuple[FoundPlan, ...] = ()
     sizes: tuple[SizeFigures, ...] = ()
 
@@ -152,7 +141,7 @@ class SearchOptions:
     Attributes:
         effort: approximate number of operations to schedule.
         min_holders: least number of holders of every layer.
-        complete: whether to continue until no plan can be better, within `effort`.
+        complete: the search continues until no plan can be better, within `effort`.
         polish_effort: operations to schedule for a pipeline that will run.
     """
 

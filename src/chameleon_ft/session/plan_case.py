@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import Doc
 
 from chameleon_ft.config import Batch, Parallel, RunConfig, Snapshots, TrainConfig, config_type, parse_config
-from chameleon_ft.cost.memory import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.cost.presets import PRECISIONS, ModelShape, device, state_policy
 from chameleon_ft.cost.profile import Profile, derived_profile
+from chameleon_ft.cost.snapshots import SnapshotChoice, SnapshotRule, choose_snapshots
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import uniform_limits

@@ -70,7 +70,7 @@ class Search:
             "search_s": self.search_s,
             "search_bound_s": self.result.bound_s,
             "search_gap": self.gap,
-            "family": self.result.family.value,
+            "family": "pipelines",
             "bytes_to_move": best.found.moved_bytes,
             "host_single_points_of_failure": best.found.host_single_points_of_failure,
             "alternatives": [other.to_json() for other in others],

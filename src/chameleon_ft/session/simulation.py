@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import Doc
 
 from chameleon_ft.config import Parallel
-from chameleon_ft.cost.memory import MIN_SNAPSHOT_COST, expected_snapshot_s
+from chameleon_ft.cost.snapshots import MIN_SNAPSHOT_COST, expected_snapshot_s
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from chameleon_ft.cost.memory import SnapshotRule
+from chameleon_ft.cost.snapshots import SnapshotRule
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, Checkpoints, FailureModel, Snapshots

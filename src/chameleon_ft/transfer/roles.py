@@ -24,7 +24,7 @@ class Holding:
 
     Attributes:
         ranges: the layers, as a `Placement` keeps them; empty for a worker that holds none.
-        kind: of the worker; a place goes to a worker of an equal kind only, and those are interchangeable.
+        kind: kind of the worker; a place goes to a worker of an equal kind only, and those are interchangeable.
     """
 
     ranges: tuple[LayerRange, ...]

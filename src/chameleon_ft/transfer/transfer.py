@@ -1,7 +1,4 @@
-"""Transfers: everything that moves when one placement follows another, and how long it takes.
-
-How long layers take that move during training, and how much longer its steps take meanwhile.
-"""
+"""Transfers: everything that moves when one placement follows another, at once or during training, and its time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.protocol.messages import LEFT_OUT, BadStep, CheckpointSaved, Committed
 from chameleon_ft.protocol.parts import Rest, Vote
-from chameleon_ft.sync.segments import ADDS_TO_GRADIENTS
+from chameleon_ft.sync import ADDS_TO_GRADIENTS
 from chameleon_ft.worker.checkpoint import CheckpointWriter
 from chameleon_ft.worker.communicators import CommunicationError
 from chameleon_ft.worker.control_client import Activity, ControlClient

@@ -14,7 +14,8 @@ from pydantic.dataclasses import dataclass
 
 from chameleon_ft.cli.arguments import parse_arguments
 from chameleon_ft.cli.output import Output, compile_kernels, require_places, tell_written, waiting, write_schedule
-from chameleon_ft.cost.memory import SNAPSHOT_SHARE, SnapshotChoice, host_bytes, program_memory
+from chameleon_ft.cost.memory import program_memory
+from chameleon_ft.cost.snapshots import SNAPSHOT_SHARE, SnapshotChoice, host_bytes
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
@@ -129,7 +130,7 @@ def _show(prediction: Prediction) -> None:
         sizes = ", of any of these sizes," if result.sizes else ""
         out.text(
             f"{search.planner}, in {duration(search.search_s)}: {max(0.0, search.gap):.1%} above "
-            f"{duration(result.bound_s)}, which no plan of the family {result.family}{sizes} can beat"
+            f"{duration(result.bound_s)}, which no plan of the family pipelines{sizes} can beat"
         )
         _show_candidates(out, prediction, search)
     if prediction.missing_bytes:

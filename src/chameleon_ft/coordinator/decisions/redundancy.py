@@ -15,7 +15,7 @@ from chameleon_ft.config import Snapshots as SnapshotsConfig
 from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition, plan_transition
 from chameleon_ft.coordinator.state.state import State
-from chameleon_ft.cost.memory import SnapshotRule, choose_snapshots
+from chameleon_ft.cost.snapshots import SnapshotRule, choose_snapshots
 from chameleon_ft.cost.transition import state_bytes
 from chameleon_ft.plan.shards import Sharding, shard_optimizer
 from chameleon_ft.quantities import counted

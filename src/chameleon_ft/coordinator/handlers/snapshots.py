@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chameleon_ft.coordinator.handlers.draft import Draft
 from chameleon_ft.coordinator.state.state import Phase
-from chameleon_ft.cost.memory import MIN_SNAPSHOT_COST
+from chameleon_ft.cost.snapshots import MIN_SNAPSHOT_COST
 from chameleon_ft.protocol import messages
 from chameleon_ft.recovery import LONGEST_BETWEEN_SNAPSHOTS_S, POLICIES, Checkpoints, risk_of
 

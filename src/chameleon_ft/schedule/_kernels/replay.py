@@ -83,7 +83,7 @@ class Neighbourhood(NamedTuple):
         workers: the index of each slot's worker; int64 [slots].
         operations, received_in, sent_in, first: as above.
         limits: micro-batches in flight, kept and deferred, by worker; int64 [3, workers].
-        split: whether backward is split.
+        split: backward is split.
     """
 
     workers: Integers

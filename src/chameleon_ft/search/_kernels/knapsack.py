@@ -26,7 +26,7 @@ def fill_table(
     Args:
         counts: workers of each class, int64 [classes].
         most: items; negative where their number does not matter, and there is but one column.
-        all_workers: whether no worker may be idle.
+        all_workers: no worker may be idle.
         sizes: workers of each class that an item takes, int64 [items, classes].
         values: worth of each item, int64 [items].
         used: int64 [classes], to work in.

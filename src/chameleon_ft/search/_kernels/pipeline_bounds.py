@@ -7,18 +7,7 @@ from typing import Final, NamedTuple
 
 from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
 from chameleon_ft.schedule.records import Floats, Integers
-from chameleon_ft.search._kernels.records import (
-    BACKWARD,
-    DEFERRED,
-    EACH,
-    FORWARD,
-    IN_FLIGHT,
-    SPARE,
-    WEIGHT,
-    Bounds,
-    Pipeline,
-    Tables,
-)
+from chameleon_ft.search._kernels.records import Bounds, Pipeline, Tables
 
 # Rules of `greedy_cut`: of the layers where a stage may stop the nearest to the wanted one, the last, or the first.
 NEAREST: Final = 0
@@ -32,7 +21,7 @@ class Stage(NamedTuple):
     Attributes:
         kind: class of its worker.
         start, stop: its layers.
-        micro_batches: of the pipeline.
+        micro_batches: micro-batches of its pipeline.
         to_end: stages from it to the last, itself included; no more than micro-batches.
         first_s, rest_s: until the gradient of one micro-batch, and of all, is back from the stages after it.
     """
@@ -66,10 +55,10 @@ def fill_bounds(
     Stages with which the step would take longer than `limit_s` are left out.
 
     Args:
-        tables: of all classes.
+        tables: stages of all classes.
         kind: class of these workers.
         following: stages that follow all of them.
-        micro_batches: of the pipeline.
+        micro_batches: micro-batches of the pipeline.
         limit_s: seconds that the step may take.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
         bounds: by number of stages, float64 [stages + 1, L + 1]. Row 0, of the stages that follow, is given; the other
@@ -121,7 +110,7 @@ def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple
     begin = tables.first[stage.kind, stage.start, stage.stop]
     end = tables.first[stage.kind, stage.start, stage.stop + 1]
     for option in range(begin, end):
-        if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.in_flight_share * stage.to_end:
+        if option + 1 < end and tables.options[option].in_flight < tables.in_flight_share * stage.to_end:
             continue
         least = _unlimited_s(tables, stage, option)
         # Each further option recomputes more.
@@ -147,8 +136,8 @@ def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, f
     forward, backward, weight = tables.forward_s[at], tables.backward_s[at], tables.weight_s[at]
     # A first hop has no input gradient to make: its W is the backward in one go.
     if tables.split and stage.start == 0:
-        return forward, backward, weight + tables.recompute_s[option]
-    return forward, backward + tables.recompute_s[option], weight
+        return forward, backward, weight + tables.options[option].recompute_s
+    return forward, backward + tables.options[option].recompute_s, weight
 
 
 @no_refcount_inline
@@ -167,21 +156,21 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
     """Return the times of a stage with an option."""
     once_s, own_s, done_s = _unlimited_s(tables, stage, option)
     forward, backward, weight = _seconds(tables, stage, option)
-    count, bytes_of = stage.micro_batches, tables.options[option]
+    count, memory = stage.micro_batches, tables.options[option]
     whole_in_weight = tables.split and stage.start == 0
     # Until the first gradient is back, the stage runs no more forwards than there is room for.
-    room = min(bytes_of[IN_FLIGHT], count)
+    room = min(memory.in_flight, count)
     idle_s = max(0.0, once_s - backward - room * forward)
-    waited = max(0, count - bytes_of[DEFERRED])
+    waited = max(0, count - memory.deferred)
     # Micro-batches go through in so many rounds at least: when one begins, all but room - 1 of those before are back.
     rounds = (count + room - 1) // room
     rest = count - rounds - (rounds - 1) * (room - 1)
     taken_s = rounds * (once_s + (weight if whole_in_weight else 0.0)) + rest * tables.gradient_interval_s
     # Every micro-batch takes bytes of memory while it is away; while an operation runs, all others have only what that
     # leaves. Where that is nothing, micro-batches have no bytes either.
-    away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
-    byte_s = away_s * bytes_of[EACH] + forward * bytes_of[FORWARD] + backward * bytes_of[BACKWARD]
-    own_byte_s, byte_s = count * byte_s / spare, count * (byte_s + weight * bytes_of[WEIGHT]) / spare
+    away_s, spare = once_s - forward - backward, max(1, memory.spare)
+    byte_s = away_s * memory.each + forward * memory.forward + backward * memory.backward
+    own_byte_s, byte_s = count * byte_s / spare, count * (byte_s + weight * memory.weight) / spare
     done_s = max(done_s, count * (forward + backward + weight) + idle_s, byte_s)
     own_s = max(own_s, count * (forward + backward) + waited * weight + idle_s)
     if whole_in_weight:
@@ -203,9 +192,9 @@ def cut_s(
     """Return the seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
     Args:
-        tables: of all classes.
+        tables: stages of all classes.
         shape, cut_points: class of each worker and end of each stage, int64 [stages].
-        micro_batches: of the pipeline.
+        micro_batches: micro-batches of the pipeline.
         limit_s: seconds that the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
         options: the option of each stage, int64 [stages]. A negative one is replaced by the option within
@@ -234,9 +223,9 @@ def _fill_allowed(
     """Fill in where a stage may stop so that the bound on all that is decided is within the limit; return how many.
 
     Args:
-        tables: of all classes.
-        pipeline: is cut.
-        position, start: of the stage, and its first layer.
+        tables: stages of all classes.
+        pipeline: the pipeline that is cut.
+        position, start: place of the stage in the pipeline, and its first layer.
         before_s: seconds until its first activation arrives.
         after_s: seconds from when its last gradient has gone out until all workers before it have ended.
         allowed: layers after the last one of the stage, ascending; int64 [L], filled in.
@@ -290,7 +279,7 @@ def greedy_cut(
 
     Args:
         tables, pipeline: as for `fill_allowed`.
-        speeds: of the classes, float64 [C].
+        speeds: speed of each class, float64 [C].
         wanted: where stages are to stop, float64 [stages]; empty for where they would stop if all layers that are left
             were shared out evenly.
         rule: `NEAREST`, `LATEST` or `EARLIEST`.
@@ -318,11 +307,7 @@ def greedy_cut(
 def _even_stop(tables: Tables, shape: Integers, speeds: Floats, start: int) -> float:
     """Return where the first of the stages left would stop, in layers and parts, if all had equal work for their speed.
 
-    Args:
-        tables: of all classes.
-        shape: class of each worker of the stages left, int64 [stages].
-        speeds: of the classes, float64 [C].
-        start: the first layer left.
+    `shape` has the class of each worker of the stages left, int64 [stages], and `start` is the first layer left.
     """
     last = tables.message_s.shape[0] - 1
     if len(shape) == 1:

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Final
 
 from chameleon_ft.cluster import Worker
+from chameleon_ft.cost.memory import WorkloadMemory
 from chameleon_ft.cost.presets import Recompute
 from chameleon_ft.cost.step import estimate_parts, pipeline_bound_s
 from chameleon_ft.cost.transition import state_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, split_layers
+from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan, split_layers
+from chameleon_ft.plan.layouts import pipeline_hops
 from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
@@ -108,13 +110,6 @@ class Pipelines:
         self.memory_bytes = min(memories) if len(memories) == len(workers) else None
         self._redundant = redundant
         self._layer_s = workload.layer_times_s
-        # Sums over the first n layers, for each n.
-        activations = {
-            Recompute.NONE: [layer.activation_bytes for layer in workload.layers],
-            Recompute.SELECTIVE: [layer.activation_bytes for layer in workload.recomputed_selectively().layers],
-            Recompute.FULL: [layer.activation_bytes for layer in workload.recomputed().layers],
-        }
-        self._activations = {level: list(accumulate(sizes, initial=0)) for level, sizes in activations.items()}
         has_selective = any(layer.selective_bytes is not None for layer in workload.layers)
         self._recompute = [level for level in Recompute if level is not Recompute.SELECTIVE or has_selective]
         self._scheduled: dict[tuple[PipelineClass, int, int], PipelineRun] = {}
@@ -122,7 +117,7 @@ class Pipelines:
         self.cuts = cache(self._cuts)
         self._costs_at = cache(self._costs_at_speeds)
         self._shared = cache(self._with_shares)
-        self.held_before = cache(self._held_before)
+        self._memory = cache(lambda depth: WorkloadMemory(self._shared(depth).workload))
         self.state_bytes = cache(self._state_bytes)
         self._times = cache(self._pipeline_times)
 
@@ -160,10 +155,9 @@ class Pipelines:
         """Return the cut whose slowest stage is fastest, with longer stages late."""
         return self.cuts(depth)[0]
 
-    def held_bytes(self, layers: LayerRange, depth: int) -> int:
-        """Return the bytes that a worker of a pipeline of this depth holds for a stage between two steps."""
-        held = self.held_before(depth)
-        return held[layers.stop] - held[layers.start]
+    def held_before(self, depth: int) -> list[int]:
+        """Return for each layer the bytes that a worker of a pipeline of this depth holds of those before it."""
+        return self._memory(depth).held_before
 
     def _with_shares(self, depth: int) -> CostModel:
         """Return the costs with the share of the optimizer's state that a worker of a pipeline of this depth owns.
@@ -174,10 +168,6 @@ class Pipelines:
         holders = max(1, min(len(self.costs.cluster.workers) // depth, workload.micro_batches))
         return with_shares(self.costs, holders)
 
-    def _held_before(self, depth: int) -> list[int]:
-        """Return for each layer the bytes that a worker holds of those before it."""
-        return list(accumulate((layer.held_bytes for layer in self._shared(depth).workload.layers), initial=0))
-
     def _state_bytes(self, depth: int) -> list[int]:
         """Return the bytes that a new holder of each layer receives in a pipeline of this depth."""
         return [state_bytes(layer) for layer in self._shared(depth).workload.layers]
@@ -187,7 +177,7 @@ class Pipelines:
         return pipeline_bound_s(self._times(own), micro_batches)
 
     def _pipeline_times(self, own: PipelineClass) -> PipelineTimes:
-        hops = _hops(own.cut)
+        hops = pipeline_hops(range(own.cut.depth), own.cut.cut_points)
         return pipeline_times(
             hops, self._costs(own), split_backward=self.split_backward, recompute=recomputed_layers(own.cut, hops)
         )
@@ -279,13 +269,9 @@ class Pipelines:
         return self._scheduled[key]
 
     def _plan(self, own: PipelineClass, micro_batches: int) -> Plan:
-        hops = _hops(own.cut)
-        return Plan(
-            Placement(self.num_layers, {hop.worker: (hop.layers,) for hop in hops}),
-            tuple(Route(number, hops) for number in range(micro_batches)),
-            self.split_backward,
-            recomputed_layers(own.cut, hops),
-        )
+        layout = PipelineLayout(own.cut.cut_points, tuple(range(own.cut.depth)), micro_batches)
+        recompute = recomputed_layers(own.cut, layout.hops)
+        return pipelines_plan([layout], split_backward=self.split_backward, recompute=recompute)
 
     def _min_bytes(self, own: PipelineClass, micro_batches: int) -> int:
         """Return a lower bound of the memory of 1F1B: state, and the activations in flight when warm-up ends."""
@@ -304,8 +290,7 @@ class Pipelines:
         return sum(sizes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
 
     def _min_stage_bytes(self, depth: int, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
-        activations, held = self._activations[recompute], self.held_before(depth)
-        return held[stop] - held[start] + in_flight * (activations[stop] - activations[start])
+        return self._memory(depth).min_stage_bytes(start, stop, in_flight=in_flight, recompute=recompute)
 
 
 def limit_levels(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
@@ -345,10 +330,6 @@ def recomputed_layers(cut: Cut, hops: Sequence[Hop]) -> dict[int, RecomputedLaye
         hop.worker: RecomputedLayers(hop.layers.start, hop.layers.stop, len(hop.layers) if selective else 0)
         for hop in hops
     }
-
-
-def _hops(cut: Cut) -> tuple[Hop, ...]:
-    return tuple(Hop(worker, layers) for worker, layers in enumerate(cut.stages))
 
 
 def _scheduled_shares(micro_batches: int, depth: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from chameleon_ft.cost.memory import snapshots_fit
+from chameleon_ft.cost.snapshots import snapshots_fit
 from chameleon_ft.cost.step import lost_share_s, total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.shards import owners_on_ring

@@ -1,8 +1,6 @@
-"""Pipelines on workers, the figures for choosing among them, and their plan.
+"""Pipelines on workers: which worker takes which stage, gradient sync, figures for choosing, and the plan.
 
-Gradient sync of pipelines on given workers.
-
-Which worker takes which stage: neighbours of a pipeline, or holders of the same layers, share a host.
+Neighbours of a pipeline, or holders of the same layers, share a host.
 """
 
 from __future__ import annotations
@@ -17,16 +15,17 @@ from typing import Final, TypeAlias
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.cost.step import estimate_parts, reduction_times
-from chameleon_ft.plan import LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, RecomputedLayers, pipelines_plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.layouts import pipeline_hops
 from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, default_limits
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.schedule.list_scheduler import limits_of_array
-from chameleon_ft.search.pipelines.bounds import has_gradients
-from chameleon_ft.search.pipelines.pipeline_search import TimedPipeline, hops_of
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, arrangements
+from chameleon_ft.search.bounds import has_gradients
+from chameleon_ft.search.pipelines import TimedPipeline
 from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search.worker_classes import Shape, WorkerPool, arrangements
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of, moved_bytes
 from chameleon_ft.workload import LayerCost
@@ -47,14 +46,11 @@ class GradientSync:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._is_free = not has_gradients(costs.workload)
-        self._cached_step_s = cache(self._uncached_step_s)
+        self.step_s = cache(self._step_s)
         self._reductions = cache(self._ordered_reductions)
 
-    def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+    def _step_s(self, pipelines: PlacedPipelines) -> float:
         """Return the seconds until all operations of the pipelines have ended and all gradients are reduced."""
-        return self._cached_step_s(tuple(pipelines))
-
-    def _uncached_step_s(self, pipelines: PlacedPipelines) -> float:
         program_s = max(timed.program_s for timed, _ in pipelines)
         if self._is_free:
             return program_s
@@ -87,10 +83,8 @@ class Candidate:
     """Pipelines on workers; a plan is made only if they are chosen.
 
     Attributes:
-        name: as in `FoundPlan`.
-        pipelines: all pipelines, with their workers.
+        name: origin, see `FoundPlan`.
         step_s: seconds until all operations have ended and all gradients are reduced.
-        costs: of the workload on the cluster.
         current: layers that the live workers hold now.
     """
 
@@ -103,7 +97,9 @@ class Candidate:
     @cached_property
     def placement(self) -> Placement:
         """The layers of each worker."""
-        held = {hop.worker: (hop.layers,) for timed, own in self.pipelines for hop in hops_of(own, timed.cut_points)}
+        held = {
+            hop.worker: (hop.layers,) for timed, own in self.pipelines for hop in pipeline_hops(own, timed.cut_points)
+        }
         return Placement(len(self.costs.workload.layers), held)
 
     @cached_property
@@ -124,30 +120,24 @@ class Candidate:
 
     def found_on(self, costs: CostModel) -> FoundPlan:
         """Return the plan with its predictions for `costs`, whose workers may be faster than those of `self.costs`."""
-        found = self.found()
-        if costs.cluster == self.costs.cluster:
-            return found
-        return predicted(found.name, found.plan, costs, self.current, found.in_flight_limits)[0]
-
-    def found(self) -> FoundPlan:
-        """Return the plan with its predictions."""
-        routes: list[Route] = []
         in_flight_limits: dict[int, InFlightLimit] = {}
         recompute: dict[int, RecomputedLayers] = {}
         fused: set[int] = set()
         for timed, workers in self.pipelines:
             in_flight_limits.update(zip(workers, limits_of_array(timed.schedule.in_flight_limits), strict=True))
             recompute.update((worker, own) for worker, own in zip(workers, timed.recomputed, strict=True) if own)
-            hops, first = hops_of(workers, timed.cut_points), len(routes)
-            routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]
             if not timed.scheduler.split_backward:
                 fused.update(workers)
         different = list(dict.fromkeys(timed for timed, _ in self.pipelines))
         split = any(timed.scheduler.split_backward for timed in different)
+        layouts = [PipelineLayout(timed.cut_points, own, timed.spec.micro_batches) for timed, own in self.pipelines]
         fused_workers = frozenset(fused) if split else frozenset()
+        plan = pipelines_plan(layouts, split_backward=split, recompute=recompute, fused_workers=fused_workers)
+        if costs.cluster != self.costs.cluster:
+            return predicted(self.name, plan, costs, self.current, in_flight_limits)[0]
         return FoundPlan(
             name=self.name,
-            plan=Plan(self.placement, tuple(routes), split, FrozenMap(recompute), fused_workers),
+            plan=plan,
             in_flight_limits=FrozenMap(in_flight_limits),
             step_s=self.step_s,
             program_s=max(timed.program_s for timed in different),
@@ -265,7 +255,7 @@ def assigned_workers(
     places = {
         hop.worker: Holding((hop.layers,), classes[hop.worker])
         for cut_points, workers in pipelines
-        for hop in hops_of(workers, cut_points)
+        for hop in pipeline_hops(workers, cut_points)
     }
     return assign_roles(holdings_of(current, classes), places, layers)
 

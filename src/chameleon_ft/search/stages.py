@@ -7,38 +7,24 @@ from functools import cached_property
 from itertools import combinations, pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from chameleon_ft.cluster import Cluster, Link
-from chameleon_ft.cost.memory import MessageBuffers
+from chameleon_ft.cost.memory import needed_bytes, workload_memory
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule.records import Booleans, Floats, Integers
-from chameleon_ft.search._kernels.records import (
-    BACKWARD,
-    COLUMNS,
-    FIXED,
-    FORWARD,
-    FULL,
-    SELECTIVE,
-    WEIGHT,
-    LayerBytes,
-    Tables,
-)
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass
-from chameleon_ft.workload import LayerCost, Workload, is_recomputed
-
-# Kernels are imported where they are called: they load numba, which most importers of this module do not need.
+from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
+from chameleon_ft.search._kernels.records import Tables
+from chameleon_ft.search.worker_classes import Shape, WorkerClass
+from chameleon_ft.workload import LayerCost
 
 
 class Stages:
     """Every stage of `costs.workload` on workers of `classes`, with fused or with split backward.
 
     Attributes:
-        costs, classes, split_backward: as given.
         num_layers: layers of the model (L).
         capacities: bytes of a worker of each class; -1 where it is not known.
-        limited: whether the memory of some class is known.
+        limited: the memory of some class is known.
     """
 
     def __init__(self, costs: CostModel, classes: Sequence[WorkerClass], *, split_backward: bool) -> None:
@@ -49,13 +35,12 @@ class Stages:
         self.limited = any(own.memory_bytes is not None for own in self.classes)
         self.speeds = np.array([own.speed for own in self.classes], np.float64)
         self.capacities = [-1 if own.memory_bytes is None else own.memory_bytes for own in self.classes]
-        # Bytes of the message over the boundary before each layer, int64 [L + 1].
-        self._output_bytes = np.array([0, *(layer.output_bytes for layer in costs.workload.layers[:-1]), 0])
+        self._memory = workload_memory(costs.workload)
 
     @cached_property
     def tables(self) -> Tables:
         """The stages as arrays for the kernels of bounds."""
-        first, options, recompute_s = self._options()
+        first, options = self._options()
         seconds = self._seconds()
         forward_s, backward_s, _ = (own[:, -2, -1].min() for own in seconds)
         layers, fastest = self.costs.workload.layers, self.speeds.max()
@@ -64,7 +49,7 @@ class Stages:
             min(layer.backward_s, layer.input_grad_s) if self.split_backward else layer.backward_s for layer in layers
         ]
         links = links_between(self.costs.cluster)
-        messages_s = [min(link.message_s(size) for link in links) for size in self._output_bytes[1:-1].tolist()]
+        messages_s = [min(link.message_s(layer.output_bytes) for link in links) for layer in layers[:-1]]
         return Tables(
             *seconds,
             message_s=np.array([0.0, *messages_s, 0.0]),
@@ -72,7 +57,6 @@ class Stages:
             backward_before_s=np.cumsum([0.0, *backward_before_s]) / fastest,
             first=first,
             options=options,
-            recompute_s=recompute_s,
             gradient_interval_s=float(forward_s + backward_s),
             split=self.split_backward,
             in_flight_share=0.0,
@@ -104,7 +88,7 @@ class Stages:
         self, cut_points: Sequence[int], options: Sequence[int]
     ) -> tuple[RecomputedLayers | None, ...]:
         """Return the layers that each stage recomputes under these options: some from its first one on, or none."""
-        counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
+        counts = self.tables.options[["full", "selective"]][list(options)].tolist()
         return tuple(
             RecomputedLayers(start, start + full + selective, selective) if full + selective else None
             for start, (full, selective) in zip((0, *cut_points[:-1]), counts, strict=True)
@@ -113,23 +97,14 @@ class Stages:
     def limits(
         self, shape: Shape, cut_points: Sequence[int], options: Sequence[int], micro_batches: int
     ) -> Integers | None:
-        """Return the limits of each stage by its memory; None if a stage has no room for one micro-batch.
-
-        Returns:
-            int64 [3, stages]: micro-batches in flight, micro-batches kept, and W that wait.
-        """
-        from chameleon_ft.search._kernels.stage_memory import fill_limits
-
-        found = np.empty((3, len(cut_points)), np.int64)
-        fits = fill_limits(
+        """Return the limits of each stage by its memory, see `WorkloadMemory.stage_limits`."""
+        return self._memory.stage_limits(
             self.tables.options[list(options)],
-            np.array([self.capacities[kind] for kind in shape]),
-            self._message_bytes([0, *cut_points[:-1]], cut_points, micro_batches),
-            micro_batches,
-            self.split_backward,
-            found,
+            cut_points,
+            [self.capacities[kind] for kind in shape],
+            micro_batches=micro_batches,
+            split_backward=self.split_backward,
         )
-        return found if fits else None
 
     @cached_property
     def fits(self) -> Booleans:
@@ -141,12 +116,13 @@ class Stages:
 
     def smallest_option(self, kind: int, start: int, stop: int) -> int:
         """Return the option of a stage that needs the least memory with one micro-batch at a time."""
-        return min(self.options(kind, start, stop), key=self._needed_bytes)
+        return min(self.options(kind, start, stop), key=self._needed_bytes.__getitem__)
 
-    def _needed_bytes(self, option: int) -> int:
-        """Return the bytes that an option needs with one micro-batch at a time, without messages."""
-        own = self.tables.options[option]
-        return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
+    @cached_property
+    def _needed_bytes(self) -> list[int]:
+        """The bytes that each option needs with one micro-batch at a time, without messages."""
+        found: list[int] = needed_bytes(self.tables.options).tolist()
+        return found
 
     def min_bytes(self, kind: int) -> Integers:
         """Return the least bytes that a worker of this class needs for a stage, including message buffers.
@@ -155,27 +131,11 @@ class Stages:
             int64 [L + 1, L + 1]; -1 where there is no stage, or not even the lower bound of the bytes fits.
         """
         starts, stops = np.indices((self.num_layers + 1, self.num_layers + 1))
-        messages = self._message_bytes(starts, stops, self.costs.workload.micro_batches)
+        messages = self._memory.max_message_bytes(starts, stops, self.costs.workload.micro_batches)
         found = np.full(messages.shape, -1)
         for start, stop in combinations(range(self.num_layers + 1), 2):
             if self.options(kind, start, stop):
-                found[start, stop] = self._needed_bytes(self.smallest_option(kind, start, stop)) + messages[start, stop]
-        return found
-
-    def _message_bytes(self, starts: ArrayLike, stops: ArrayLike, micro_batches: int) -> Integers:
-        """Return the most bytes of message buffers of stages: posted receives, and sent gradients.
-
-        The buffers of the current micro-batch are counted with its operations. Each other micro-batch has either posted
-        the receive of its activation or sent its gradient.
-        """
-        buffers, others = MessageBuffers(), micro_batches - 1
-        below, above = self._output_bytes[np.asarray(starts)], self._output_bytes[np.asarray(stops)]
-        ahead = buffers.receives_ahead
-        downwards, upwards = min(ahead, others), min(ahead, micro_batches)
-        found: Integers = np.maximum(
-            min(ahead + buffers.sends_kept, others) * below + min(ahead - downwards, micro_batches) * above,
-            upwards * above + min(ahead - upwards + buffers.sends_kept, others) * below,
-        )
+                found[start, stop] = self._needed_bytes[self.smallest_option(kind, start, stop)] + messages[start, stop]
         return found
 
     def _seconds(self) -> tuple[Floats, Floats, Floats]:
@@ -196,45 +156,20 @@ class Stages:
         input_grad_s[:, 0, 1:] = workload.operation_overhead_s
         return forward_s, input_grad_s, weight_s
 
-    def _options(self) -> tuple[Integers, Integers, Floats]:
-        """Return `first`, `options` and `recompute_s` of `Tables`."""
-        from chameleon_ft.search._kernels.stage_memory import fill_options
-
-        layers, size = _layer_bytes(self.costs.workload), self.num_layers
-        room = sum(3 * (stop - start) + 1 for start, stop in combinations(range(size + 1), 2))
-        first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
-        found: list[Integers] = []
-        recompute_s: list[Floats] = []
-        for kind, own in enumerate(self.classes):
-            options, seconds = np.empty((room + 1, COLUMNS), np.int64), np.empty(room + 1)
-            capacity = 2**62 if own.memory_bytes is None else own.memory_bytes
-            most = 0 if own.memory_bytes is None else self.costs.workload.micro_batches
-            count = fill_options(layers, capacity, self.split_backward, most, first[kind], options, seconds)
-            first[kind] += sum(map(len, found))
-            found.append(options[:count].copy())
-            recompute_s.append(seconds[:count] / own.speed)
-        return first, np.concatenate(found), np.concatenate(recompute_s)
-
-
-def _layer_bytes(workload: Workload) -> LayerBytes:
-    layers, selective = workload.layers, workload.recomputed_selectively().layers
-    outputs = [layer.output_bytes for layer in layers]
-    return LayerBytes(
-        state=np.array([layer.held_bytes for layer in layers]),
-        sample=np.array([layer.sample_bytes for layer in layers]),
-        activation=np.array([layer.activation_bytes for layer in layers]),
-        boundary=np.array([0, *outputs[:-1]]),
-        selective=np.array([layer.activation_bytes for layer in selective]),
-        recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
-        output=np.array([*outputs[:-1], 0]),
-        weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
-        selective_weight_grad=np.array([layer.weight_grad_bytes for layer in selective]),
-        working=np.array([layer.working_bytes for layer in layers]),
-        halves_working=np.array([layer.working_in_halves for layer in layers]),
-        selective_working=np.array([layer.working_bytes for layer in selective]),
-        selective_s=np.array([layer.selective_s for layer in layers]),
-        forward_s=np.array([layer.forward_s for layer in layers]),
-    )
+    def _options(self) -> tuple[Integers, Records]:
+        """Return `first` and `options` of `Tables`."""
+        firsts: list[Integers] = []
+        every: list[Records] = []
+        for own in self.classes:
+            first, options = self._memory.stage_options(
+                own.memory_bytes,
+                split_backward=self.split_backward,
+                micro_batches=self.costs.workload.micro_batches,
+            )
+            options["recompute_s"] /= own.speed
+            firsts.append(first + sum(map(len, every)))
+            every.append(options)
+        return np.stack(firsts), np.concatenate(every)
 
 
 def links_between(cluster: Cluster) -> list[Link]:

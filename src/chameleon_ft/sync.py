@@ -5,7 +5,7 @@ Tied parameters are segments of their own, because their gradients are summed ov
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations, pairwise
@@ -84,25 +84,14 @@ def segment_bytes(segment: Segment, workload: Workload) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SyncRounds:
-    """The segments that need a message, in rounds; no two segments of a round share a worker.
-
-    Attributes:
-        rounds: segments of each round, by first layer.
-        fewest: a lower bound on the number of rounds: the most segments of any one worker.
-    """
+    """The segments that need a message, in rounds, each by first layer; no two segments of a round share a worker."""
 
     rounds: tuple[tuple[Segment, ...], ...]
-    fewest: int
 
     @property
     def order(self) -> tuple[Segment, ...]:
         """All segments by (round, first layer). Workers issue theirs in this order, which rules out deadlock."""
         return tuple(chain.from_iterable(self.rounds))
-
-    @property
-    def excess(self) -> int:
-        """Rounds above the lower bound; zero is proven optimal."""
-        return len(self.rounds) - self.fewest
 
 
 def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) -> SyncRounds:
@@ -120,14 +109,13 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
     """
     every = [*reversed(gradient_segments(placement)), *tied_segments(placement, tied)]
     segments = [segment for segment in every if len(segment.holders) > 1]
-    fewest = max(Counter(chain.from_iterable(segment.holders for segment in segments)).values(), default=0)
     one_range = all(len(ranges) == 1 for ranges in placement.ranges.values())
     colour = _first_free if one_range and not any(segment.tied for segment in segments) else _dsatur
     rounds: dict[int, list[Segment]] = defaultdict(list)
     for segment, number in zip(segments, colour(segments), strict=True):
         rounds[number].append(segment)
     return SyncRounds(
-        tuple(tuple(sorted(together, key=lambda segment: segment.layers)) for together in rounds.values()), fewest
+        tuple(tuple(sorted(together, key=lambda segment: segment.layers)) for together in rounds.values())
     )
 
 

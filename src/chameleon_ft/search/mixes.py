@@ -6,7 +6,7 @@ at which it holds all micro-batches. If pipelines count with their bounds, that 
 pipelines of the mix are then scheduled, their times replace their bounds, and the knapsack is solved again, as in A*:
 once the best mix has only scheduled pipelines, no mix is better.
 
-Layouts of pipelines of about equal depth, whose gradients can be reduced together.
+If gradients are reduced, layouts of pipelines of about equal depth, which can reduce theirs together, are tried first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from itertools import permutations
 from typing import Final, TypeAlias
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.mixes.knapsack import Size, best_mix
-from chameleon_ft.search.pipelines.bounds import SyncCost, SyncLowerBound
-from chameleon_ft.search.pipelines.pipeline_search import BestPipeline, PipelineSearch, TimedPipeline
-from chameleon_ft.search.pipelines.worker_classes import Shape, arrangements
+from chameleon_ft.search.bounds import SyncCost, SyncLowerBound
+from chameleon_ft.search.knapsack import Size, best_mix
+from chameleon_ft.search.pipelines import BestPipeline, PipelineSearch, TimedPipeline
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.worker_classes import Shape, arrangements
 from chameleon_ft.workload import Workload
 
 # Relative precision of a bisection in a search that need not be complete.
@@ -59,17 +59,14 @@ class MixSearch:
     Args:
         pipelines: cut and schedule pipelines, with split and with fused backward; the faster one counts.
         counts: workers of each class.
-        micro_batches: of the global batch.
+        micro_batches: size of the global batch.
         work_s: seconds of the step if no worker were ever idle.
-        options: of the search.
-        sync: what gradient sync adds to each stage at least.
+        sync: least seconds of gradient sync that follow each stage.
         pipeline_range: fewest and most pipelines side by side; None for any number.
-        shapes: of pipelines; None for all.
+        shapes: shapes of the pipelines that are searched; None for all.
 
     Attributes:
-        shapes: of pipelines that are searched.
-        all_shapes: whether every order of classes in a pipeline is searched.
-        complete: whether the search has ended because no mix can be better than the best of those it has yielded.
+        complete: the search has ended because no mix can be better than the best of those it has yielded.
     """
 
     def __init__(
@@ -93,9 +90,9 @@ class MixSearch:
         self._options = options
         self._precision = ROUNDING / 10 if options.complete else _COARSE_PRECISION
         self._counts = counts
-        self.shapes, self.all_shapes = shapes_of(counts, pipelines[0].scheduler.stages.num_layers)
+        self.shapes, _ = shapes_of(counts, pipelines[0].scheduler.stages.num_layers)
         if shapes is not None:
-            self.shapes, self.all_shapes = tuple(shapes), False
+            self.shapes = tuple(shapes)
         elif pipeline_range is not None:
             # Every other pipeline has at least one worker.
             self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - pipeline_range[0] + 1)
@@ -308,7 +305,7 @@ class EqualDepths:
 
     Attributes:
         depth: stages of most pipelines.
-        number: of pipelines.
+        number: how many pipelines there are.
         sync: the least that gradient sync takes with so many.
         pipelines: cuts and schedules them.
         estimate_s: estimated seconds of the step.

@@ -27,9 +27,7 @@ option for each of the three times separately. No pipeline may reach all three: 
 nothing, and `returned` stages that do. So `min_s` is the least limit on the step that the stages of some pipeline can
 meet together. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et al., Zero Bubble Pipeline Parallelism,
 2023). Nothing is assumed about the order of operations, so the bounds hold for
-schedules with fewer micro-batches in flight than 1F1B too.
-
-Lower bounds on gradient sync, by the number of pipelines side by side.
+schedules with fewer micro-batches in flight than 1F1B too. `SyncLowerBound` bounds s by the number of pipelines.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ from chameleon_ft.quantities import ROUNDING, SUM_ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search._kernels.records import Bounds, Pipeline
-from chameleon_ft.search.pipelines.stages import Stages, links_between, sums_by_stage
-from chameleon_ft.search.pipelines.worker_classes import Shape
+from chameleon_ft.search.stages import Stages, links_between, sums_by_stage
+from chameleon_ft.search.worker_classes import Shape
 from chameleon_ft.workload import Workload
 
 # Numbers of pipelines that differ by up to this share have a common bound: their rings take nearly the same time.

@@ -1,10 +1,9 @@
-"""Local search from pipelines that are placed: other cuts, other recomputation, other shares, better programs.
+"""Better pipelines on workers: local search from those that are placed, and all pipelines on small clusters.
 
-All pipelines on all workers, by branch and bound: for small clusters in which gradient sync or links decide.
-
-The other searches choose pipelines by a lower bound of gradient sync and place them afterwards. In a small cluster the
-pipelines of least bound may have to reduce gradients between hosts, where others, which compute longer, need not. Here
-a pipeline is a route over hosts from the start, and only the incumbent rules any out.
+Local search changes cuts, recomputation, shares, workers and programs. Branch and bound is for small clusters in which
+gradient sync or links decide. All other searches choose pipelines by a lower bound of gradient sync and place them
+afterwards. The pipelines of least bound may have to reduce gradients between hosts, where others, which compute longer,
+need not. In branch and bound a pipeline is a route over hosts from the start, and only the incumbent rules any out.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.cost.step import total_work_bound_s
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.pipelines.bounds import SyncCost, SyncLowerBound
-from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch, PipelineSpec, TimedPipeline, synced_s
-from chameleon_ft.search.pipelines.worker_classes import arrangements
-from chameleon_ft.search.placement.candidates import GradientSync, PlacedPipelines, links_are_equal
+from chameleon_ft.search.bounds import SyncCost, SyncLowerBound
+from chameleon_ft.search.pipelines import PipelineSearch, PipelineSpec, TimedPipeline, synced_s
+from chameleon_ft.search.placement import GradientSync, PlacedPipelines, links_are_equal
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.worker_classes import arrangements
 
 # Neighbours that are scheduled in a round, those with the least estimates.
 _TRIES: Final = 8
@@ -105,7 +104,12 @@ class Polish:
             by_estimate = sorted(self._recut(timed), key=lambda own: (own[0], own[1].cut_points, own[1].options))
             for _, spec in by_estimate[:_TRIES]:
                 # All pipelines that are cut alike, so that they still reduce gradients together; or this one alone.
-                alike = [each for each, _ in pipelines if _cut_alike(each, timed)]
+                alike = [
+                    each
+                    for each, _ in pipelines
+                    if each.scheduler is timed.scheduler
+                    and replace(each.spec, micro_batches=timed.spec.micro_batches) == timed.spec
+                ]
                 for changing in (alike, [timed]):
                     cut, options = spec.cut_points, spec.options
                     specs = [(each, replace(each.spec, cut_points=cut, options=options)) for each in changing]
@@ -145,7 +149,11 @@ class Polish:
         work_s: list[float] = []
         for kind, layers, option in zip(spec.shape, pairwise((0, *spec.cut_points)), spec.options, strict=True):
             at = kind, *layers
-            seconds = tables.forward_s[at] + tables.backward_s[at] + (tables.weight_s[at] + tables.recompute_s[option])
+            seconds = (
+                tables.forward_s[at]
+                + tables.backward_s[at]
+                + (tables.weight_s[at] + tables.options["recompute_s"][option])
+            )
             work_s.append(float(seconds))
         stages = range(len(work_s))
         for less in sorted(stages, key=lambda stage: -work_s[stage])[:_SLOW_STAGES]:
@@ -193,11 +201,6 @@ class Polish:
         return tuple(found)
 
 
-def _cut_alike(one: TimedPipeline, other: TimedPipeline) -> bool:
-    """Return whether two pipelines differ in their shares at most."""
-    return one.scheduler is other.scheduler and replace(one.spec, micro_batches=other.spec.micro_batches) == other.spec
-
-
 # Clusters with more routes are not searched.
 _MAX_ROUTES: Final = 5_000
 # The search ends after so much effort. Checking whether the workers of a route are free counts 1. The other steps take
@@ -216,14 +219,7 @@ _Part: TypeAlias = tuple[_Route, int]
 
 
 class ExhaustiveSearch:
-    """Branch and bound over the workers of each pipeline, its share, its cut, and the layers that it recomputes.
-
-    Args:
-        pipelines: schedule them, with split and with fused backward.
-        sync: gradient sync between them.
-        costs: costs of the workload on the live workers.
-        options: of the search.
-    """
+    """Branch and bound over the workers of each pipeline, its share, its cut, and the layers that it recomputes."""
 
     def __init__(
         self, pipelines: Sequence[PipelineSearch], sync: GradientSync, costs: CostModel, options: SearchOptions

@@ -65,7 +65,7 @@ def best_mix(
         values: worth of the items, one for each size; those of no worth are not used.
         counts: workers of each class.
         pipeline_range: fewest and most items; None for any number.
-        all_workers: whether no worker may be idle; always exact.
+        all_workers: no worker may be idle; always exact.
     """
     items = [(size, value) for size, value in sorted(values.items()) if value > 0 and all(map(le, size, counts))]
     if not items:

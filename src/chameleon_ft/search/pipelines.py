@@ -1,6 +1,6 @@
 """The best pipeline of given workers for a share of the micro-batches: where to cut it, and what to recompute.
 
-Pipelines with their schedules: scheduled once for all that differ only in which worker is which.
+Pipelines that differ only in which worker is which are scheduled once.
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import pairwise, product
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from chameleon_ft.cost.step import peak_bytes_of
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.plan import PipelineLayout, RecomputedLayers, pipelines_plan
+from chameleon_ft.plan.layouts import pipeline_hops
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import PipelineTimes
 from chameleon_ft.schedule.best import PipelineSchedule, ScheduledPart, pipeline_schedule
 from chameleon_ft.schedule.network import pipeline_times
 from chameleon_ft.schedule.records import Booleans, Integers, components
-from chameleon_ft.search.pipelines.bounds import CutPoints, PipelineBounds, SyncCost
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
+from chameleon_ft.search.bounds import CutPoints, PipelineBounds, SyncCost
 from chameleon_ft.search.result import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import Shape, WorkerPool
 
 # List schedules that are made with any effort.
 _MIN_SCHEDULES: Final = 7
@@ -36,8 +37,6 @@ _RAISED: Final = ((1, 1, 1), (0, 1, 1), (1, 1, 0))
 _TRIAL: Final = 10_000
 _LOOSENING: Final = 0.3
 _MIN_LOOSENING: Final = 500_000
-# Stages of one cut recur in many pipelines.
-_layers: Final = lru_cache(maxsize=20_000)(LayerRange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,6 @@ class PipelineScheduler:
     """Schedules pipelines with split, or with fused backward, and remembers the schedules.
 
     Attributes:
-        stages: of the model.
-        pool: the live workers.
-        split_backward: whether backward is split in two.
         limits: by `PipelineSpec` the limits of its stages, see `Stages.limits`.
         peak_bytes: by `TimedPipeline` the bytes that its worker of most need holds at its worst moment.
         spent: the effort so far, in operations that may have been scheduled.
@@ -105,8 +101,8 @@ class PipelineScheduler:
         self.stages = stages
         self.pool = pool
         self.split_backward = stages.split_backward
-        self.limits = cache(self._limits)
-        self.peak_bytes = cache(self._peak_bytes)
+        self.limits = cache(lambda spec: stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches))
+        self.peak_bytes = cache(lambda timed: int(self._stage_bytes(timed).max()))
         self.spent = 0
         self._options = options
         self._hosts = stages.costs.cluster.hosts
@@ -226,22 +222,15 @@ class PipelineScheduler:
             self._replayed[key] = TimedPipeline(timed.spec, timed.recomputed, schedule, self)
         return self._replayed[key]
 
-    def _limits(self, spec: PipelineSpec) -> Integers | None:
-        return self.stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches)
-
-    def _peak_bytes(self, timed: TimedPipeline) -> int:
-        return int(self._stage_bytes(timed).max())
-
     def _stage_bytes(self, timed: TimedPipeline) -> Integers:
         """Return the peak of each stage."""
-        hops = hops_of(range(len(timed.cut_points)), timed.cut_points)
-        placement = Placement(self.stages.num_layers, {hop.worker: (hop.layers,) for hop in hops})
-        routes = tuple(Route(number, hops) for number in range(timed.spec.micro_batches))
+        stages = range(len(timed.cut_points))
         recompute = {stage: own for stage, own in enumerate(timed.recomputed) if own is not None}
-        plan = Plan(placement, routes, self.split_backward, recompute)
-        parts = [ScheduledPart(component, timed.schedule) for component in components(routes)]
+        layout = PipelineLayout(timed.cut_points, tuple(stages), timed.spec.micro_batches)
+        plan = pipelines_plan([layout], split_backward=self.split_backward, recompute=recompute)
+        parts = [ScheduledPart(component, timed.schedule) for component in components(plan.routes)]
         peaks = peak_bytes_of(plan, parts, self.stages.costs)
-        return np.array([peaks[stage] for stage in range(len(hops))], np.int64)
+        return np.array([peaks[stage] for stage in stages], np.int64)
 
     def _share_hosts(self, workers: Sequence[int]) -> tuple[bool, ...]:
         """Return for each two neighbours whether they share a host."""
@@ -251,16 +240,11 @@ class PipelineScheduler:
         self, cut_points: Sequence[int], recomputed: Sequence[RecomputedLayers | None], workers: Sequence[int]
     ) -> PipelineTimes:
         return pipeline_times(
-            hops_of(workers, cut_points),
+            pipeline_hops(workers, cut_points),
             self.stages.costs,
             split_backward=self.split_backward,
             recompute={worker: own for worker, own in zip(workers, recomputed, strict=True) if own is not None},
         )
-
-
-def hops_of(workers: Sequence[int], cut_points: Sequence[int]) -> tuple[Hop, ...]:
-    """Return the route through these workers."""
-    return tuple(map(Hop, workers, map(_layers, (0, *cut_points[:-1]), cut_points)))
 
 
 BestPipeline: TypeAlias = tuple[float, TimedPipeline | None]
@@ -287,10 +271,9 @@ class PipelineSearch:
     """Cuts pipelines and schedules them.
 
     Attributes:
-        scheduler: schedules the pipelines.
-        bounds: on pipelines before their gradients are reduced.
-        estimates: of the same, see `PipelineBounds`.
-        cut_short: whether a complete search has left out pipelines, because there were too many.
+        bounds: bounds on pipelines before their gradients are reduced.
+        estimates: estimates of these pipelines, see `PipelineBounds`.
+        cut_short: a complete search has left out pipelines, because there were too many.
     """
 
     def __init__(self, scheduler: PipelineScheduler, options: SearchOptions) -> None:

@@ -1,1 +1,0 @@
-"""Pipelines side by side: how many of which depth, with which shares of the micro-batches."""

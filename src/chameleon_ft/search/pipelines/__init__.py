@@ -1,1 +1,0 @@
-"""One pipeline: its stages on classes of workers, lower bounds on its time, its cuts and its schedules."""
