@@ -154,7 +154,7 @@ def end(run: RunDirectory, status: RunStatus) -> None:
     """Leave what a coordinator leaves that has ended the run."""
     with FileQueue() as files:
         state = replace(new_state(), ended=(status, "because"))
-        Journal(run.journal_file(1), files).write(state, Moment(unix_s=1.0, monotonic_s=1.0))
+        Journal(run.journal_file(1), files).begin(state, Moment(unix_s=1.0, monotonic_s=1.0))
 
 
 @pytest.fixture

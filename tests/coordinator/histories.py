@@ -42,8 +42,8 @@ from chameleon_ft.protocol.messages import (
     WorkerExited,
 )
 from chameleon_ft.protocol.parts import OperationTimes, RankProcess, Vote
-from tests.coordinator.invariants import check, is_routine
-from tests.coordinator.journaled import JournaledState
+from tests.coordinator.invariants import check
+from tests.coordinator.journaled import Replayed
 from tests.coordinator.plans import LAYERS, a_plan, in_waves
 
 AGENT = 1000  # connection of the first agent
@@ -87,7 +87,7 @@ class History:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = new_state() if state is None else state
-        self.journaled = JournaledState()
+        self.replayed = Replayed()
         self.now = 100.0
         self.commands: list[Command] = []
         self.questions: list[State] = []
@@ -118,8 +118,7 @@ class History:
         before = self.state
         after, commands = step(before, event)
         check(before, event, after, commands)
-        if not is_routine(event, commands):
-            self.journaled.become(after)
+        self.replayed.happen(event, before, after, commands)
         self.state = after
         self.commands += commands
         for command in commands:
@@ -131,10 +130,10 @@ class History:
                 case MeasureOperations(worker=worker, step=number):
                     ratio = 1 / self.speeds.get(worker, 1.0)
                     generation = after.generation
-                    links = {}
+                    links: tuple[tuple[int, int, float, int], ...] = ()
                     if self.link_speeds:
                         pairs = ((other, worker) for other in self.members() if other < worker)
-                        links = {pair: (1 / self.link_speeds.get(pair, 1.0), self.link_kind) for pair in pairs}
+                        links = tuple((*pair, 1 / self.link_speeds.get(pair, 1.0), self.link_kind) for pair in pairs)
                     self.happen(
                         OperationsMeasured(
                             at=self.at,
@@ -332,7 +331,15 @@ class History:
                 plans = (a_plan(workers, first_step=0, moves_to=moves_to),)
         staying = asked.members.staying()
         question = asked.scale_up.question
-        self.happen(Considered(at=self.at, question=question, staying=staying, plans=plans, reason="no reason"))
+        self.happen(
+            Considered(
+                at=self.at,
+                question=question,
+                staying=staying,
+                plans=tuple(plan.active() for plan in plans),
+                reason="no reason",
+            )
+        )
 
     def fail_to_consider(self) -> None:
         """Answer the newest question during training: the process that was to decide is gone."""

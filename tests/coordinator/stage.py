@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig, Snapshots
 from chameleon_ft.coordinator.command_runner import RunSetup
 from chameleon_ft.coordinator.coordinator import Coordinator
+from chameleon_ft.coordinator.journal import Journal
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.protocol.job_info import JobInfo
@@ -37,8 +38,10 @@ from chameleon_ft.protocol.messages import (
 from chameleon_ft.protocol.parts import BoundaryMessage, OperationTimes, Vote
 from chameleon_ft.protocol.server import Peer
 from chameleon_ft.storage.checkpoints import seal_layer
+from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory
 from chameleon_ft.storage.recorder import Recorder, View
+from tests.coordinator.journaled import Lines, but_clock
 from tests.stored import layer_directory
 from tests.undivided import undivided
 
@@ -335,8 +338,13 @@ def _staged(
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, View()) as recorder:
         setup = RunSetup(config=config, run=run, recorder=recorder, job=JOB, profile=measured, resume=resume)
-        coordinator = Coordinator(setup)
+        lines = Lines()
+        journal = Journal(Path("journal.jsonl"), cast(FileQueue, lines))
+        coordinator = Coordinator(setup, journal=journal)
         yield Stage(coordinator, run)
+        if lines.text and coordinator._journal is journal:
+            journal.flush()
+            assert but_clock(lines.replayed().state) == but_clock(coordinator.state)
 
 
 def play(directory: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], **changes: Any) -> None:

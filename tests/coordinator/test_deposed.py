@@ -208,13 +208,15 @@ async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_i
     coordinator, before = stage.coordinator, stage.ranks[0]
     coordinator._commands.acknowledge(coordinator.state, before.number)
     handled = before.last(Acknowledged).received
-    coordinator._recorder.files._late_since_s = 1.0
+    files = coordinator._recorder.files
+    # It stays late, whatever is written.
+    files._late_since_s, files._is_announced = 1.0, True
     stage.commit(3)
     returned = Puppet("worker 0")
     stage.say(returned, Hello(worker=0, host="10.0.0.1", incarnation=1, resumes=before.number, known=1))
     told = returned.last(Acknowledged)
     assert (told.received, told.written) == (handled + 1, handled)
-    coordinator._recorder.files._late_since_s = None
+    files._late_since_s = None
     coordinator._commands.acknowledge(coordinator.state, returned.number)
     assert returned.last(Acknowledged).written == handled + 1
 
@@ -223,16 +225,16 @@ async def test_a_peer_that_reconnects_while_the_disk_is_late_keeps_what_is_not_i
 async def test_what_a_peer_is_told_to_be_in_the_journal_has_been_written(stage: Stage) -> None:
     stage.train()
     coordinator, rank = stage.coordinator, stage.ranks[0]
-    written: list[tuple[dict[int, int], bool]] = []
+    written: list[dict[int, int]] = []
 
-    def write(*_: Any, received: dict[int, int] | None = None, is_due: bool = True, **__: Any) -> None:
-        written.append((received or {}, is_due))
+    def flush(*, received: dict[int, int]) -> None:
+        written.append(received)
 
-    coordinator._journal = cast(Any, SimpleNamespace(write=write))
+    coordinator._journal = cast(Any, SimpleNamespace(flush=flush))
     coordinator._peers.received[rank.number] = 63
     # It changes nothing, but a report before it may not have been due.
     coordinator.message(cast(Peer, rank), Publish(generation=1, key="a", value="b"))
-    assert written == [({rank.number: 64}, True)]
+    assert written == [{rank.number: 64}]
     assert rank.last(Acknowledged).received == 64
 
     term = Term(coordinator)

@@ -59,7 +59,8 @@ class SnapshotHistory(History):
             case Decided(plan=plan):
                 event = replace(event, plan=self.kept(plan))
             case Considered(plans=plans):
-                event = replace(event, plans=tuple(map(self.kept, plans)))
+                kept = (self.kept(RecoveryPlan.kept(plan, None)) for plan in plans)
+                event = replace(event, plans=tuple(plan.active() for plan in kept))
         return super().happen(event)
 
     off: str = ""

@@ -26,7 +26,6 @@ from chameleon_ft.protocol.messages import Committed, Hello, Message
 from chameleon_ft.protocol.parts import OperationTimes
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory, detach
-from chameleon_ft.storage.recorder import line_of
 from tests.coordinator.histories import History, new_state, vote
 from tests.examples import examples
 
@@ -83,8 +82,7 @@ class Leader:
 
     def handle(self, event: Event, received: dict[int, int] | None = None) -> None:
         state, orders = step(self.state, event)
-        records = [line_of(order.record) for order in orders if isinstance(order, Record)]
-        self.journal.write(state, event.at, received=received, records=records, is_due=bool(orders))
+        self.journal.write(event, self.state, state, orders, received=received)
         self.state = state
         if self.stops_before_orders:
             self.stops_before_orders = self.holds = False
@@ -195,7 +193,7 @@ class Terms(RuleBasedStateMachine):
     def acknowledge(self, worker: int) -> None:
         peer = self.peers[worker]
         if peer.leader is not None and peer.leader.holds:
-            peer.leader.journal.write(peer.leader.state, AT)
+            peer.leader.journal.flush()
             if peer.leader.files.wait():
                 peer.leader.acknowledge(peer.connection)
 

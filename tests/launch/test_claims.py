@@ -77,7 +77,7 @@ def test_a_run_that_has_ended_elsewhere_is_resumed_at_once_and_one_that_is_lost_
         with FileQueue() as files:
             ended = ("interrupted", "interrupted by the user") if has_ended else None
             journal = Journal(resumed.run.journal_file(3), files)
-            journal.write(replace(new_state(), term=4, ended=cast(Any, ended)), Moment(unix_s=1.0, monotonic_s=1.0))
+            journal.begin(replace(new_state(), term=4, ended=cast(Any, ended)), Moment(unix_s=1.0, monotonic_s=1.0))
         assert (await _claim(resumed, "10.0.0.2:1")).term == 5
 
     asyncio.run(scene())

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def write_journal(run: RunDirectory, *standbys: str) -> None:
     with FileQueue() as files:
         state = replace(new_state(), standbys=dict(enumerate(standbys)))
-        Journal(run.journal_file(1), files).write(state, Moment(unix_s=1.0, monotonic_s=1.0))
+        Journal(run.journal_file(1), files).begin(state, Moment(unix_s=1.0, monotonic_s=1.0))
 
 
 @pytest.fixture

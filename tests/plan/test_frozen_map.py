@@ -52,22 +52,13 @@ def test_a_copy_without_a_key_keeps_the_others(mapping: dict[int, str]) -> None:
     assert list(mapping.items()) == [(2, "b"), (1, "a")]
 
 
-def test_one_that_is_made_of_another_is_compared_by_what_has_changed() -> None:
-    before = FrozenMap(dict.fromkeys(range(1000), "a"))
-    after = updated(updated(before, {7: "b"}), {9: "c", 7: "d"})
-    assert sorted(after.changed_since(before) or ()) == sorted(before.changed_since(after) or ()) == [7, 9]
-    assert updated(after, {1000: "e"}).changed_since(after) is None, "there is a new key"
-    assert not before.changed_since(before)
-    assert FrozenMap(dict(before)).changed_since(before) is None
-
-
 changes = st.lists(
     st.tuples(st.integers(0, 5), st.dictionaries(st.integers(0, 60), st.integers(0, 1), max_size=40)), max_size=12
 )
 
 
 @given(changes)
-def test_maps_of_one_origin_differ_only_where_they_say(steps: list[tuple[int, dict[int, int]]]) -> None:
+def test_maps_of_one_origin_compare_like_dicts(steps: list[tuple[int, dict[int, int]]]) -> None:
     """Each step changes one of the maps that were made before."""
     maps = [FrozenMap(dict.fromkeys(range(60), 0))]
     for place, change in steps:
@@ -75,6 +66,3 @@ def test_maps_of_one_origin_differ_only_where_they_say(steps: list[tuple[int, di
     for one in maps:
         for other in maps:
             assert (one == other) == (dict(one) == dict(other))
-            if (changed := one.changed_since(other)) is not None:
-                assert all(one[key] == other[key] for key in one if key not in changed)
-                assert [*one] == [*other]

@@ -135,7 +135,7 @@ class DecisionTasks:
             plan = self._planner.start(
                 members.live(), members.hosts(), checkpoint=checkpoint, host_memory=members.host_memory()
             )
-            return events.Decided(at=self._now(), question=question, plan=plan)
+            return events.Decided(at=self._now(), question=question, plan=plan, choice=events.Choice.of(plan))
         try:
             plan, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
@@ -144,7 +144,8 @@ class DecisionTasks:
             return events.DecisionFailed(at=self._now(), question=question, reason=reason)
         except (ControlError, ProfileError) as error:
             return events.DecisionFailed(at=self._now(), question=question, reason=f"{error}{damages}")
-        return events.Decided(at=self._now(), question=question, plan=plan, chosen_at=chosen_at)
+        choice = events.Choice.of(plan)
+        return events.Decided(at=self._now(), question=question, plan=plan, choice=choice, chosen_at=chosen_at)
 
     def _report_resumed(self, step: int, found: Examined) -> None:
         """Record which checkpoints a resumed run does not use, and in what its job differs."""
@@ -166,7 +167,11 @@ class DecisionTasks:
             answer = events.Considered(at=self._now(), question=question, error=reason)
         else:
             answer = events.Considered(
-                at=self._now(), question=question, staying=found.context.live, plans=found.plans, reason=found.reason
+                at=self._now(),
+                question=question,
+                staying=found.context.live,
+                plans=tuple(plan.active() for plan in found.plans),
+                reason=found.reason,
             )
         self._handle(answer)
 
@@ -483,6 +488,7 @@ class CommandRunner:
         measured = self.planner.calibration.operations(command.worker, command.times)
         if measured is None:
             return None
+        links = self.planner.calibration.links(command.worker, command.step, command.times)
         return events.OperationsMeasured(
             at=self._now(),
             worker=command.worker,
@@ -490,7 +496,7 @@ class CommandRunner:
             step=command.step,
             ratio=measured[0],
             group=measured[1],
-            links=self.planner.calibration.links(command.worker, command.step, command.times),
+            links=tuple((*ends, *measured) for ends, measured in links.items()),
         )
 
     async def _speculate(self, state: State) -> None:

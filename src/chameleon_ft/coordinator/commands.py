@@ -120,8 +120,9 @@ class CompleteCheckpoint(Command):
 
     step: int
     agreed: int
-    slices: frozenset[tuple[int, int, int]] = frozenset()  # as in `CheckpointParts`
-    seals: Mapping[str, str] = field(default_factory=lambda: FrozenMap({}))  # likewise
+    # As in `CheckpointParts`; so are the seals.
+    slices: frozenset[tuple[int, int, int]] = frozenset()
+    seals: Mapping[str, str] = field(default_factory=lambda: FrozenMap({}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from chameleon_ft.coordinator.command_runner import CommandRunner, RunSetup
 from chameleon_ft.coordinator.handlers import endings, takeover
 from chameleon_ft.coordinator.handlers import slowness as injection
 from chameleon_ft.coordinator.handlers.endings import SIGNAL_WINDOW_S
-from chameleon_ft.coordinator.journal import Journal, LastEntry, is_due
+from chameleon_ft.coordinator.journal import Journal, LastEntry
 from chameleon_ft.coordinator.leadership import Leadership
 from chameleon_ft.coordinator.peers import Peers, read_part
 from chameleon_ft.coordinator.state.settings import Settings
@@ -29,18 +29,20 @@ from chameleon_ft.protocol import messages
 from chameleon_ft.protocol.background_tasks import BackgroundTasks, in_thread
 from chameleon_ft.protocol.messages import Message
 from chameleon_ft.protocol.server import Peer
-from chameleon_ft.storage.recorder import line_of
 
-_ACKNOWLEDGE_EVERY: Final = 64  # messages of a peer, which it keeps until then
-_REQUESTS: Final = 4  # of an object store, one after the other, may be slow before the end of the run
-_ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
+# A peer keeps so many messages until they are acknowledged.
+_ACKNOWLEDGE_EVERY: Final = 64
+# So many requests of an object store may be slow, one after the other, before the end of the run.
+_REQUESTS: Final = 4
+# So many rejected connections are all recorded; after that those at every power of two.
+_ALL_REJECTED: Final = 100
 
 
 class Coordinator:
     """Runs the state machine of a run, from its first worker to its end.
 
     All methods are called from the thread of the event loop. The commands of an event are carried out before the next
-    event is handled. Before that, every change is written to `journal`, if the disk answers; see there. All file
+    event is handled. Before that, the event is written to `journal`, if the disk answers; see there. All file
     operations go through the queue of the recorder, so that no disk can stop the event loop. With `last`, the newest
     entry of a journal, it continues the run of a coordinator that is lost.
 
@@ -66,8 +68,10 @@ class Coordinator:
         )
         self._rejected = 0
         self._leadership = leadership
-        self._is_to_hand_over = self._is_leaving = False  # whether it will leave, or leaves, the run to another one
-        self._deferred: deque[Callable[[], None]] = deque()  # until this coordinator leads again
+        # Whether it will leave, or leaves, the run to another coordinator.
+        self._is_to_hand_over = self._is_leaving = False
+        # These calls wait until this coordinator leads again.
+        self._deferred: deque[Callable[[], None]] = deque()
         # Likewise, of an event that is in the journal, and the events that wait behind it.
         self._late_orders: tuple[tuple[commands.Command, ...], deque[events.Event]] | None = None
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
@@ -232,7 +236,8 @@ class Coordinator:
             return
         self._carry_out_late_orders()
         if self._late_orders is not None:
-            return  # it does not lead any more
+            # It does not lead any more.
+            return
         deferred, self._deferred = self._deferred, deque()
         reason = "" if self._leadership is None else self._leadership.lapse
         self._handle(events.TermClaimed(at=self._now(), term=self._term, reason=reason))
@@ -257,10 +262,11 @@ class Coordinator:
 
     def message(self, peer: Peer, message: Message) -> None:
         """Handle a message. Raises ControlError if the peer may not send it."""
-        if isinstance(message, messages.ReadRunFile):  # which changes nothing
+        # This one and the next change nothing.
+        if isinstance(message, messages.ReadRunFile):
             self._tasks.start(self._send_part(peer, message))
             return
-        if isinstance(message, messages.CheckpointState):  # likewise
+        if isinstance(message, messages.CheckpointState):
             failed = [each for each in sorted(self.state.checkpoints.failed.items()) if each[0] >= message.committed]
             late = self._recorder.files.late()
             why = "" if late is None else f"{late.reason}, at {late.path}"
@@ -283,13 +289,15 @@ class Coordinator:
                 event = events.Received(at=self._now(), connection=number, message=message)
                 self._handle(event, received={number: received})
         if received and received % _ACKNOWLEDGE_EVERY == 0:
-            if self._journal is not None:  # it may lack changes that were not due
-                self._journal.write(self.state, self._now(), received={number: received})
+            # It may lack events that were not due.
+            if self._journal is not None:
+                self._journal.flush(received={number: received})
             if self._recorder.files.wait() and self.leads():
                 self._commands.acknowledge(self.state, number)
 
     async def _send_part(self, peer: Peer, request: messages.ReadRunFile) -> None:
-        peer.send(await in_thread(partial(read_part, self._recorder.run, request)))  # a disk may not answer
+        # A disk may not answer.
+        peer.send(await in_thread(partial(read_part, self._recorder.run, request)))
 
     def _message_deferred(self, peer: Peer, message: Message) -> None:
         try:
@@ -345,7 +353,8 @@ class Coordinator:
         Args:
             received: what `Journal.write` is to note of it.
         """
-        self._refresh_faults(event)
+        if (injected := self._new_faults(event)) is not None:
+            self._handle_all(deque([injected]))
         self._handle_all(deque([event]), received)
 
     def _handle_all(self, waiting: deque[events.Event], received: Mapping[int, int] | None = None) -> None:
@@ -353,10 +362,8 @@ class Coordinator:
             event = waiting.popleft()
             state, orders = step(self.state, event)
             self._commands.require_costs(self.state, event, state)
-            records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
             if self._journal is not None:
-                due = is_due(event, state, orders)
-                self._journal.write(state, event.at, received=received, records=records, is_due=due)
+                self._journal.write(event, self.state, state, orders, received=received)
             self.state, received = state, None
             self._commands.planner.calibration.learn(state.detectors)
             # The process may have been stopped since the event, for so long that another coordinator leads.
@@ -369,13 +376,14 @@ class Coordinator:
         """Carry out commands, and append the events that they cause to `waiting`."""
         waiting.extend(answer for command in orders if (answer := self._execute(command)) is not None)
 
-    def _refresh_faults(self, event: events.Event) -> None:
-        """Read the injected failures if they may matter to an event."""
+    def _new_faults(self, event: events.Event) -> events.FaultsInjected | None:
+        """Read the injected failures if they may matter to an event; None if there are no new ones."""
         if not injection.may_reveal_faults(self.state, event):
-            return
+            return None
         faults = self._commands.files.faults()
-        if faults is not None and faults != self.state.faults:
-            self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
+        if faults is None or faults == self.state.faults:
+            return None
+        return events.FaultsInjected(at=event.at, faults=faults)
 
     def _execute(self, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""

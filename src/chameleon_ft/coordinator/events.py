@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import BeforeValidator
 
 from chameleon_ft.coordinator.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.incidents import Fault
 from chameleon_ft.events.records import RunStatus
-from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.protocol.codec import message_of
 from chameleon_ft.protocol.messages import Message
 
 
@@ -32,7 +36,7 @@ class Received(Event):
     """A message has come on a connection."""
 
     connection: int
-    message: Message
+    message: Annotated[Message, BeforeValidator(message_of)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +90,30 @@ class FaultsInjected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A choice between candidates: the fields of its record, and the seconds predicted for the chosen one."""
+
+    record: Mapping[str, object]
+    step_s: float | None
+    stall_s: float | None
+
+    @classmethod
+    def of(cls, plan: RecoveryPlan) -> Self | None:
+        """Return the choice that led to a plan; None if there was nothing to choose."""
+        if plan.decision is None:
+            return None
+        chosen = plan.decision.chosen
+        step_s, stall_s = (None, None) if chosen is None else (chosen.step_s, chosen.stall_s)
+        return cls(record=plan.to_json(), step_s=step_s, stall_s=stall_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Event):
     """The answer to `Task.DECIDE`; `chosen_at` is the Unix time at which the choice was known."""
 
     question: int
     plan: RecoveryPlan
+    choice: Choice | None = None
     chosen_at: float = 0.0
 
 
@@ -114,10 +137,14 @@ class Considered(Event):
     """The answer to `Task.CONSIDER_SCALE_UP`."""
 
     question: int
-    staying: tuple[int, ...] = ()  # live workers that the decision was made for, without those that are to leave
-    plans: tuple[RecoveryPlan, ...] = ()  # to switch to, one after the other; none: continue as before
-    reason: str = ""  # why there is no plan without the workers that are to leave
-    error: str | None = None  # reason of a decision that failed
+    # The live workers that the decision was made for, without those that are to leave.
+    staying: tuple[int, ...] = ()
+    # The run switches to these plans, one after the other; without any it continues as before.
+    plans: tuple[ActivePlan, ...] = ()
+    # Why there is no plan without the workers that are to leave.
+    reason: str = ""
+    # Why the decision failed.
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +165,17 @@ class PrepareFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationsMeasured(Event):
-    """The answer to `MeasureOperations`, unless the step is no measure; see the signal of this name for the fields."""
+    """The answer to `MeasureOperations`, unless the step is no measure; see the signal of this name for the fields.
+
+    `links`: (worker, worker, ratio, kind) of each link, as in the signal `LinksMeasured`.
+    """
 
     worker: int
     generation: int
     step: int
     ratio: float
     group: int | None
-    links: Mapping[tuple[int, int], tuple[float, int]] = field(default_factory=lambda: FrozenMap({}))  # `LinksMeasured`
+    links: tuple[tuple[int, int, float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,155 +1,39 @@
-"""The journal of a run: every change of its state, so that another coordinator can continue from the last one.
+"""The journal of a run: the events of its state machine, so that another coordinator can continue from its last state.
 
-Differences between two states of a run, as JSON values.
-
-A patch is one of
-
-    [value]           the new value
-    number            the part with this number
-    {name: patch}     patches of fields or of the keys of a mapping, the others stay; null removes a key
-
-Parts are large values that a state has in several places, and keeps when it moves them to another place: plans with
-their owners and keepers, and what remains of a step. Each is written once, as the patch that makes it of nothing.
+The first line has a whole state, each other one an event that followed. `state_machine.step` is a pure function, so
+whoever replays the events gets the state that the coordinator had, and the records that the last event led to. The
+journal begins anew with the whole state before the events are so many that to replay them takes long.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+import chameleon_ft
 from chameleon_ft.coordinator import commands, events
-from chameleon_ft.coordinator.state.active_plan import ActivePlan
 from chameleon_ft.coordinator.state.state import Phase, State
+from chameleon_ft.coordinator.state_machine import step
 from chameleon_ft.errors import ConfigError, ControlError, describe_invalid
 from chameleon_ft.events.records import RunStatus
-from chameleon_ft.plan import Plan
-from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.rest import RestOfStep
-from chameleon_ft.plan.shards import Sharding
-from chameleon_ft.plan.snapshots import SnapshotLayout
-from chameleon_ft.protocol.messages import Hello
+from chameleon_ft.protocol.messages import Committed, Hello
 from chameleon_ft.storage.file_queue import FileQueue
 from chameleon_ft.storage.files import RunDirectory, read_lines
-from chameleon_ft.storage.recorder import RecordLine
+from chameleon_ft.storage.recorder import RecordLine, line_of
 
-_PARTS: Final = frozenset({ActivePlan, Plan, RestOfStep, Sharding, SnapshotLayout})
-_KEPT: Final = 64  # parts that can be referred to; a state has fewer
-_NOTHING: Final = object()  # where there was no value
-
-
-class PatchWriter:
-    """Makes patches, and numbers the parts that they refer to."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, tuple[int, object]] = {}  # id -> number, and the part, which must not be freed
-        self._count = 0
-        self._new: dict[int, Any] = {}
-
-    def patch(self, value: object, before: object = _NOTHING) -> Any:
-        """Return the patch that makes `value` of `before`; None if they are equal."""
-        if value is before:
-            return None
-        kind = type(value)
-        if kind in _PARTS:
-            return None if value == before else self._number(value)
-        if is_dataclass(kind) and (before is None or before is _NOTHING or type(before) is kind):
-            return self._of_fields(kind, value, before)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            return self._of_keys(value, before)
-        return None if value == before else [value]
-
-    def new_parts(self) -> dict[int, Any]:
-        """Return the parts that patches refer to for the first time since the last call, in the order to read them."""
-        new, self._new = self._new, {}
-        return new
-
-    def _of_fields(self, kind: type, value: object, before: object) -> Any:
-        names = _names(kind)
-        if type(before) is not kind:
-            return {name: self.patch(getattr(value, name)) for name in names}
-        patches = ((name, self.patch(getattr(value, name), getattr(before, name))) for name in names)
-        return {name: patch for name, patch in patches if patch is not None} or None
-
-    def _of_keys(self, value: Mapping[Any, object], before: Mapping[Any, object]) -> Any:
-        if (changed := _changed_keys(value, before)) is not None:
-            patches = ((key, self.patch(value[key], before[key])) for key in changed)
-            return {key: patch for key, patch in patches if patch is not None} or None
-        keys, known = [*value], [*before]
-        left = known if keys[: len(known)] == known else [key for key in known if key in value]
-        if keys[: len(left)] != left:
-            return [value]  # a patch does not change the order of keys
-        olds = before.values() if left is known else [before[key] for key in left]
-        pairs = zip(keys, value.values(), chain(olds, repeat(_NOTHING)), strict=False)
-        # Most values of thousands are the same objects.
-        patches = ((key, self.patch(own, old)) for key, own, old in pairs if own is not old)
-        found: dict[Any, Any] = {key: patch for key, patch in patches if patch is not None}
-        if len(left) < len(known):
-            found |= dict.fromkeys(key for key in known if key not in value)
-        return found or None
-
-    def _number(self, part: object) -> int:
-        known = self._numbers.get(id(part))
-        if known is not None:
-            return known[0]
-        content = self._of_fields(type(part), part, _NOTHING)
-        number = self._count = self._count + 1
-        self._numbers[id(part)] = number, part
-        while len(self._numbers) > _KEPT:
-            del self._numbers[next(iter(self._numbers))]
-        self._new[number] = content
-        return number
-
-
-def _changed_keys(value: Mapping[Any, object], before: Mapping[Any, object]) -> Collection[Any] | None:
-    """Return the keys whose values may differ, if maps know that without a comparison."""
-    if isinstance(value, FrozenMap) and isinstance(before, FrozenMap):
-        return value.changed_since(before)
-    return None
-
-
-@cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
-
-
-def read_parts(new: Mapping[str, Any], parts: dict[int, Any]) -> None:
-    """Add the parts of a line, as `PatchWriter.new_parts` returned them, to those of the lines before."""
-    for number, content in new.items():
-        parts[int(number)] = patched(None, content, parts)
-
-
-def patched(value: Any, patch: Any, parts: Mapping[int, Any]) -> Any:
-    """Apply a patch to a JSON value. Raises ValueError or KeyError for one that `PatchWriter` does not make."""
-    match patch:
-        case [new]:
-            return new
-        case int():
-            return parts[patch]
-        case dict():
-            found = dict(value) if isinstance(value, dict) else {}
-            for name, own in patch.items():
-                if own is None:
-                    del found[name]
-                else:
-                    found[name] = patched(found.get(name), own, parts)
-            return found
-    raise ValueError(f"not a difference of states: {str(patch)[:80]}")
-
-
-_FORMAT: Final = "chameleon-journal-1"
-"""In the first line; to be counted up when a change of `State` or of `patches` gives lines another meaning."""
-_LONGEST_BYTES: Final = 16 << 20
-_OBSERVED: Final = frozenset({"ticked_at_s", "detectors"})
-_journaled = attrgetter(*(field.name for field in fields(State) if field.name not in _OBSERVED))
+_FORMAT: Final = "chameleon-journal-2"
+"""In the first line; to be counted up when a change of `State` or of the events gives lines another meaning."""
+_MIN_BYTES: Final = 256 << 10
+_PER_STATE: Final = 4
+_but_clock = attrgetter(*(field.name for field in fields(State) if field.name != "ticked_at_s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +41,10 @@ class LastEntry:
     """The end of a journal.
 
     Attributes:
-        state: the last state.
-        at: the time of the event that led to it.
+        state: the state after the last event.
+        at: the time of that event.
         received: connection -> how many of its messages that state accounts for.
-        records: the records of the last change, oldest first, which may not all have been written.
+        records: the records of the last event, oldest first, which may not all have been written.
     """
 
     state: State
@@ -181,32 +65,44 @@ class LastEntry:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Read a journal; None if there is none, or nothing in it.
+        """Read a journal and replay its events; None if there is none, or nothing in it.
 
         Raises ControlError if it is damaged, or was written by another version of Chameleon.
         """
-        if not path.exists():
-            return None
-        state: Any = None
-        parts: dict[int, Any] = {}
-        received: dict[int, int] = {}
-        records: list[RecordLine] = []
-        at = None
+        last: Self | None = None
         try:
-            for line in read_lines(path):
-                if at is None and (found := line.get("format")) != _FORMAT:
-                    named = found or "an older one"
-                    raise ConfigError(f"its format is {named}, not {_FORMAT}: another version of chameleon wrote it")
-                read_parts(line.get("parts", {}), parts)
-                state = patched(state, line["state"], parts)
-                received |= {int(connection): count for connection, count in line.get("received", {}).items()}
-                # Those of the lines before were written before this one.
-                records = [(file, fields) for file, fields in line.get("records", ())]
-                at = events.Moment(*line["at"])
-            return None if at is None else cls(State.from_json(json.dumps(state)), at, received, records)
-        except (ConfigError, ValueError, LookupError, TypeError, AttributeError) as error:
+            for line in read_lines(path) if path.exists() else ():
+                last = cls.first(line) if last is None else last.after(line)
+        except (ConfigError, ControlError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = _describe(error)
             raise ControlError(f"{path}: the journal of the run cannot be read ({why}); begin with --resume") from None
+        return last
+
+    @classmethod
+    def first(cls, line: Mapping[str, Any]) -> Self:
+        """Read the first line of a journal."""
+        if (found := line.get("format")) != _FORMAT:
+            named = found or "an older one"
+            raise ConfigError(f"its format is {named}, not {_FORMAT}: another version of chameleon wrote it")
+        if (version := line.get("version")) != chameleon_ft.__version__:
+            raise ConfigError(f"chameleon {version} wrote it, and this is {chameleon_ft.__version__}")
+        state = State.from_json(json.dumps(line["state"]))
+        return cls(state, events.Moment(**line["at"]), _counts(line), [])
+
+    def after(self, line: Mapping[str, Any]) -> Self:
+        """Replay another line."""
+        last = replace(self, received={**self.received, **_counts(line)})
+        if "type" not in line:
+            return last
+        event = read_event(line)
+        state, orders = step(replace(self.state, ticked_at_s=line["ticked_at_s"]), event)
+        # Those of the events before were written before this one.
+        records = [line_of(order.record) for order in orders if isinstance(order, commands.Record)]
+        return replace(last, state=state, at=event.at, records=records)
+
+
+def _counts(line: Mapping[str, Any]) -> dict[int, int]:
+    return {int(connection): count for connection, count in line.get("received", {}).items()}
 
 
 def _describe(error: Exception) -> str:
@@ -217,16 +113,35 @@ def _describe(error: Exception) -> str:
     return f"{why}; it is damaged, or another version of chameleon wrote it"
 
 
+def event_fields(event: events.Event) -> dict[str, object]:
+    """Return the fields of a line that make an event, without what the state does not depend on; see `read_event`."""
+    match event:
+        case events.Received(message=Committed(times=times) as message) if times.channels:
+            times = times.model_copy(update={"channels": ()})
+            event = replace(event, message=message.model_copy(update={"times": times}))
+        case events.Decided():
+            event = replace(event, plan=event.plan.without_orders())
+    return {"type": type(event).__name__, "event": event}
+
+
+def read_event(line: Mapping[str, Any]) -> events.Event:
+    """Return the event of a line. Raises an error for any other line."""
+    return _adapter(line["type"]).validate_python(line["event"])
+
+
+@cache
+def _adapter(name: str) -> TypeAdapter[events.Event]:
+    return TypeAdapter(getattr(events, name))
+
+
 class Journal:
     """Appends to the journal of a run. A new one replaces the one before with its first line, the whole state.
 
-    Any other line has what differs from the state of the line before, see `patches`: its length is that of the change.
-
-    While the disk is quick, a change is written when `write` returns, so that it is in the journal before the commands
-    of the change are carried out. A disk that is full or does not answer must not stop training: then the commands do
-    not wait, and the changes are written once that is possible, or the whole state instead of too many of them. If the
-    coordinator is lost meanwhile, another one continues from the last state that was written. It lacks changes that
-    peers know:
+    While the disk is quick, an event is written when `write` returns, so that it is in the journal before the commands
+    that follow from it are carried out. A disk that is full or does not answer must not stop training: then the
+    commands do not wait, and the events are written once that is possible, or the whole state instead of too many of
+    them. If the coordinator is lost meanwhile, another one continues from the last event that was written. It lacks
+    changes that peers know:
 
     - A generation that ranks know and the journal does not: ranks say so when they return, see `Hello.known`, and give
       its plan back when they quiesce, see `Quiesced.plan`. Without the first plan, the run ends.
@@ -241,81 +156,118 @@ class Journal:
     Args:
         path: of the file.
         files: writes it, in its order with all other files.
-        longest_bytes: of changes, after which it begins anew with the whole state.
+        min_bytes: of events, after which it may begin anew, once they are several times as long as the whole state.
     """
 
-    def __init__(self, path: Path, files: FileQueue, *, longest_bytes: int = _LONGEST_BYTES) -> None:
+    def __init__(self, path: Path, files: FileQueue, *, min_bytes: int = _MIN_BYTES) -> None:
         self._path = path
         self._files = files
-        self._longest_bytes = longest_bytes
-        self._num_bytes = 0  # of changes since the whole state
-        self._waiting: list[int] = []  # numbers of the operations on it that may not be done
-        self._last: State | None = None
-        self._patches = PatchWriter()
+        self._min_bytes = self._max_bytes = min_bytes
+        # The bytes of events since the whole state.
+        self._num_bytes = 0
+        # The numbers of operations on the file that may not be done.
+        self._waiting: list[int] = []
+        self._has_begun = False
+        # Lines that are to be written with the next event that is due.
+        self._pending: list[str] = []
         self._received: dict[int, int] = {}
-        self._unwritten: dict[int, int] = {}  # those of messages that have changed nothing since the last line
+        # The counts that are in no line yet.
+        self._unwritten: dict[int, int] = {}
+
+    def begin(self, state: State, at: events.Moment, *, received: Mapping[int, int] | None = None) -> None:
+        """Begin anew with a whole state."""
+        self._received |= received or {}
+        self._begin(state, at, "")
 
     def write(
         self,
-        state: State,
-        at: events.Moment,
+        event: events.Event,
+        before: State,
+        after: State,
+        orders: Iterable[commands.Command],
         *,
         received: Mapping[int, int] | None = None,
-        records: Sequence[RecordLine] = (),
-        is_due: bool = True,
     ) -> None:
-        """Write what has changed since the last line.
+        """Write an event, unless it has changed nothing but the clock and leads to no record.
 
-        Unless it `is_due`, a change may be written with the next one: nothing follows from it yet, and its message is
-        not acknowledged. Each survivor of a loss reports, and all wait for the last report. See the function `is_due`.
+        Unless it is due, it is written with the next one: nothing follows from it yet, and its message is not
+        acknowledged. Each survivor of a loss reports, and all wait for the last report.
 
-        Changes of the clock and of what detectors have observed are written with the next one of anything else: every
-        message of a worker leads to some, and another coordinator makes its own observations.
+        Args:
+            before: the state before the event; `after`: the one after it.
+            orders: the commands that follow from the event.
+            received: connection -> how many of its messages have been handled, this one included.
         """
         self._received |= received or {}
         self._unwritten |= received or {}
-        last = self._last
-        if last is not None and not records and (not is_due or _journaled(state) == _journaled(last)):
-            return
-        is_whole = last is None or self._num_bytes > self._longest_bytes
-        if is_whole:
-            self._patches, last = PatchWriter(), None
-        line: dict[str, Any] = {"format": _FORMAT} if is_whole else {}
-        line |= {"at": (at.unix_s, at.monotonic_s), "state": self._patches.patch(state, last) or {}}
-        if parts := self._patches.new_parts():
-            line["parts"] = parts
-        if noted := self._received if is_whole else self._unwritten:
-            line["received"] = dict(noted)
-        if records:
-            line["records"] = records
-        self._last, self._unwritten = state, {}
-        if is_whole:
-            self._begin_anew(line)
-        else:
-            self._append(_line(line))
-        if not self._files.is_late:
-            self._waiting.clear()
+        line = ""
+        if _but_clock(after) != _but_clock(before) or any(isinstance(order, commands.Record) for order in orders):
+            line = self._line({"ticked_at_s": before.ticked_at_s, **event_fields(event)})
+        if not self._has_begun or (self._num_bytes > self._max_bytes and line):
+            self._begin(before, event.at, line)
+        elif line:
+            self._pending.append(line)
+        if _is_due(event, after, orders):
+            self._append()
 
-    def _begin_anew(self, line: Mapping[str, Any]) -> None:
+    def flush(self, *, received: Mapping[int, int] | None = None) -> None:
+        """Write what was not due, and the counts of messages that are no events."""
+        self._received |= received or {}
+        self._unwritten |= received or {}
+        if self._unwritten:
+            self._pending.append(self._line({}))
+        self._append()
+
+    def _line(self, content: dict[str, object]) -> str:
+        """Return a line, with the counts of messages that are in none yet."""
+        if self._unwritten:
+            content |= {"received": self._unwritten}
+            self._unwritten = {}
+        return _as_line(content)
+
+    def _begin(self, state: State, at: events.Moment, line: str) -> None:
+        """Replace the journal by a state and the line of an event that follows it."""
         for number in self._waiting:
             self._files.cancel(number)
-        self._waiting, self._num_bytes = [self._files.replace(self._path, lambda: _line(line), mode=0o600)], 0
+        received = dict(self._received)
 
-    def _append(self, text: str) -> None:
+        def text() -> str:
+            first = {"format": _FORMAT, "version": chameleon_ft.__version__, "at": at, "state": state}
+            whole = _as_line({**first, "received": received})
+            self._max_bytes = max(self._min_bytes, _PER_STATE * len(whole))
+            return whole + line
+
+        self._has_begun, self._num_bytes, self._unwritten = True, len(line), {}
+        # What they tell has led to the state.
+        self._pending.clear()
+        self._waiting = [self._files.replace(self._path, text, mode=0o600)]
+        self._note_written()
+
+    def _append(self) -> None:
+        if not self._pending:
+            return
+        text = "".join(self._pending)
+        self._pending.clear()
         number = self._files.append(self._path, text)
-        if number is None:  # too much waits for the disk: the changes that follow do not lead on from what it gets
-            self._last = None
+        # Too much waits for the disk: the events that follow do not lead on from what it gets.
+        if number is None:
+            self._has_begun = False
             return
         self._waiting.append(number)
         self._num_bytes += len(text)
+        self._note_written()
+
+    def _note_written(self) -> None:
+        if not self._files.is_late:
+            self._waiting.clear()
 
 
-def _line(content: Mapping[str, Any]) -> str:
+def _as_line(content: Mapping[str, Any]) -> str:
     return to_json(content, fallback=dict, inf_nan_mode="constants").decode() + "\n"
 
 
-def is_due(event: events.Event, after: State, orders: Iterable[commands.Command]) -> bool:
-    """Return whether the change by an event is to be written before its orders are carried out.
+def _is_due(event: events.Event, after: State, orders: Iterable[commands.Command]) -> bool:
+    """Return whether an event is to be written before its orders are carried out.
 
     Of what is only measured, nothing follows outside this process. A rank that says hello for the first time, before
     the run begins, would be new to another coordinator, too: each of thousands need not wait for the disk.

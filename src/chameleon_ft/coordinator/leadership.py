@@ -30,8 +30,10 @@ from chameleon_ft.errors import DeposedError, LeaseError
 POLLS: Final = 20
 """How often a coordinator that stands by looks at the lease within its duration."""
 
-_STALL_S: Final = 1.0  # by which a wait is longer than asked for only if the process did not run
-_RENEWALS: Final = 3  # attempts to renew within the lease
+# A wait is longer than asked for by this time only if the process did not run.
+_STALL_S: Final = 1.0
+# Attempts to renew within the lease.
+_RENEWALS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,12 @@ class Leadership:
         self._clock = clock
         self._tenure = Tenure(claim.term, lease_s, clock())
         self._is_over = False
-        self._heard_s = clock()  # when a peer on another host gave its last sign of life
+        # When a peer on another host gave its last sign of life.
+        self._heard_s = clock()
         self.is_suspended = False
         self._suspended_until_s = math.inf
-        self._has_waited = False  # in vain, for a sign of life
+        # Whether it has waited in vain for a sign of life.
+        self._has_waited = False
         self.lapse = ""
 
     @classmethod
@@ -175,7 +179,8 @@ class Leadership:
             try:
                 await asyncio.wait({renewing}, timeout=self._left_s())
                 if not renewing.done():
-                    if self._left_s() > -_STALL_S:  # otherwise this process did not run
+                    # Otherwise this process did not run.
+                    if self._left_s() > -_STALL_S:
                         self.lapse = "the place of its lease did not answer"
                     lapsed()
                 if not await renewing:
@@ -238,7 +243,8 @@ async def wait_for_silence(
     while (claim := watch.claim) is not None and not claim.is_left() and not watch.is_silent(began_s):
         await asyncio.sleep(lease_s / POLLS)
         looked_s = time.monotonic()
-        with contextlib.suppress(LeaseError):  # a look that fails says nothing about the leader
+        # A look that fails says nothing about the leader.
+        with contextlib.suppress(LeaseError):
             seen = await lease.newest()
             if seen is not None and seen != watch.claim:
                 lives(seen)

@@ -122,9 +122,12 @@ class RendezvousStore:
     """Keys and values of generations, and the connections that wait for a key."""
 
     def __init__(self) -> None:
-        self._values: dict[int, dict[str, dict[str, str]]] = {}  # by generation, folder and key
-        self._waiting: dict[int, dict[str, list[int]]] = {}  # by generation and key: the connections
-        self._members: dict[int, dict[str, dict[str, int]]] = {}  # by generation, folder and key: the connection
+        # By generation, folder and key.
+        self._values: dict[int, dict[str, dict[str, str]]] = {}
+        # The connections, by generation and key.
+        self._waiting: dict[int, dict[str, list[int]]] = {}
+        # The connection, by generation, folder and key.
+        self._members: dict[int, dict[str, dict[str, int]]] = {}
 
     def publish(self, connection: int, message: Publish) -> Iterator[_Answer]:
         """Store a value; yield the answers to connections that wait for it, and to its group if it is the last."""
@@ -160,7 +163,8 @@ class RendezvousStore:
         return Published(generation=generation, values=tuple(self._values[generation][folder].items()))
 
 
-_PART_BYTES: Final = 1 << 20  # of a message, but for the rest of its last line
+# A message has no more bytes, but for the rest of its last line.
+_PART_BYTES: Final = 1 << 20
 
 
 def read_part(run: RunDirectory, request: ReadRunFile) -> RunFilePart | Refused:

@@ -105,7 +105,8 @@ class RunCheckpoints:
         self._storage = storage
         self._is_local = isinstance(storage, Directory)
         self._queue = files if self._is_local else files.beside()
-        self._path = Path(storage.place())  # for messages of the queue
+        # The queue names it in messages.
+        self._path = Path(storage.place())
         self._model = model
         self._job = job
         self._num_layers = num_layers
@@ -113,8 +114,10 @@ class RunCheckpoints:
         self._base = base
         self._not_marked = not_marked
         self._copy_records = copy_records
-        self._unmarked: dict[int, str] = {}  # steps of the checkpoints that could not be marked, and why
-        self._complete: list[int] = []  # as far as known
+        # Steps of the checkpoints that could not be marked, and why.
+        self._unmarked: dict[int, str] = {}
+        # As far as they are known.
+        self._complete: list[int] = []
         self._list(takes_over=takes_over)
 
     def _list(self, *, takes_over: bool) -> None:
@@ -129,7 +132,8 @@ class RunCheckpoints:
             self._complete = sorted({*self._complete, *complete_checkpoints(self._storage)})
             found.set_result(None)
 
-        self._queue.submit(self._path, add)  # tried again until the store answers
+        # It is tried again until the store answers.
+        self._queue.submit(self._path, add)
         with contextlib.suppress(TimeoutError):
             found.result(_TAKE_OVER_S)
 
@@ -156,7 +160,8 @@ class RunCheckpoints:
 
         def mark() -> None:
             self._try_copy_records()
-            if not is_complete(self._storage, step):  # it never changes; what is written again of it has no seals
+            # A complete checkpoint never changes; what is written again of it has no seals.
+            if not is_complete(self._storage, step):
                 mark_complete(
                     self._storage,
                     step,
@@ -167,7 +172,8 @@ class RunCheckpoints:
                     job=self._job,
                 )
             self._complete = sorted({*self._complete, step})
-            if self._is_local:  # it may take long, and records wait for this queue
+            # It may take long, and records wait for this queue.
+            if self._is_local:
                 threading.Thread(target=self._prune, args=(agreed,), name="prune", daemon=True).start()
             else:
                 self._prune(agreed)
@@ -221,7 +227,8 @@ class RunCheckpoints:
 
         A store that does not answer is reported with each checkpoint that cannot be marked.
         """
-        if not self._is_local:  # otherwise, the recorder watches the queue
+        # Otherwise, the recorder watches the queue.
+        if not self._is_local:
             self._queue.news()
 
     def abandon(self) -> None:
@@ -229,11 +236,13 @@ class RunCheckpoints:
         self._queue.abandon()
 
     def _try_copy_records(self) -> None:
-        with contextlib.suppress(OSError):  # a store that has failed says so when the checkpoint is marked
+        # A store that has failed says so when the checkpoint is marked.
+        with contextlib.suppress(OSError):
             self._copy_records()
 
     def _prune(self, agreed: int | None) -> None:
-        with contextlib.suppress(OSError):  # the next checkpoint brings another attempt
+        # The next checkpoint brings another attempt.
+        with contextlib.suppress(OSError):
             removed = prune_checkpoints(self._storage, keep=self._keep, agreed=agreed, base=self._base)
             self._complete = [step for step in self._complete if step not in removed]
 

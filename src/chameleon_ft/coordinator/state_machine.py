@@ -157,7 +157,8 @@ def _ticked(draft: Draft, *, has_run: bool = False) -> None:
     if draft.state.phase in _WATCHED and draft.state.ending is None:
         scale_up.respawn_due(draft)
         drains.release(draft)
-        if not draft.state.reconnection.awaited:  # orders would not reach all
+        # Orders would not reach all.
+        if not draft.state.reconnection.awaited:
             scale_up.advance(draft)
 
 
@@ -202,7 +203,8 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
             draft.do(commands.Acknowledge(connection))
     if connection in state.members.fenced:
         match message:
-            case messages.CheckpointSaved():  # what is written counts, even if its worker has left
+            case messages.CheckpointSaved():
+                # What is written counts, even if its worker has left.
                 checkpoints.saved(draft, message)
             case messages.HangEvidence() if (ending := state.members.killed_on(connection)) is not None:
                 incident_records.hang_examined(draft, ending, message)
@@ -219,7 +221,8 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
         case messages.HostHello():
             hosts.arrived(draft, connection, message)
         case messages.HostExamined(report=report, request=request):
-            if request in (0, connection):  # otherwise it was kept while the agent looked for another coordinator
+            # Any other was kept while the agent looked for another coordinator.
+            if request in (0, connection):
                 hosts.examined(draft, connection, report)
         case messages.Inject():
             injection.inject(draft, connection, message)
@@ -280,7 +283,8 @@ def _worker_message(draft: Draft, worker: Worker, message: Message) -> None:
             snapshots.taken(draft, worker.id, message)
         case messages.SlowIO():
             checkpoints.slow_io(draft, worker.id, message)
-        case _ if not isinstance(message, _OF_A_GENERATION):  # those of an earlier generation are ignored
+        # Those of an earlier generation are ignored.
+        case _ if not isinstance(message, _OF_A_GENERATION):
             raise ControlError(f"a rank does not send {message.type!r}")
 
 
@@ -324,7 +328,8 @@ def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.Pr
         incidents.newcomers_unreached(draft, worker.id, answer)
         training = tuple(each for each in answer.unreached if each[0] == draft.state.active_generation)
         answer = answer.model_copy(update={"unreached": training})
-    if now.is_live or answer.probe == 0:  # an agent answers for a worker that loads, too
+    # An agent answers for a worker that loads, too.
+    if now.is_live or answer.probe == 0:
         signal = signals.ProbeAnswered(worker.id, answer, draft.at.monotonic_s, in_first_step=not now.has_stepped)
         if now.incarnation == worker.incarnation:
             incidents.detect(draft, signal)
@@ -333,7 +338,8 @@ def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.Pr
 def _crashed(draft: Draft, worker: Worker, message: messages.Crashed) -> None:
     state = draft.state
     if message.is_alive and state.ending is not None and state.ending.trains_no_step:
-        return  # the run ends for such an error, and needs what this worker holds
+        # The run ends for such an error, and needs what this worker holds.
+        return
     draft.change_worker(worker, crash=message.error)
     error = signals.ErrorReported(
         worker.id,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from typing import Any, Final, Self, TypeVar, overload
-
-_MAX_CHANGES: Final = 64
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from typing import Self, TypeVar, overload
 
 K = TypeVar("K")
 V = TypeVar("V", covariant=True)
@@ -15,15 +13,12 @@ D = TypeVar("D")
 class FrozenMap(Mapping[K, V]):
     """An immutable copy of a mapping that keeps its order, compares like a dict, and is hashable if its values are.
 
-    A copy of one is itself, so that the many records which pass one on share it. One that `updated` makes of another
-    is compared with it by what has changed: thousands of workers change one after the other.
+    A copy of one is itself, so that the many records which pass one on share it.
     """
 
-    __slots__ = ("_items", "_lineage")
+    __slots__ = ("_items",)
 
     _items: dict[K, V]
-    _lineage: tuple[object, dict[K, None]] | None
-    """The origin of all maps that were made of one without new keys, and the keys that have changed since."""
 
     def __new__(cls, items: Mapping[K, V]) -> Self:
         return items if isinstance(items, cls) else cls._of(dict(items))
@@ -33,7 +28,6 @@ class FrozenMap(Mapping[K, V]):
         """Return a map of these items, to which nothing else refers."""
         self = super().__new__(cls)
         object.__setattr__(self, "_items", items)
-        object.__setattr__(self, "_lineage", None)
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -63,19 +57,7 @@ class FrozenMap(Mapping[K, V]):
         return key in self._items
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FrozenMap):
-            return self._items == other
-        if (keys := self.changed_since(other)) is None:
-            return self._items == other._items
-        pairs = ((self._items[key], other._items[key]) for key in keys)
-        return all(own is their or own == their for own, their in pairs)
-
-    def changed_since(self, other: FrozenMap[Any, object]) -> Collection[K] | None:
-        """Return the keys whose values may differ, all others and their order being the same; None if unknown."""
-        own, others = self._lineage, other._lineage
-        if own is None or others is None or own[0] is not others[0]:
-            return () if self is other else None
-        return {**own[1], **others[1]}
+        return self._items == (other._items if isinstance(other, FrozenMap) else other)
 
     def keys(self) -> KeysView[K]:
         return self._items.keys()
@@ -103,15 +85,7 @@ def updated(mapping: Mapping[K, V], changes: Mapping[K, V]) -> FrozenMap[K, V]:
     # Copying is much faster than inserting all items.
     items = mapping._items.copy()
     items.update(changes)
-    after = FrozenMap._of(items)
-    if len(items) > len(mapping):
-        return after
-    lineage = mapping._lineage
-    if lineage is None or len(lineage[1]) + len(changes) > _MAX_CHANGES:
-        lineage = object(), {}
-        object.__setattr__(mapping, "_lineage", lineage)
-    object.__setattr__(after, "_lineage", (lineage[0], {**lineage[1], **dict.fromkeys(changes)}))
-    return after
+    return FrozenMap._of(items)
 
 
 def without(mapping: Mapping[K, V], key: object) -> FrozenMap[K, V]:

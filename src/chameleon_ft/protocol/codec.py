@@ -69,6 +69,11 @@ def _shared(part: MessagePart, names: Collection[str]) -> str:
     return ",".join(short)
 
 
+def message_of(fields: object) -> Message:
+    """Return a message as it is, or read from its fields. Raises ValidationError."""
+    return _ADAPTER.validate_python(fields)
+
+
 def decode(text: str | bytes) -> Message:
     """Read a message. Raises ControlError if it is not one."""
     try:

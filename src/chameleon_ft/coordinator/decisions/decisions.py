@@ -220,7 +220,7 @@ class Decisions:
             self._cache.expect(partial(self._next_loss, state))
 
     def _next_loss(self, state: State) -> tuple[recovery.DecisionContext, FailureModel]:
-        phases, repeat_s = state.history.phases(looked_up=True), state.detectors.watchdog.step_s / 2
+        phases, repeat_s = state.history.phases(looked_up=True), state.usual_step_s / 2
         return self._context(state, phases=phases, repeat_s=repeat_s), state.history.rate
 
     def speculate(self, state: State) -> None:
@@ -319,7 +319,7 @@ class Decisions:
         operation explains, such as its vote and its update, follow the rest of the step, too.
         """
         salvaged = self._planner.salvage(cluster, state.members.hosts())
-        history, outcomes, usual_s = state.history, state.outcomes, state.detectors.watchdog.step_s
+        history, outcomes, usual_s = state.history, state.outcomes, state.usual_step_s
         since = outcomes.since if salvaged is None else outcomes.committed_at
         phases, repeat_s = state.incident.stall_so_far(since, history.phases(looked_up=False))
         repeated_s = repeat_s

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Self
 
+from pydantic import InstanceOf
+
 from chameleon_ft import recovery
 from chameleon_ft.coordinator.decisions.cluster_state import IN_PLACE, ClusterState, SpeculativeDecision, without_search
 from chameleon_ft.coordinator.state.active_plan import ActivePlan, PlannedTransition, placement_of, plan_transition
@@ -30,12 +32,12 @@ class RecoveryPlan(ActivePlan):
     load: Literal["initial", "keep", "snapshot"] | int
     """Fresh weights, the workers' state, the snapshot of step `first_step`, or the checkpoint of this step."""
     roll_forward: Vote | None  # the vote with which lagging workers apply step ``first_step - 1``
-    program: Program | None = None  # the plan's program, if already known
-    decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
+    program: InstanceOf[Program] | None = None  # the plan's program, if already known
+    decision: InstanceOf[recovery.Decision] | None = None  # all candidates; None if there was nothing to choose
     prepared: bool = False  # whether the decision was made, and `program` checked, before a worker was lost
     is_checked: bool = False  # whether `program` was checked before the workers quiesced
     inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
-    salvaged: recovery.SalvagedStep | None = None  # the program of `rest`
+    salvaged: InstanceOf[recovery.SalvagedStep] | None = None  # the program of `rest`
     repeated_s: float = 0.0  # seconds of a step whose work is repeated
     gather: bool = False  # whether owners of slices send updated parameters again, because some have not arrived
     restoration: Restoration | None = None  # of the snapshot, if it begins with one
@@ -51,6 +53,10 @@ class RecoveryPlan(ActivePlan):
     def active(self) -> ActivePlan:
         """Return the part kept in the state of the run."""
         return ActivePlan(**{each.name: getattr(self, each.name) for each in fields(ActivePlan)})
+
+    def without_orders(self) -> Self:
+        """Return the plan without what only its orders and its records are made from."""
+        return replace(self, program=None, decision=None, inputs={}, salvaged=None, restoration=None)
 
     def to_json(self) -> dict[str, object]:
         """Return the fields of the `decision` event, except generation and duration."""

@@ -183,7 +183,7 @@ def expected_snapshots(state: State, context: DecisionContext, *, has_reports: b
     every, snapshots = state.settings.snapshots.every, state.snapshots
     if not every or (snapshots.restorable is None and not snapshots.is_fresh):
         return None
-    step_s, cost_s = state.detectors.watchdog.step_s, snapshots.schedule.cost_s
+    step_s, cost_s = state.usual_step_s, snapshots.schedule.cost_s
     saved = 0 if snapshots.restorable is None else snapshots.restorable.step
     layers, cluster = context.costs.workload.layers, context.costs.cluster
     placement = context.plan.placement

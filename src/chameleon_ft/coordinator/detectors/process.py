@@ -35,7 +35,8 @@ _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?(?: (?:bytes|[KMGT]iB)
 class CrashDetector:
     """Tells an error of one worker, without which the run continues, from an error that every worker would meet."""
 
-    errors: Mapping[int, tuple[int, str]] = FrozenMap({})  # step -> last worker that an error ended, and its kind
+    # Step -> the last worker that an error ended, and the kind of the error.
+    errors: Mapping[int, tuple[int, str]] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "errors", FrozenMap(self.errors))
@@ -46,7 +47,8 @@ class CrashDetector:
             return self, ()
         lost = Lost(signal.worker, "self", signal.error)
         reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
-        if signal.is_alive and not signal.is_replaceable:  # no other worker can try the step
+        # No other worker can try the step.
+        if signal.is_alive and not signal.is_replaceable:
             return self, (Fatal(reason, is_saved=True),)
         # A worker that has joined in this step proves nothing: it may lack what the others have.
         if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
@@ -92,7 +94,8 @@ class StartTimeout:
     """
 
     timeouts: Timeouts
-    since: Mapping[int, tuple[StartStage, float]] = FrozenMap({})  # worker -> its stage, and when that began
+    # Worker -> its stage, and when that began.
+    since: Mapping[int, tuple[StartStage, float]] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "since", FrozenMap(self.since))
@@ -108,7 +111,7 @@ class StartTimeout:
                     before = self.since.get(worker)
                     if before is None or before[0] != stage:
                         since[worker] = stage, at_s
-                    else:  # usually the same object, which the journal need not compare
+                    else:
                         since[worker] = (stage, before[1] + held_up_s) if held_up_s else before
                 after = replace(self, since=since)
                 found = (after._judge(worker, at_s) for worker in since)

@@ -33,14 +33,22 @@ from chameleon_ft.coordinator.detectors.base import (
 )
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 
-_WINDOW: Final = 8  # recent steps whose median counts: a worker is noticed in its fifth slow one
-_MIN_CHANGE: Final = 0.05  # of the logarithm of a speed: smaller changes are not worth a switch
-_DEVIATIONS: Final = 5.0  # a change by so many standard deviations is not noise, even if that is not quite normal
-_PER_MAD: Final = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-_OF_MEDIAN: Final = math.sqrt(math.pi / 2)  # standard error of the median of n normal values, times sqrt(n)
-_FEW: Final = 3  # the fewest medians of other workers whose spread is a measure of noise
-_TRIAL: Final = 20 * _WINDOW  # steps that a slow worker stays out of the plan; a trial in vain costs about a window
-_SAME_SERIES: Final = 10  # a spell belongs to the series of the last one if it begins within so many of its waits
+# The median of so many recent steps counts: a worker is noticed in its fifth slow one.
+_WINDOW: Final = 8
+# Smaller changes of the logarithm of a speed are not worth a switch.
+_MIN_CHANGE: Final = 0.05
+# A change by so many standard deviations is not noise, even if that is not quite normal.
+_DEVIATIONS: Final = 5.0
+# The standard deviation of a normal distribution over its median absolute deviation.
+_PER_MAD: Final = 1.4826
+# The standard error of the median of n normal values, times sqrt(n).
+_OF_MEDIAN: Final = math.sqrt(math.pi / 2)
+# The spread of fewer medians of other workers is no measure of noise.
+_FEW: Final = 3
+# A slow worker stays out of the plan for so many steps; a trial in vain costs about a window.
+_TRIAL: Final = 20 * _WINDOW
+# A spell belongs to the series of the last one if it begins within so many of its waits.
+_SAME_SERIES: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +113,16 @@ class SlownessDetector:
     may include it again; if it is still slow then, the next trial is twice as far away.
     """
 
-    at: tuple[int, int] = (0, 0)  # (generation, step) whose reports are being collected
-    reports: Mapping[int, MeasuredOperations] = FrozenMap({})  # worker -> its report of that step
-    recent: tuple[Mapping[int, MeasuredOperations], ...] = ()  # likewise of the steps before, oldest first
-    steps: int = 0  # that have been observed
-    spells: Mapping[int, Spell] = FrozenMap({})  # worker -> its last one
+    # The generation and the step whose reports are being collected.
+    at: tuple[int, int] = (0, 0)
+    # The reports of that step, by worker.
+    reports: Mapping[int, MeasuredOperations] = FrozenMap({})
+    # The reports of the steps before, oldest first.
+    recent: tuple[Mapping[int, MeasuredOperations], ...] = ()
+    # How many steps have been observed.
+    steps: int = 0
+    # The last spell of each worker.
+    spells: Mapping[int, Spell] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reports", FrozenMap(self.reports))
@@ -132,7 +145,8 @@ class SlownessDetector:
             case OperationsMeasured(worker=worker, generation=generation, step=step):
                 at, report = (generation, step), MeasuredOperations(signal.ratio, signal.group)
                 if at < self.at:
-                    return self, ()  # too late
+                    # The report is too late.
+                    return self, ()
                 if at == self.at:
                     return replace(self, reports=updated(self.reports, {worker: report})), ()
                 after, findings = self._completed() if self.reports else (self, ())
@@ -161,7 +175,8 @@ class SlownessDetector:
         """Return the spell of a worker after the present step, and what is to be reported of it."""
         if worker not in self.reports:
             if spell.speed == 1:
-                return replace(spell, ended_at=self.steps), None  # it has yet to show it
+                # The worker has yet to show its speed.
+                return replace(spell, ended_at=self.steps), None
             spell = replace(spell, idle=spell.idle + 1)
             if spell.idle < _TRIAL << spell.series:
                 return spell, None
@@ -235,7 +250,8 @@ def _since_last_crossing(recent: Sequence[float], limit: float) -> int:
 def _median_without_each(values: Mapping[int, float]) -> dict[int, float]:
     """Return for each worker the median of the values of the others; nothing if there are none."""
     ordered = sorted((value, worker) for worker, value in values.items())
-    last = len(ordered) - 2  # index of the last of the others
+    # The index of the last of the others.
+    last = len(ordered) - 2
     if last < 0:
         return {}
     medians = {}
@@ -256,7 +272,8 @@ def _deviation(values: Sequence[float]) -> float:
     return _PER_MAD * statistics.median(abs(value - median) for value in values)
 
 
-_WORKERS: Final = 1 << 24  # more than there are
+# There are fewer workers.
+_WORKERS: Final = 1 << 24
 
 
 def number_of_link(workers: tuple[int, int]) -> int:

@@ -41,17 +41,28 @@ from chameleon_ft.coordinator.detectors.base import (
 from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 from chameleon_ft.protocol.messages import Position
 
-_STEPS: Final = 20  # recent steps whose median is the expected step time
-_PATIENCE: Final = 1.25  # steps of silence before the first probe
-_PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps
-_PATIENCE_FIRST: Final = 0.5  # likewise, before the first step: of the timeout of messages
-_FORGET: Final = 0.99  # decay of the longest operation with each report
-_PROBE_EVERY: Final = 0.5  # steps between two probes
-_PROBE_EVERY_MAX_S: Final = 1.0  # so that what a probe shows is found soon, however long the steps are
-_TOLD_S: Final = 10.0  # after which a read is told first, and again whenever the time has doubled
-_STOPPED_S: Final = 0.5  # the least time for which a process has to be stopped; a profiler needs less for a look
-_OVERDUE_S: Final = 60.0  # for messages on links that carry data, which may take long
-_CUT_TOGETHER: Final = 0.5  # of the timeout: when one link has been silent for all of it, these are cut, too
+# The median of so many recent steps is the expected step time.
+_STEPS: Final = 20
+# The first probe is sent after so many steps of silence,
+_PATIENCE: Final = 1.25
+# but not before this time,
+_PATIENCE_MIN_S: Final = 0.1
+# and before the first step after this share of the timeout of messages.
+_PATIENCE_FIRST: Final = 0.5
+# The longest operation decays by this factor with each report.
+_FORGET: Final = 0.99
+# Two probes are so many steps apart,
+_PROBE_EVERY: Final = 0.5
+# but no more than this time, so that what a probe shows is found soon, however long the steps are.
+_PROBE_EVERY_MAX_S: Final = 1.0
+# A read is told first after this time, and again whenever the time has doubled.
+_TOLD_S: Final = 10.0
+# A process has to be stopped for at least this time; a profiler needs less for a look.
+_STOPPED_S: Final = 0.5
+# Messages on links that carry data may take this long at least.
+_OVERDUE_S: Final = 60.0
+# When one link has been silent for all of the timeout, those that were for this share of it are cut, too.
+_CUT_TOGETHER: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +70,29 @@ class Watchdog:
     """Probes the workers when no progress is made, and gives up those whose answer shows that they are stuck."""
 
     timeouts: Timeouts
-    steps_s: tuple[float, ...] = ()  # durations of recent steps, oldest first
-    longest_operation_s: float = 0.0  # the longest recent operation; 0 before the first
-    first_operation_s: float = 0.0  # the longest operation of a worker's first step, a measure until there is a better
-    progress_at_s: float = 0.0  # when progress was made last, in monotonic seconds
-    probed_at_s: float | None = None  # when the last probe was sent; None since progress was made
-    probe: int = 0  # its number
-    positions: Mapping[int, Position] = FrozenMap({})  # the workers' answers to the last probe
+    # Oldest first.
+    steps_s: tuple[float, ...] = ()
+    # 0 before the first.
+    longest_operation_s: float = 0.0
+    # The longest operation of a worker's first step, a measure until there is a better one.
+    first_operation_s: float = 0.0
+    # When progress was made last, in monotonic seconds.
+    progress_at_s: float = 0.0
+    # When the last probe was sent; None since progress was made.
+    probed_at_s: float | None = None
+    # The number of the last probe.
+    probe: int = 0
+    # The workers' answers to the last probe.
+    positions: Mapping[int, Position] = FrozenMap({})
     # Worker -> what its agent says that it reads, and when the first of the probes was sent that was answered so by its
     # agent and not by the worker.
     silent: Mapping[int, tuple[str, float]] = FrozenMap({})
-    stopped: Mapping[int, float] = FrozenMap({})  # worker -> when its process was first found stopped, and since then
-    told: Mapping[int, tuple[str, float]] = FrozenMap({})  # worker -> the read that was told last, and its seconds then
-    endless: str = ""  # the last read that a worker was given up for
+    # Worker -> when its process was first found stopped, and since then.
+    stopped: Mapping[int, float] = FrozenMap({})
+    # Worker -> the read that was told last, and its seconds then.
+    told: Mapping[int, tuple[str, float]] = FrozenMap({})
+    # The last read that a worker was given up for.
+    endless: str = ""
 
     def __post_init__(self) -> None:
         for name in ("positions", "silent", "stopped", "told"):

@@ -15,7 +15,8 @@ MAX_IN_A_ROW: Final = 5
 """Bad steps one after the other, after which the run ends: leaving out samples does not help."""
 
 _ORDER: Final = ("data", "forward", "backward")
-_NAMED: Final = 3  # places in a message; the record has all
+# A message names so many places; the record has all.
+_NAMED: Final = 3
 _ACTIONS: Final = {
     "skip": "its samples are left out",
     "rollback": "all return to the newest snapshot or checkpoint, and leave its samples out",

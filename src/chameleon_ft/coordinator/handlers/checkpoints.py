@@ -30,12 +30,13 @@ def committed(draft: Draft, message: messages.Committed) -> None:
     if message.vote.finish:
         return
     step = message.step + 1 if message.vote.checkpoint else None
-    if config.every != "auto":  # ranks begin those of the interval by themselves
+    # Ranks begin those of the interval by themselves.
+    if config.every != "auto":
         if step is not None:
             _reschedule(draft, state.checkpoints.schedule.begun())
         _request_wanted(draft)
         return
-    schedule = state.checkpoints.schedule.committed(message.step_s, usual_s=state.detectors.watchdog.step_s, begun=step)
+    schedule = state.checkpoints.schedule.committed(message.step_s, usual_s=state.usual_step_s, begun=step)
     if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
         schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))
     _reschedule(draft, schedule)

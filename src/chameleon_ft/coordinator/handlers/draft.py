@@ -121,7 +121,8 @@ def _layers_run(plan: Plan) -> dict[int, set[int]]:
 def record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
     """Record the losses of an incident that is over, and learn from the durations of its phases."""
     state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
-    was_a_stall = incident.stopped_at > 0 and not incident.is_switch  # no worker stops for a spare
+    # No worker stops for a spare.
+    was_a_stall = incident.stopped_at > 0 and not incident.is_switch
     stopped_at = incident.stopped_at or now
     incident = replace(incident, stopped_at=stopped_at, decided_at=incident.decided_at or stopped_at)
     records = incident.records(

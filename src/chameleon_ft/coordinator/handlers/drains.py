@@ -32,7 +32,8 @@ def drain(draft: Draft, connection: int, message: Drain) -> None:
         return
     own = _own_workers(draft.state, connection)
     if own is not None and draft.state.ending is not None:
-        draft.do(Send(connection, message))  # `Exit` is sent to it with all others
+        # `Exit` is sent to it with all others.
+        draft.do(Send(connection, message))
         return
     if own is not None and draft.state.phase is Phase.GATHERING:
         processes = {connection, *(worker.connection for worker in own)}
@@ -176,7 +177,8 @@ def _dismiss_agents(draft: Draft) -> None:
 def _dismiss_worker(draft: Draft, worker: Worker) -> None:
     """End the process of a worker that no plan needs. From now on its end is no loss."""
     if worker.first_step is None and worker.agent is not None:
-        draft.do(Send(worker.agent, Kill(worker=worker.id)))  # while it loads, it follows no order
+        # While it loads, it follows no order.
+        draft.do(Send(worker.agent, Kill(worker=worker.id)))
         if worker.connection is not None:
             draft.do(Drop(worker.connection))
     else:

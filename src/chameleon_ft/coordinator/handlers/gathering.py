@@ -42,7 +42,8 @@ def lost(draft: Draft, number: int, cause: str) -> str | None:
     else:
         is_whole_run = len(state.members.workers) == state.settings.workers
         if worker.agent is not None and is_whole_run and all(each.agent == worker.agent for each in state.members):
-            return reason  # started on one machine: no other is expected
+            # The workers were started on one machine: no other is expected.
+            return reason
         draft.change_worker(worker, is_vacant=True)
         remedy = f"its place is open for {duration(state.settings.timeouts.rendezvous_s)}"
     message = f"worker {number} was lost before the run began: {cause}; {remedy}"

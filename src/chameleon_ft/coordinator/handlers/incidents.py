@@ -104,7 +104,8 @@ def lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     upcoming = state.switches.next
     if worker.draining and not (number in state.needed or (upcoming and number in upcoming.plan.participants)):
-        record_drained(draft, number)  # `Exit` was about to be sent to it
+        # `Exit` was about to be sent to it.
+        record_drained(draft, number)
         if state.phase is not Phase.TRAINING:
             _continue_without(draft, number)
         return
@@ -151,7 +152,8 @@ def _kill(draft: Draft, worker: Worker, *, is_hung: bool) -> None:
         return
     if worker.agent is None and is_hung:
         draft.change_worker(worker, kill_connection=worker.connection)
-        draft.do(commands.Send(worker.connection, kill))  # the connection ends with it
+        # The connection ends with the process.
+        draft.do(commands.Send(worker.connection, kill))
     else:
         draft.do(commands.Drop(worker.connection))
 
@@ -160,7 +162,8 @@ def _record_loss(draft: Draft, worker: Worker, noticed_by: NoticedBy, cause: str
     """Add the loss of a worker, which is fenced, to the incident and to the history of failures."""
     state, hosts = draft.state, draft.state.hosts()
     fault, host = state.fault_of(worker), hosts.get(worker.id, "")
-    if fault is not None and fault.time > draft.at.unix_s:  # by the clock of another host
+    # The clock of another host is ahead.
+    if fault is not None and fault.time > draft.at.unix_s:
         fault = None
     loss = Loss(
         worker=worker.id,
@@ -226,7 +229,8 @@ def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None
     peer = message.peer if message.peer in draft.state.participants else None
     is_left_over = message.generation == draft.state.switched_from and worker not in draft.state.participants
     if draft.state.phase is Phase.DECIDING or is_left_over:
-        return  # all workers, or this one, have left their operations
+        # All workers, or this one, have left their operations.
+        return
     detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         stop(draft)
@@ -324,7 +328,8 @@ def _decide_if_quiesced(draft: Draft) -> None:
     is_explained = state.checkpoints.is_reread or not state.participants.issubset(live)
     detect(draft, signals.AllQuiesced(state.active_generation, is_explained))
     if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
-        return  # a culprit was fenced, and its loss is already handled
+        # A culprit was fenced, and its loss is already handled.
+        return
     if not live:
         is_done = state.committed >= state.settings.steps
         end(draft, "failed", f"no worker is left{_ALL_TRAINED if is_done else ''}")
@@ -392,6 +397,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     draft.record_outcome(outcome)
     draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
-        record_incident(draft, None, stop=reason)  # training has not resumed
+        # Training has not resumed.
+        record_incident(draft, None, stop=reason)
     draft.tell_all(messages.Exit(reason=reason, status=status))
     draft.do(commands.Finish(status, reason))

@@ -120,7 +120,8 @@ def examined(draft: Draft, agent: int, report: HostReport) -> None:
     peers = [*without(admission.reports, hello.host).values()]
     settings, now = state.settings, draft.at.unix_s
     if state.reconnection.has_stalled(draft.at.monotonic_s, within_s=settings.timeouts.heartbeat_timeout_s):
-        now = min(now, report.clock_s)  # the report has waited: no clock is behind for that
+        # The report has waited: no clock is behind for that.
+        now = min(now, report.clock_s)
     reason = reason_against(report, peers, settings=settings.preflight, versions=settings.versions, now=now)
     if reason is not None:
         message = f"{hello.host} is not admitted: {reason}"
@@ -232,7 +233,8 @@ def respawn_due(draft: Draft) -> None:
     for number in due:
         worker = draft.state.members[number]
         if not worker.lost or worker.draining or worker.agent is None:
-            continue  # another process has taken the number, or the worker was to leave, or its host is gone
+            # Another process has taken the number, or the worker was to leave, or its host is gone.
+            continue
         members, spawn = draft.state.members.respawned(worker, now=draft.at.unix_s)
         draft.state = replace(draft.state, members=members)
         draft.do(Send(worker.agent, spawn))
@@ -280,17 +282,20 @@ def considered(draft: Draft, event: Considered) -> None:
     generation, scale_up = scale_up.considering, replace(scale_up, considering=None)
     draft.state = replace(draft.state, scale_up=scale_up)
     if generation != state.generation or state.phase is not Phase.TRAINING or state.reconnection.awaited:
-        return  # it is considered again; orders would not reach workers that are to come back
+        # It is considered again; orders would not reach workers that are to come back.
+        return
     if event.error is not None:
         _stay_after_error(draft, event.error)
         drains.give_up(draft, event.error)
     elif event.staying != state.members.staying():
-        return  # all are considered again
+        # All are considered again.
+        return
     elif event.plans:
-        switches.prepare(draft, [plan.active() for plan in event.plans])
+        switches.prepare(draft, event.plans)
     elif drains.is_waited_for(state):
         draft.do(Task.RECORD_SCALE_UP)
-        drains.give_up(draft, event.reason)  # newcomers are considered again, with all that stay
+        # Newcomers are considered again, with all that stay.
+        drains.give_up(draft, event.reason)
     else:
         draft.do(Task.RECORD_SCALE_UP)
         if scale_up.asked_speeds != scale_up.speeds:

@@ -28,7 +28,8 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
     if message.generation == state.generation and not is_rest and not message.vote.skipped:
         draft.do(commands.MeasureOperations(worker.id, message.step, message.times))
     if message.step != state.committed:
-        return  # another worker has reported the step
+        # Another worker has reported the step.
+        return
     vote = message.vote
     # A slow read says nothing about the plan, or about how long a step without one takes.
     without_reads_s = max(message.step_s - vote.data_wait_s, 0.0) or message.step_s
@@ -50,7 +51,8 @@ def committed(draft: Draft, worker: Worker, message: messages.Committed) -> None
         draft.record("empty_step", step=message.step, message=text)
     elif vote.skipped:
         bad_steps.skipped(draft, message.step)
-    if not is_rest and not vote.skipped and state.active.migration is None:  # layers that move make a step longer
+    # Layers that move make a step longer.
+    if not is_rest and not vote.skipped and state.active.migration is None:
         draft.do(commands.MeasureStep(without_reads_s))
     outcomes, outcome = state.outcomes.committed(without_reads_s, draft.at.unix_s, is_rest=is_rest)
     outcomes, cost = outcomes.cost(message.step, draft.at.unix_s)
@@ -98,6 +100,8 @@ def operations_measured(draft: Draft, event: events.OperationsMeasured) -> None:
         draft, signals.OperationsMeasured(event.worker, event.generation, event.step, event.ratio, event.group)
     )
     judges = state.settings.judges_link
-    judged = {ends: each for ends, each in event.links.items() if judges(is_between_hosts=bool(each[1]))}
+    judged = {
+        (one, other): (ratio, kind) for one, other, ratio, kind in event.links if judges(is_between_hosts=bool(kind))
+    }
     if judged:
         incidents.detect(draft, signals.LinksMeasured(event.generation, event.step, judged))

@@ -17,21 +17,22 @@ def decided(draft: Draft, event: events.Decided) -> None:
     """Launch the plan of a decision, then record why it was chosen."""
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
-        return  # a loss has overtaken it
+        # A loss has overtaken it.
+        return
     # If a plan is only tried again, a better one is still to be looked for.
     is_provisional = plan.is_provisional or (plan.policy == "again" and state.scale_up.provisional_since_s is not None)
     draft.state = replace(
         draft.state, incident=replace(state.incident, repeated_s=plan.repeated_s, is_provisional=is_provisional)
     )
-    if plan.decision is not None:
+    if event.choice is not None:
         draft.state = replace(
             draft.state, incident=replace(draft.state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared)
         )
     _launch(draft, plan)
-    if plan.decision is None:
+    if event.choice is None:
         return
     # All workers wait for their orders, and none for a record.
-    fields, chosen = plan.to_json(), plan.decision.chosen
+    fields = event.choice.record
     draft.record(
         "decision",
         generation=state.generation,
@@ -42,8 +43,8 @@ def decided(draft: Draft, event: events.Decided) -> None:
     outcomes, outcome = state.outcomes.decided(
         generation=state.generation,
         policy=plan.policy,
-        predicted_step_s=None if chosen is None else chosen.step_s,
-        predicted_stall_s=None if chosen is None else chosen.stall_s,
+        predicted_step_s=event.choice.step_s,
+        predicted_stall_s=event.choice.stall_s,
         repeated_steps=max(0, state.committed - plan.first_step),
         is_salvaged=plan.rest is not None,
         now=draft.at.unix_s,
@@ -60,7 +61,8 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
 
 def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     """Give every participant of the plan its orders for the current generation."""
-    bad_steps.record_all(draft)  # of the generation before, also if not all of its workers have reported
+    # Bad steps of the generation before count also if not all of its workers have reported.
+    bad_steps.record_all(draft)
     if draft.state.ending is None:
         # The bad step is trained again.
         draft.state = replace(draft.state, health=replace(draft.state.health, ending=""))
@@ -78,7 +80,8 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         if plan.load == "keep"
         else state.snapshots.loaded(plan.first_step, is_fresh=plan.load == "initial"),
     )
-    if plan.load == "snapshot":  # each holder has its own copy, which is not compared with others
+    # Each holder has its own copy, which is not compared with others.
+    if plan.load == "snapshot":
         draft.state = replace(
             draft.state, health=replace(draft.state.health, agreed=min(draft.state.health.agreed, plan.first_step))
         )

@@ -98,10 +98,12 @@ def may_reveal_faults(state: State, event: Event) -> bool:
     if state.phase in (Phase.GATHERING, Phase.OVER):
         return False
     match event:
-        case Received(message=Quiesced()):  # nothing follows from the reports before the last one
+        case Received(message=Quiesced()):
+            # Nothing follows from the reports before the last one.
             return len(state.quiesced) + 1 >= len(state.members.live())
         case Received(message=Started()):
-            return state.phase is Phase.REGROUPING  # the first of them ends the incident
+            # The first of them ends the incident.
+            return state.phase is Phase.REGROUPING
         case Received(message=Committed() | Prepared() | SnapshotTaken()):
             return False
         case Ticked():

@@ -31,7 +31,7 @@ def committed(draft: Draft, message: messages.Committed) -> None:
         return
     snapshots = draft.state.snapshots
     schedule = snapshots.schedule.committed(
-        message.step_s, usual_s=state.detectors.watchdog.step_s, begun=message.step + 1 if begins else None
+        message.step_s, usual_s=state.usual_step_s, begun=message.step + 1 if begins else None
     )
     if schedule.interval_s is None and schedule.cost_s is not None and state.phase is Phase.TRAINING:
         schedule = replace(schedule, interval_s=_interval_s(draft, schedule.cost_s, step_s=message.step_s))

@@ -22,10 +22,14 @@ from chameleon_ft.protocol import messages
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.recovery import without_shadow_holders
 
-_CANCELLED: Final = "cancelled-migration"  # the policy of a plan without the layers that moved
-_PROBE_S: Final = 5.0  # between questions to workers that do not reach each other
-_MIGRATION_FACTOR: Final = 20.0  # a migration may take this many times as long as predicted
-_MIGRATION_RENDEZVOUS: Final = 5.0  # and this many times timeouts.rendezvous_s in any case
+# The policy of a plan without the layers that moved.
+_CANCELLED: Final = "cancelled-migration"
+# Workers that do not reach each other are asked at this interval.
+_PROBE_S: Final = 5.0
+# A migration may take this many times as long as predicted,
+_MIGRATION_FACTOR: Final = 20.0
+# and this many times timeouts.rendezvous_s in any case.
+_MIGRATION_RENDEZVOUS: Final = 5.0
 
 
 def prepare(draft: Draft, plans: Sequence[ActivePlan]) -> None:
@@ -96,7 +100,8 @@ def resume(draft: Draft) -> bool:
     assert state.active is not None
     if state.active.migration is not None:
         _prepare(draft)
-    elif state.committed > state.active.first_step:  # by then all workers have dropped layers for the next wave
+    elif state.committed > state.active.first_step:
+        # By then all workers have dropped layers for the next wave.
         if all(set(plan.participants).issubset(state.members.live()) for plan in state.switches.following):
             _proceed(draft)
         else:
@@ -284,7 +289,8 @@ def adopt(draft: Draft, message: messages.Committed) -> None:
     is_cancelled = active.policy == _CANCELLED
     migrate_s = max(0.0, upcoming.prepared_at - switches.migrating_at)
     migrated = switches.migrated.after(before.migration, migrate_s)
-    is_cut_short = bool(following and state.reconnection.awaited)  # orders would not reach all
+    # Orders would not reach all.
+    is_cut_short = bool(following and state.reconnection.awaited)
     if before.migration is not None and not is_cancelled:
         draft.do(commands.MeasureMigration(before.migration, migrate_s))
     draft.begin_plan(active, upcoming.number)

@@ -63,10 +63,12 @@ def took_over(draft: Draft, term: int, address: str) -> None:
         scale_up=replace(state.scale_up, considering=None),
     )
     schedule = state.checkpoints.schedule
-    if not schedule.is_requested:  # a number that ranks may have answered, if the disk did not, is not used again
+    # A number that ranks may have answered, if the disk did not, is not used again.
+    if not schedule.is_requested:
         schedule = replace(schedule, request=schedule.request + 1)
         draft.state = replace(draft.state, checkpoints=replace(state.checkpoints, schedule=schedule))
-    if state.health.disagreement is not None:  # they may not have been marked yet
+    # They may not have been marked yet.
+    if state.health.disagreement is not None:
         draft.do(DistrustCheckpoints(after=state.health.agreed))
     draft.record("took_over", generation=state.generation, step=state.committed, message="the coordinator is replaced")
     incidents.detect(draft, signals.Progressed(now))
@@ -171,10 +173,12 @@ def worker_returned(draft: Draft, connection: int, hello: Hello, before: int) ->
         draft.do(Welcome(connection, worker.incarnation))
     state = draft.state
     journaled = state.newest if state.reconnection.journaled is None else state.reconnection.journaled
-    if hello.known > journaled:  # the coordinator before had not written its last changes
+    # The coordinator before had not written its last events.
+    if hello.known > journaled:
         reconnection = replace(state.reconnection, journaled=hello.known)
         draft.state = replace(state, newest=max(hello.known, state.newest), reconnection=reconnection)
-        if draft.state.active is None:  # what ranks hold by now is not known
+        # It is not known what ranks hold by now.
+        if draft.state.active is None:
             incidents.end(draft, "failed", "the first plan is not in the journal, and workers have it; resume the run")
             return
         incidents.stop(draft)
@@ -202,7 +206,8 @@ def _repeat_orders(draft: Draft, worker: Worker) -> None:
         case Phase.STOPPING if worker.id not in state.quiesced:
             draft.send(worker.id, Stop(generation=state.generation))
         case Phase.REGROUPING if state.switched_from is None and worker.id in state.participants:
-            incidents.stop(draft)  # while it was away, it was given orders
+            # It was given orders while it was away.
+            incidents.stop(draft)
         case Phase.REGROUPING | Phase.TRAINING:
             active, upcoming = state.active, state.switches.underway
             assert active is not None

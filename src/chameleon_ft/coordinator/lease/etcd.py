@@ -1,6 +1,8 @@
 """The lease as a key of etcd, by the JSON gateway of its version 3 API.
 
-See https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/. The environment variables are those of etcdctl.
+See https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/. The environment variables are those of etcdctl. The requests
+are made by hand, because no client library that is kept has all of users, TLS and compare-and-swap (November 2026:
+aetcd 1.0 has no TLS, etcd3gw 2.7 no users, and the last release of etcd3 is of 2020).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class EtcdLease(RegisterLease[int]):
 
     def __init__(self, servers: Sequence[Server], *, key: str, user: tuple[str, str] | None = None) -> None:
         self._servers = tuple(servers)
-        self._first = 0  # index of the one to begin with
+        # The index of the member to begin with.
+        self._first = 0
         self._key = key
         self._user = user
         self._token = ""
@@ -83,7 +86,8 @@ class EtcdLease(RegisterLease[int]):
         if self._user and not self._token:
             self._authenticate(self._user)
         answer = self._ask(path, body)
-        if answer.status == 401 and self._user:  # tokens run out
+        # Tokens run out.
+        if answer.status == 401 and self._user:
             self._authenticate(self._user)
             answer = self._ask(path, body)
         return self._accepted(answer)
@@ -134,7 +138,8 @@ def _tls_context(environment: Mapping[str, str]) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=authority)
         if certificate:
             context.load_cert_chain(certificate, key)
-    except OSError as error:  # which errors of the format are too
+    except OSError as error:
+        # Errors of the format are OSErrors, too.
         raise ConfigError(
             f"control.lease: the certificates in ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY: "
             f"{error.strerror or error}; each must name a readable file in PEM format"

@@ -34,7 +34,8 @@ class FileLease:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._highest = 0  # term known to be taken, also if a listing does not show it yet
+        # This term is known to be taken, also if a listing does not show it yet.
+        self._highest = 0
 
     async def newest(self) -> Claim | None:
         """Return the claim of the highest term, or None if no term was claimed."""
@@ -133,7 +134,8 @@ class FileLease:
             yield
         except OSError as error:
             if isinstance(error, FileNotFoundError):
-                self._highest = 0  # files were removed
+                # Files were removed.
+                self._highest = 0
             raise LeaseError(
                 f"{self._directory}: the files that say which coordinator leads cannot be used: "
                 f"{error.strerror or error}; the directory needs space, hard links, and the same user in all "

@@ -1,4 +1,8 @@
-"""The lease as a Lease object of Kubernetes (coordination.k8s.io/v1)."""
+"""The lease as a Lease object of Kubernetes (coordination.k8s.io/v1).
+
+The three requests are made by hand, because the client library (37.0, November 2026) needs python-dateutil 3, which
+botocore of the extra `stores` excludes.
+"""
 
 from __future__ import annotations
 

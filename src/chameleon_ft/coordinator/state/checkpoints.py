@@ -108,10 +108,14 @@ class CheckpointParts:
     """The layers of a checkpoint that are on disk."""
 
     layers: frozenset[int] = frozenset()
-    slices: frozenset[tuple[int, int, int]] = frozenset()  # (layer, first unit, unit after the last)
-    seals: Mapping[str, str] = FrozenMap({})  # name of each layer's and slice's folder -> digest of what it has
-    copy_s: float = 0.0  # seconds that training paused: the longest that a rank took to copy its layers
-    write_s: float = 0.0  # seconds that the slowest rank took to write its copy in the background
+    # (layer, first unit, unit after the last)
+    slices: frozenset[tuple[int, int, int]] = frozenset()
+    # The name of each layer's and slice's folder -> the digest of its content.
+    seals: Mapping[str, str] = FrozenMap({})
+    # For this time training paused: the longest that a rank took to copy its layers.
+    copy_s: float = 0.0
+    # The slowest rank took this time to write its copy in the background.
+    write_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seals", FrozenMap(self.seals))
@@ -129,16 +133,25 @@ class CheckpointParts:
 class Checkpoints:
     """Assembles checkpoints from the parts that ranks write, and remembers failures that were recorded."""
 
-    parts: Mapping[int, CheckpointParts] = FrozenMap({})  # resume step of an incomplete checkpoint -> its parts
-    first_generation: int = 0  # parts of earlier generations are ignored: their state was discarded
-    failed: Mapping[int, str] = FrozenMap({})  # step of a checkpoint that could not be written -> why
-    slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
-    unreadable: Mapping[int, str] = FrozenMap({})  # step of a complete checkpoint that is not read again -> why
-    loads: int = 0  # the last generation that began by loading a state
-    is_reread: bool = False  # whether workers are to load a checkpoint, for their state is wrong or could not be read
-    newest: int | None = None  # step of the newest complete checkpoint of this run; None if there is none
-    missed: int = 0  # how many since then could not be written
-    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)  # when the next one is written
+    # By the step with which an incomplete checkpoint resumes.
+    parts: Mapping[int, CheckpointParts] = FrozenMap({})
+    # Parts of earlier generations are ignored: their state was discarded.
+    first_generation: int = 0
+    # The step of a checkpoint that could not be written -> why.
+    failed: Mapping[int, str] = FrozenMap({})
+    # Reports of slow disks.
+    slow: frozenset[SlowIO] = frozenset()
+    # The step of a complete checkpoint that is not read again -> why.
+    unreadable: Mapping[int, str] = FrozenMap({})
+    # The last generation that began by loading a state.
+    loads: int = 0
+    # Whether workers are to load a checkpoint, because their state is wrong or could not be read.
+    is_reread: bool = False
+    # The step of the newest complete checkpoint of this run.
+    newest: int | None = None
+    # How many since then could not be written.
+    missed: int = 0
+    schedule: CheckpointSchedule = field(default_factory=CheckpointSchedule)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))

@@ -47,11 +47,13 @@ class Loss:
     """The loss of a worker. Times are Unix seconds."""
 
     worker: int
-    step: int  # the step that was running
+    # The step that was running.
+    step: int
     noticed_by: NoticedBy
     cause: str
     noticed_at: float
-    failed_at: float | None  # None if the moment of the failure is not known
+    # None if it is not known.
+    failed_at: float | None
     incarnation: int = 1
     host: str = ""
 
@@ -77,7 +79,8 @@ class Loss:
             return crash
         if self.noticed_by == "checksum":
             return self.cause
-        if self.noticed_by in GIVEN_UP:  # so its exit code does not show the cause
+        # Its exit code does not show the cause.
+        if self.noticed_by in GIVEN_UP:
             activity = f"; {hung_in}" if hung_in and hung_in not in self.cause else ""
             return f"{self.cause}{activity}{f', at {hung_at}' if hung_at else ''}"
         disconnected = fault is not None and fault.kind == "disconnect"
@@ -89,16 +92,26 @@ class Incident:
     """The losses between two stretches of training, and when each phase of the stall ended. Times are Unix seconds."""
 
     losses: tuple[Loss, ...] = ()
-    ended_at: float = 0.0  # when `Stop` was first sent to the workers; 0 if it was not
-    is_switch: bool = False  # whether all switch to another generation, and no worker has to quiesce
-    migrated: Migrated = field(default_factory=Migrated)  # what moved during training before that switch
-    stopped_at: float = 0.0  # when the last survivor had quiesced
-    chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
-    looked_up: bool = False  # whether the decision had been prepared
-    decided_at: float = 0.0  # when all workers had their orders
-    repeated_s: float = 0.0  # seconds of a step whose work is repeated
-    is_provisional: bool = False  # whether the plan was chosen without a search
-    switched: Switched | None = None  # the report of the first worker that saw the transition complete
+    # When `Stop` was first sent to the workers; 0 if it was not.
+    ended_at: float = 0.0
+    # Whether all switch to another generation, and no worker has to quiesce.
+    is_switch: bool = False
+    # What moved during training before that switch.
+    migrated: Migrated = field(default_factory=Migrated)
+    # When the last survivor had quiesced.
+    stopped_at: float = 0.0
+    # When the plan was chosen; 0 if there was no choice.
+    chosen_at: float = 0.0
+    # Whether the decision had been prepared.
+    looked_up: bool = False
+    # When all workers had their orders.
+    decided_at: float = 0.0
+    # The part of a step whose work is repeated.
+    repeated_s: float = 0.0
+    # Whether the plan was chosen without a search.
+    is_provisional: bool = False
+    # The report of the first worker that saw the transition complete.
+    switched: Switched | None = None
 
     def without(self, worker: int | None) -> Self:
         """Forget the loss of a worker."""
@@ -196,25 +209,32 @@ class Incident:
 
 _DEFAULT = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.02)
 """Phases assumed until a stall has been measured; typical of a machine with two processors."""
-_DEFAULT_REGROUP_S: Final = 0.003  # that each worker adds to the time in which communicators are formed
+# Each worker adds this to the time in which communicators are formed.
+_DEFAULT_REGROUP_S: Final = 0.003
 _DEFAULT_REGROUP_MAX_S: Final = 0.2
 _DEFAULT_HAND_OUT_S: Final = 0.01
 
 # Losses at most this far apart belong to one incident. They may not be detected at the same moment, but they are
 # detected within about one heartbeat interval.
 _TOGETHER_S: Final = 2.0
-_RECENT: Final = 64  # stalls, and decisions, whose medians count
+# The medians of so many stalls, and decisions, count.
+_RECENT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LatestIncident:
     """The latest losses, close together in time; further losses may still be added."""
 
-    gap_s: float | None  # seconds since the previous incident; None for the first
-    lost_at: float  # when the last worker was lost
-    lost: Mapping[str, int] = FrozenMap({})  # host -> workers lost so far
-    failures: int = 0  # hosts that lost workers; a host that comes back and loses workers again counts again
-    host_failures: int = 0  # hosts that lost all their workers, two or more
+    # Since the previous incident; None for the first.
+    gap_s: float | None
+    # When the last worker was lost.
+    lost_at: float
+    # The number of workers lost so far, by host.
+    lost: Mapping[str, int] = FrozenMap({})
+    # Hosts that lost workers; a host that comes back and loses workers again counts again.
+    failures: int = 0
+    # Hosts that lost all their workers, two or more.
+    host_failures: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lost", FrozenMap(self.lost))
@@ -255,9 +275,12 @@ class PastDecision:
 class FailureHistory:
     """Counts failures and worker-seconds, and keeps durations of recent stalls and decisions. Times are in seconds."""
 
-    settled: FailureModel  # failure model of all incidents but the latest, which may still grow
-    workers: int = 0  # number of live workers
-    since: float | None = None  # when `workers` last changed
+    # The failure model of all incidents but the latest, which may still grow.
+    settled: FailureModel
+    # The number of live workers.
+    workers: int = 0
+    # When `workers` last changed.
+    since: float | None = None
     latest: LatestIncident | None = None
     stalls: tuple[PastStall, ...] = ()
     decisions: tuple[PastDecision, ...] = ()
@@ -348,11 +371,15 @@ class PendingOutcome:
     policy: str
     predicted_step_s: float | None
     predicted_stall_s: float | None
-    since: float  # Unix time from which its stall is measured: `Outcomes.since` when it was made
-    repeated_s: float  # seconds of committed steps that are repeated
-    is_salvaged: bool = False  # whether the interrupted step is completed, so that its commit ends the stall
-    stall_s: float | None = None  # None until training has resumed
-    steps_s: tuple[float, ...] = ()  # durations of the steps so far
+    # The stall is measured from this Unix time: `Outcomes.since` when the decision was made.
+    since: float
+    # The duration of committed steps that are repeated.
+    repeated_s: float
+    # Whether the interrupted step is completed, so that its commit ends the stall.
+    is_salvaged: bool = False
+    # None until training has resumed.
+    stall_s: float | None = None
+    steps_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,10 +387,14 @@ class InterruptedStep:
     """A step that incidents have interrupted, until it is committed."""
 
     step: int
-    incident_generations: tuple[int, ...]  # the one after each incident
-    since: float  # Unix time of the commit before it
-    usual_s: float  # duration of a usual step of the interrupted plan
-    predicted_s: float | None  # predicted cost of the last incident, in seconds
+    # The generation after each incident.
+    incident_generations: tuple[int, ...]
+    # The Unix time of the commit before it.
+    since: float
+    # The duration of a usual step of the interrupted plan.
+    usual_s: float
+    # The predicted cost of the last incident.
+    predicted_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,10 +413,14 @@ class Outcomes:
     """
 
     pending: PendingOutcome | None = None
-    since: float | None = None  # when the latest commit, start, resumption or decision happened
-    recent_s: tuple[float, ...] = ()  # durations of recent steps of this generation
-    usual_s: float | None = None  # their median; before the first of them as predicted, or that of the plan before
-    committed_at: float | None = None  # when the latest commit happened
+    # When the latest commit, start, resumption or decision happened.
+    since: float | None = None
+    # Durations of recent steps of this generation.
+    recent_s: tuple[float, ...] = ()
+    # Their median; before the first of them as predicted, or that of the plan before.
+    usual_s: float | None = None
+    # When the latest commit happened.
+    committed_at: float | None = None
     interrupted: InterruptedStep | None = None
 
     def decided(

@@ -23,35 +23,56 @@ from chameleon_ft.plan.frozen_map import FrozenMap, updated, without
 from chameleon_ft.protocol.messages import Adopt, Hello, HostHello, Spawn
 from chameleon_ft.protocol.parts import HostReport, RankProcess
 
-_LINK_STEPS: Final = 10  # times as many are needed after a death at a link
-_FORMER: Final = 4  # former incarnations of a worker of which something may still be heard
-_SETTLED_STEPS: Final = 100  # an incarnation that lasts for this many steps was healthy: earlier deaths are forgotten
+# After a death at a link, so many times as many steps are needed.
+_LINK_STEPS: Final = 10
+# Messages may still arrive of so many former incarnations of a worker.
+_FORMER: Final = 4
+# An incarnation that lasts for this many steps was healthy: earlier deaths are forgotten.
+_SETTLED_STEPS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """One incarnation of a worker: after a loss, another process can take its number."""
 
-    id: int  # number of the worker
-    incarnation: int = 1  # counted from 1
-    agent: int | None = None  # connection of its agent; None if a launcher started it, or if the agent is gone
-    agent_host: str = ""  # host of its agent, as that calls it, also if the agent is gone; empty if it never had one
-    connection: int | None = None  # its control connection, from its first message until it closes
-    host: str = ""  # address; empty before its first message
-    process: RankProcess | None = None  # None before its first message
-    memory_bytes: int | None = None  # available on its host when it started; None if it is not known
-    takes_part: bool = False  # whether generations include it, training or as a spare
-    kill_connection: int | None = None  # where `Kill` was sent to it, because it had no agent
-    draining: bool = False  # whether it is to leave, and not to come back; it counts as lost once it may
-    first_step: int | None = None  # committed steps when it became able to take part; None until then
-    has_stepped: bool = False  # whether it has finished a step with the layers that it runs now
-    lost: bool = False  # whether it counts as lost
-    is_vacant: bool = False  # whether it is lost, and another process may take its number although its agent is there
-    exit_code: int | None = None  # how its process ended, as `subprocess` gives it
-    crash: str | None = None  # the error that it reported before it ended
-    hung_in: str = ""  # the activity in which it hung
-    hung_at: str = ""  # the line of code in which it hung
-    since: float = 0.0  # when this incarnation began, in Unix seconds
+    id: int
+    # Counted from 1.
+    incarnation: int = 1
+    # The connection of its agent; None if a launcher started it, or if the agent is gone.
+    agent: int | None = None
+    # The host of its agent, as that calls it, also if the agent is gone; empty if it never had one.
+    agent_host: str = ""
+    # Its control connection, from its first message until it closes.
+    connection: int | None = None
+    # The address of its host; empty before its first message.
+    host: str = ""
+    # None before its first message.
+    process: RankProcess | None = None
+    # Available on its host when it started; None if it is not known.
+    memory_bytes: int | None = None
+    # Whether generations include it, training or as a spare.
+    takes_part: bool = False
+    # `Kill` was sent to it on this connection, because it had no agent.
+    kill_connection: int | None = None
+    # Whether it is to leave, and not to come back; it counts as lost once it may leave.
+    draining: bool = False
+    # The committed steps when it became able to take part; None until then.
+    first_step: int | None = None
+    # Whether it has finished a step with the layers that it runs now.
+    has_stepped: bool = False
+    lost: bool = False
+    # Whether it is lost, and another process may take its number although its agent is there.
+    is_vacant: bool = False
+    # As `subprocess` gives it.
+    exit_code: int | None = None
+    # The error that it reported before it ended.
+    crash: str | None = None
+    # The activity in which it hung.
+    hung_in: str = ""
+    # The line of code in which it hung.
+    hung_at: str = ""
+    # When this incarnation began, in Unix seconds.
+    since: float = 0.0
 
     @property
     def is_live(self) -> bool:
@@ -63,18 +84,25 @@ class Worker:
         return self.agent is None and bool(self.agent_host) and self.process is not None
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: thousands of members are searched once, not with every message
+# No slots: thousands of members are searched once, not with every message.
+@dataclass(frozen=True, kw_only=True)
 class Members:
     """All workers of the run, by number. The first `count` train from the beginning; others may join later."""
 
     count: int
     workers: Mapping[int, Worker] = FrozenMap({})
-    former: tuple[Worker, ...] = ()  # the last `_FORMER` incarnations of each that were replaced, oldest first
-    agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
-    agent_ids: Mapping[str, int] = FrozenMap({})  # what an agent calls itself -> its connection
-    fenced: frozenset[int] = frozenset()  # connections of lost workers and dismissed agents; messages are ignored
-    drained_agents: frozenset[int] = frozenset()  # of these, connections of agents to which `Exit` was sent
-    drain_requests: Mapping[int, str] = FrozenMap({})  # connection of an agent or a worker to be drained -> its signal
+    # The last `_FORMER` incarnations of each worker that were replaced, oldest first.
+    former: tuple[Worker, ...] = ()
+    # The host of every agent, by connection.
+    agents: Mapping[int, str] = FrozenMap({})
+    # The connection of every agent, by what it calls itself.
+    agent_ids: Mapping[str, int] = FrozenMap({})
+    # Connections of lost workers and dismissed agents, whose messages are ignored.
+    fenced: frozenset[int] = frozenset()
+    # Those of agents to which `Exit` was sent.
+    drained_agents: frozenset[int] = frozenset()
+    # The signal of each agent or worker that is to be drained, by connection.
+    drain_requests: Mapping[int, str] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
@@ -375,9 +403,12 @@ class Respawns:
     """Recent deaths of each worker, which determine when it is started again, if at all."""
 
     recovery: Recovery
-    deaths: Mapping[int, int] = FrozenMap({})  # worker -> deaths since its last long incarnation
-    at_links: frozenset[int] = frozenset()  # workers that died last because messages with others failed
-    due: Mapping[int, float] = FrozenMap({})  # worker -> when it is started again, in monotonic seconds
+    # Deaths since the last long incarnation of a worker.
+    deaths: Mapping[int, int] = FrozenMap({})
+    # Workers that died last because messages with others failed.
+    at_links: frozenset[int] = frozenset()
+    # When a worker is started again, in monotonic seconds.
+    due: Mapping[int, float] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deaths", FrozenMap(self.deaths))
@@ -461,27 +492,40 @@ def _without_agent(agents: Mapping[int, HostHello], hello: HostHello) -> dict[in
     return {connection: other for connection, other in agents.items() if not hello.id or other.id != hello.id}
 
 
-_QUIET_S: Final = 0.5  # wait after the last newcomer, before all are considered together
-_GATHERING_S: Final = 10.0  # longest wait after the first newcomer, for others that are still loading
-_RETRY_S: Final = 1.0  # wait after a generation could not be prepared; twice as long after each that follows
-_RETRY_MAX_S: Final = 120.0  # longest such wait
+# Newcomers are considered together this long after the last of them,
+_QUIET_S: Final = 0.5
+# but others that are still loading are waited for no longer than this after the first.
+_GATHERING_S: Final = 10.0
+# The wait after a generation could not be prepared; twice as long after each that follows.
+_RETRY_S: Final = 1.0
+_RETRY_MAX_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUp:
     """The newcomers, and the progress of their admission. Times are monotonic seconds."""
 
-    loaded: tuple[int, ...] = ()  # ready workers that do not take part yet, in order of arrival
-    newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
-    provisional_since_s: float | None = None  # when training continued under a plan that was chosen without a search
-    first_at_s: float = 0.0  # when the first newcomer became a spare
-    last_at_s: float = 0.0  # when the last newcomer did
-    considering: int | None = None  # generation of the decision that is being made; None if there is none
-    question: int = 0  # number of that decision, or of the last one
-    asked_speeds: Mapping[int, float] = FrozenMap({})  # as `Detectors.speeds`, for that decision
-    speeds: Mapping[int, float] = FrozenMap({})  # likewise for the newest one that was carried out
-    retries: int = 0  # generations in a row that could not be prepared
-    retry_at_s: float = 0.0  # no other is prepared before
+    # Ready workers that do not take part yet, in order of arrival.
+    loaded: tuple[int, ...] = ()
+    # Live workers that no decision has taken into account yet.
+    newcomers: frozenset[int] = frozenset()
+    # When training continued under a plan that was chosen without a search.
+    provisional_since_s: float | None = None
+    # When the first newcomer became a spare, and the last one.
+    first_at_s: float = 0.0
+    last_at_s: float = 0.0
+    # The generation of the decision that is being made.
+    considering: int | None = None
+    # The number of that decision, or of the last one.
+    question: int = 0
+    # As `Detectors.speeds`, for that decision.
+    asked_speeds: Mapping[int, float] = FrozenMap({})
+    # As `Detectors.speeds`, for the newest one that was carried out.
+    speeds: Mapping[int, float] = FrozenMap({})
+    # Generations in a row that could not be prepared.
+    retries: int = 0
+    # No other is prepared before.
+    retry_at_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("asked_speeds", "speeds"):

@@ -43,11 +43,15 @@ class Settings:
     health: Health = field(default_factory=Health)
     snapshots: Snapshots = field(default_factory=Snapshots)
     preflight: Preflight = field(default_factory=Preflight)
-    devices: Devices | None = None  # that hosts need; None if they are emulated
-    versions: Mapping[str, str] = FrozenMap({})  # package -> version, on the host of the coordinator
-    workers_per_host: int | None  # on emulated hosts; None if hosts are real
-    logs: str  # folder of the logs, for messages
-    checkpoints: str  # place of the checkpoints, likewise
+    # What hosts need; None if they are emulated.
+    devices: Devices | None = None
+    # The versions of packages on the host of the coordinator.
+    versions: Mapping[str, str] = FrozenMap({})
+    # None if hosts are real.
+    workers_per_host: int | None
+    # The folder of the logs and the place of the checkpoints, for messages.
+    logs: str
+    checkpoints: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", FrozenMap(self.versions))

@@ -100,26 +100,39 @@ class State:
 
     settings: Settings
     phase: Phase = Phase.GATHERING
-    ending: Ending | None = None  # None: the run continues
-    ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
+    # None: the run continues.
+    ending: Ending | None = None
+    # How the run ended, and why.
+    ended: tuple[RunStatus, str] | None = None
 
-    generation: int  # the current one; while it is being stopped, the next
-    newest: int = 0  # the highest number of a generation, prepared ones included; none is used twice
-    active: ActivePlan | None = None  # the plan of the newest generation that was begun; None before the first
-    active_generation: int = 0  # the number of that generation
-    switched_from: int | None = None  # the generation before it, if the run has switched from one to the other
-    in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
+    # While the current generation is being stopped, this is the next.
+    generation: int
+    # The highest number of a generation, prepared ones included; none is used twice.
+    newest: int = 0
+    # The plan and the number of the newest generation that was begun; None before the first.
+    active: ActivePlan | None = None
+    active_generation: int = 0
+    # The generation before it, if the run has switched from one to the other.
+    switched_from: int | None = None
+    # The last plan whose placement all survivors hold; None before the first.
+    in_force: ActivePlan | None = None
     switches: Switches = field(default_factory=Switches)
 
-    committed: int = 0  # steps that some worker, live or lost, has applied
-    last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
-    finished: frozenset[int] = frozenset()  # workers that have finished training in this generation
-    quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
-    question: int = 0  # number of the last decision requested
+    # Steps that some worker, live or lost, has applied.
+    committed: int = 0
+    # The vote of step ``committed - 1``, if a worker has reported it.
+    last_vote: Vote | None = None
+    # Workers that have finished training in this generation.
+    finished: frozenset[int] = frozenset()
+    # The reports of workers for the generation that is ending.
+    quiesced: Mapping[int, Quiesced] = FrozenMap({})
+    # The number of the last decision that was requested.
+    question: int = 0
     incident: Incident = field(default_factory=Incident)
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
-    faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
+    # Failures that were injected in this run, oldest first.
+    faults: tuple[Fault, ...] = ()
 
     members: Members
     respawns: Respawns
@@ -131,10 +144,13 @@ class State:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     snapshots: Snapshots = field(default_factory=Snapshots)
 
-    term: int = 0  # in which this coordinator leads
-    standbys: Mapping[int, str] = FrozenMap({})  # connection -> address of each coordinator that stands by
+    # This coordinator leads in this term.
+    term: int = 0
+    # The address of each coordinator that stands by, by connection.
+    standbys: Mapping[int, str] = FrozenMap({})
     reconnection: Reconnection = field(default_factory=Reconnection)
-    ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
+    # The time of the last tick, in monotonic seconds.
+    ticked_at_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("quiesced", "standbys"):
@@ -162,6 +178,11 @@ class State:
             history=FailureHistory.before(settings.recovery),
             health=Health(skipped=frozenset(skipped)),
         )
+
+    @property
+    def usual_step_s(self) -> float:
+        """The median duration of recent steps in seconds; 0 before the first."""
+        return self.detectors.watchdog.step_s
 
     @property
     def nothing_trained(self) -> bool:
@@ -251,4 +272,5 @@ class State:
 
 @cache
 def _adapter() -> TypeAdapter[State]:
-    return TypeAdapter(State)  # slow to build
+    # It is slow to build.
+    return TypeAdapter(State)
