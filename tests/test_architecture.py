@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "keys": set[str](),
     "clock": set[str](),
     "optim": set[str](),
-    "config": {"errors", "workload"},
+    "config": {"errors", "registry", "workload"},
     "job": {"errors", "keys", "config"},
     "data": {"errors", "keys", "config", "job"},
     "events": {"errors", "quantities"},

@@ -15,6 +15,7 @@ from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
 from chameleon_ft.coordinator.command_runner import RunSetup
 from chameleon_ft.coordinator.coordinator import Coordinator
 from chameleon_ft.coordinator.journal import Journal
+from chameleon_ft.coordinator.state.state import State
 from chameleon_ft.cost.profile import Profile
 from chameleon_ft.events.records import FailureRecord
 from chameleon_ft.protocol.job_info import JobInfo
@@ -132,6 +133,12 @@ class Stage:
     run: RunDirectory
     ranks: dict[int, Puppet] = field(default_factory=dict)
     host: Puppet = field(default_factory=lambda: Puppet("host"))
+
+    def become(self, state: State) -> None:
+        """Continue from another state, which no event has led to."""
+        self.coordinator.state = state
+        assert self.coordinator._journal is not None
+        self.coordinator._journal.begin(state, self.coordinator._now())
 
     def say(self, puppet: Puppet, message: Message) -> None:
         """Have a puppet say something to the coordinator."""

@@ -123,7 +123,7 @@ def test_a_look_up_does_not_count_as_a_search(tmp_path: Path, monkeypatch: pytes
         history = stage.coordinator.state.history
         history = history.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
         history = history.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
-        stage.coordinator.state = replace(stage.coordinator.state, history=history)
+        stage.become(replace(stage.coordinator.state, history=history))
         (asked,) = _asked(stage.coordinator._commands.decisions, stage)
         assert asked.phases.decide_s == 0.5, "what is prepared will be looked up"
         stage.reap(1)

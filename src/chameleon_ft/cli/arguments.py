@@ -38,6 +38,7 @@ from typing_extensions import Doc
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.config.sections import OrInstalled
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.session.configuration import RunRequest
 from chameleon_ft.storage.files import RunDirectory
@@ -263,6 +264,8 @@ def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         section: Any = dataclasses.make_dataclass(kind.__name__, _flags(kind), frozen=True)
         return name, Annotated[section, tyro.conf.arg(help=kind.__doc__)], dataclasses.field(default_factory=section)
+    for choice in info.metadata:
+        kind = choice.choices(kind) if isinstance(choice, OrInstalled) else kind
     form, text, default = None, info.description, info.get_default()
     if name == "failures":
         kind, form, default = str, "FAILURE[,FAILURE ...]", _NO_FAILURES

@@ -193,7 +193,7 @@ class RunConfig(Section):
 
     def _device_problems(self) -> Iterator[tuple[str, str]]:
         kind, backend = DEVICES[self.device], BACKENDS[self.backend]
-        if self.backend not in kind.backends:
+        if self.backend not in kind.backends and self.device not in backend.devices:
             others = " or ".join(name for name in kind.backends if not BACKENDS[name].missing)
             yield "backend", f'does not send the tensors of device = "{self.device}"; use {others}'
         elif backend.missing:

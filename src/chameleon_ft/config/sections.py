@@ -14,13 +14,24 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_wrap_validator_function
 
+from chameleon_ft.registry import Registry, installed
 from chameleon_ft.workload import MAX_MICRO_BATCHES
 
 _LONGEST_S: Final = 1e9  # 32 years
@@ -63,6 +74,26 @@ class Section(BaseModel):
         for part in re.findall(r"\w+", key):
             value = value[int(part)] if part.isdecimal() else getattr(value, part)
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class OrInstalled:
+    """Marks a choice of names to which installed packages may add others; see `chameleon_ft.registry`."""
+
+    group: str
+
+    def choices(self, own: Any) -> Any:
+        """Return the choice with the names that are installed."""
+        return Literal[(*get_args(own), *installed(self.group))]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def checked(value: Any, own: Callable[[Any], Any]) -> Any:
+            try:
+                return own(value)
+            except ValidationError:
+                return TypeAdapter(self.choices(source)).validate_python(value)
+
+        return no_info_wrap_validator_function(checked, handler(source))
 
 
 PolicyName = Literal[
@@ -130,9 +161,9 @@ class Batch(Section):
 class Recovery(Section):
     """Recovery from losses, joins, and the prior for failure rates."""
 
-    policy: PolicyName = Field(
+    policy: Annotated[PolicyName, OrInstalled("policies")] = Field(
         default="chameleon",
-        description="Policy that proposes plans; see docs/policies.md.",
+        description="Policy that proposes plans; see docs/policies.md. A package may add others.",
         json_schema_extra={"flag": "--policy"},
     )
     worker_mtbf_hours: float = Field(
@@ -430,7 +461,7 @@ class Failure(Section):
 
 
 DeviceName: TypeAlias = Literal["cpu", "cuda", "npu", "xpu", "emulated"]
-BackendName: TypeAlias = Literal["gloo", "nccl", "hccl", "xccl"]
+BackendName: TypeAlias = Annotated[Literal["gloo", "nccl", "hccl", "xccl"], OrInstalled("backends")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,15 +469,19 @@ class Backend:
     """A library that sends tensors between workers.
 
     Attributes:
+        communicators: the place of a function that makes the communicators of a rank, see `worker.communicators`.
         receives_block: whether a wait for a message blocks the host, so that an interrupted rank knows which messages
             its results were made from. Steps are salvaged, and layers move while a run trains, only if it does.
         shares_devices: whether two workers can use one device.
         missing: work that is left to do before there are communicators of this backend; empty if there are.
+        devices: names of the devices whose tensors it can send, for a backend of an installed package.
     """
 
+    communicators: str = ""
     receives_block: bool = False
     shares_devices: bool = False
     missing: str = ""
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,12 +508,20 @@ _NOT_WRITTEN: Final = (
     "device"
 )
 
-BACKENDS: Final[Mapping[BackendName, Backend]] = {
-    "gloo": Backend(receives_block=True, shares_devices=True),
-    "nccl": Backend(),
-    "hccl": Backend(missing=_NOT_WRITTEN),
-    "xccl": Backend(missing=_NOT_WRITTEN),
-}
+BACKENDS: Final = Registry[Backend](
+    "backend",
+    "backends",
+    {
+        "gloo": Backend(
+            communicators="chameleon_ft.worker.communicators.gloo:GlooCommunicators.of_rank",
+            receives_block=True,
+            shares_devices=True,
+        ),
+        "nccl": Backend(communicators="chameleon_ft.worker.communicators.nccl:NcclCommunicators.of_rank"),
+        "hccl": Backend(missing=_NOT_WRITTEN),
+        "xccl": Backend(missing=_NOT_WRITTEN),
+    },
+)
 
 DEVICES: Final[Mapping[DeviceName, DeviceKind]] = {
     "cpu": DeviceKind(

@@ -238,7 +238,7 @@ class Journal:
             return whole + line
 
         self._has_begun, self._num_bytes, self._unwritten = True, len(line), {}
-        # What they tell has led to the state.
+        # They have led to the state.
         self._pending.clear()
         self._waiting = [self._files.replace(self._path, text, mode=0o600)]
         self._note_written()

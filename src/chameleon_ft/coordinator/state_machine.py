@@ -204,7 +204,7 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
     if connection in state.members.fenced:
         match message:
             case messages.CheckpointSaved():
-                # What is written counts, even if its worker has left.
+                # A layer that is stored counts, even if its worker has left.
                 checkpoints.saved(draft, message)
             case messages.HangEvidence() if (ending := state.members.killed_on(connection)) is not None:
                 incident_records.hang_examined(draft, ending, message)

@@ -12,7 +12,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.recovery.context import Course, DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel, risk_of
 from chameleon_ft.recovery.migration import with_migrations
-from chameleon_ft.recovery.policies import policy_named
+from chameleon_ft.recovery.policies import POLICIES
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.scoring import Candidate, Prospect, best_of, is_noop, measure, remeasure, score
 
@@ -90,7 +90,7 @@ def decide(
         ConfigError: no policy has this name.
         PlanError: no worker is live, or the workload has another number of layers than the plan.
     """
-    propose = policy_named(policy)
+    propose = POLICIES[policy]
     if not context.live:
         raise PlanError("no worker is live; start at least one")
     horizon_s = failures.horizon_s(len(context.live))

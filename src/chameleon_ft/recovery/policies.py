@@ -1,6 +1,7 @@
 """Policies: which kinds of plans each of them proposes, in runs and in simulations of any size.
 
-To add a policy, add an entry to `POLICIES` and its name to `PolicyName` of the configuration.
+To add a policy, add an entry to `POLICIES` and its name to `PolicyName` of the configuration; or register one, see
+`chameleon_ft.registry`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.proposals import ProposalsOnWorkers
+from chameleon_ft.registry import Registry
 
 Kind: TypeAlias = Literal[
     "reroute",  # Peers of the lost workers take their micro-batches; nothing moves. The same plan if none is lost.
@@ -68,7 +69,9 @@ class Policy:
         return found
 
 
-POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
+POLICIES: Final = Registry[Policy](
+    "policy",
+    "policies",
     {
         "chameleon": Policy(
             kinds={
@@ -102,14 +105,6 @@ POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
         # Per-replica fault tolerance: the unit of loss is a whole pipeline.
         "drop-replica": Policy(kinds={"drop_pipelines": "drop-replica"}, starts="several"),
         "restart": Policy(kinds={"restart": "restart"}, starts="equal", restarts=True),
-    }
+    },
 )
 """Every policy by its name."""
-
-
-def policy_named(name: str) -> Policy:
-    """Return the policy of this name. Raises ConfigError if there is none."""
-    try:
-        return POLICIES[name]
-    except KeyError:
-        raise ConfigError.unknown_name("policy", name, POLICIES) from None

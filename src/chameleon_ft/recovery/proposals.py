@@ -19,7 +19,7 @@ from chameleon_ft.recovery import repartition
 from chameleon_ft.recovery.context import DecisionContext
 from chameleon_ft.recovery.layout import largest_symmetric_layout, uniform_limits
 from chameleon_ft.recovery.proposal import Proposal, numbered
-from chameleon_ft.registry import load
+from chameleon_ft.registry import PLANNERS
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, recut_plan, reroute
 from chameleon_ft.transfer import remap_plan
@@ -225,7 +225,7 @@ class ProposalsOnWorkers:
 
     def planned_by(self, planner: str) -> list[Proposal]:
         """Propose what a planner of the registry does, under its name."""
-        rival: RivalPlanner = load("planners", planner)
+        rival: RivalPlanner = PLANNERS[planner]
         return rival.propose(planner, self)
 
     def _rerouted(

@@ -17,7 +17,7 @@ from chameleon_ft.plan.layouts import disjoint_pipelines
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.recovery.proposals import RivalPlanner
-from chameleon_ft.registry import load
+from chameleon_ft.registry import PLANNERS
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import (
     FoundPlan,
@@ -228,7 +228,7 @@ def predict_searched(cases: Sequence[PlanCase], dead: tuple[int, ...], *, planne
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
     if planner != "chameleon":
         started = time.perf_counter()
-        rival: RivalPlanner = load("planners", planner)
+        rival: RivalPlanner = PLANNERS[planner]
         chosen = rival.plan(live, current=current)
         if chosen is None:
             raise ConfigError(

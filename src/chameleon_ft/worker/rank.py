@@ -38,7 +38,7 @@ from chameleon_ft.protocol.address import CoordinatorAccess, require_worker_port
 from chameleon_ft.protocol.job_info import LOOPBACK
 from chameleon_ft.protocol.messages import Crashed, Exit, Ready, Refused, Welcome
 from chameleon_ft.protocol.parts import RankProcess
-from chameleon_ft.registry import load
+from chameleon_ft.registry import EMULATION
 from chameleon_ft.storage.files import FaultLog, RunDirectory
 from chameleon_ft.storage.profiles import costs_of_run, profile_of_run
 from chameleon_ft.worker.communicators import Communicators, communicators_for
@@ -143,11 +143,11 @@ def _trainer(welcome: Welcome, client: ControlClient, *, worker: int, host: str,
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.enable_faults(faults)
-    emulated = load("links", "emulated")(config, worker) if config.is_emulated else None
+    emulated = EMULATION["device"](config, worker) if config.is_emulated else None
     on_device = partial(communicators_for, config, address=host, device=device)
 
     def new_communicators() -> Communicators:
-        slowed: Communicators = load("links", "slowed")(
+        slowed: Communicators = EMULATION["links"](
             on_device() if emulated is None else emulated.links(on_device()),
             partial(_usual_links, config),
             lambda: faults.link_share,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Final
 
 from chameleon_ft.cli.arguments import OptionalStr, RunPath, metavar, parse_arguments
@@ -36,15 +36,21 @@ class TrackArguments:
     """Collector of OpenTelemetry (OTLP/HTTP), which gets a trace of each incident; needs the extra `otel`."""
     webhook: Annotated[OptionalStr, metavar("URL")] = None
     """Address to which incidents are sent as JSON, from now on, in a form that Slack and Mattermost take."""
+    sink: Annotated[OptionalStr, metavar("NAME=VALUE[,NAME=VALUE ...]")] = None
+    """Sinks of installed packages, each with what it needs."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(TrackArguments, arguments, command="track")
     run = RunDirectory.open(given.run)
-    chosen = {flag: value for flag in SINKS if (value := getattr(given, flag)) is not None}
+    flags = [field.name for field in fields(given) if field.name not in ("run", "sink")]
+    chosen = {flag: value for flag in flags if (value := getattr(given, flag)) is not None}
+    chosen |= {
+        name: value for name, _, value in (each.partition("=") for each in (given.sink or "").split(",")) if name
+    }
     if not chosen:
-        raise ConfigError(f"give at least one tool: {', '.join(f'--{flag}' for flag in SINKS)}")
+        raise ConfigError(f"give at least one tool: {', '.join(f'--{flag}' for flag in flags)}")
     deliveries = {flag: SINKS[flag].deliver_to(flag, value, run) for flag, value in chosen.items()}
     watcher, has_said, is_new = RunWatcher(run), False, False
     try:

@@ -24,7 +24,7 @@ class ProcessExited(Signal):
     """An agent reaped a worker's process."""
 
     worker: int
-    exit_code: int | None  # None if it is not known
+    exit_code: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Silent(Signal):
     worker: int
     since_s: float
     has_agent: bool
-    in_first_step: bool  # see `Worker.has_stepped`
+    in_first_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,15 @@ class ErrorReported(Signal):
 
     worker: int
     error: str
-    step: int  # the step that was running
-    since_step: int | None  # committed steps when the worker began to take part; None if it has not begun
-    log: str  # the worker's log file
-    is_alive: bool = False  # whether it still holds the state before the step
-    is_replaceable: bool = True  # whether other workers hold all that it holds
+    # The step that was running.
+    step: int
+    # The committed steps when the worker began to take part; None if it has not begun.
+    since_step: int | None
+    log: str
+    # Whether it still holds the state before the step.
+    is_alive: bool = False
+    # Whether other workers hold all that it holds.
+    is_replaceable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class ProbeAnswered(Signal):
     worker: int
     answer: Position | ProcessState
     at_s: float
-    in_first_step: bool  # see `Worker.has_stepped`
+    in_first_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class OperationsTimed(Signal):
     """A worker reported the duration of its longest operation in a step."""
 
     longest_s: float
-    in_first_step: bool  # see `Worker.has_stepped`
+    in_first_step: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,8 @@ class LinksMeasured(Signal):
 
     generation: int
     step: int
-    links: Mapping[tuple[int, int], tuple[float, int]]  # workers of a link, ascending -> (ratio, kind)
+    # The workers of a link, ascending -> (ratio, kind).
+    links: Mapping[tuple[int, int], tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +155,12 @@ class Ticked(Signal):
 
     at_s: float
     held_up_s: float
-    unquiesced: tuple[int, ...]  # live workers that have not quiesced since `StopRequested`
-    participants: tuple[int, ...]  # live workers that the generation needs
-    in_first_step: Collection[int]  # live workers to which that applies; see `Worker.has_stepped`
+    # Live workers that have not quiesced since `StopRequested`.
+    unquiesced: tuple[int, ...]
+    # Live workers that the generation needs.
+    participants: tuple[int, ...]
+    # Live workers to which that applies; see `Worker.has_stepped`.
+    in_first_step: Collection[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,8 @@ class Starting(Signal):
 
     at_s: float
     held_up_s: float
-    stages: Mapping[int, StartStage]  # worker -> its stage
+    # By worker.
+    stages: Mapping[int, StartStage]
 
 
 class Finding:
@@ -185,7 +194,8 @@ class Fatal(Finding):
 
     reason: str
     explained: int | None = None
-    is_saved: bool = False  # whether the state before the step is intact, and is to be in a checkpoint
+    # Whether the state before the step is intact, and is to be in a checkpoint.
+    is_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +279,11 @@ class Note(Finding):
 
 
 class Detector(Protocol):
-    """One way to detect a failure: a frozen value that turns signals into findings and never reads the clock."""
+    """One way to detect a failure: a frozen dataclass that turns signals into findings and never reads the clock.
+
+    All of its fields have defaults, but for `timeouts`, the configured ones, if it has that. It is stored as JSON with
+    the state of the run, so the types of its fields are those that pydantic reads back.
+    """
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """Return the detector's next value and its findings; signals that it does not use change nothing."""

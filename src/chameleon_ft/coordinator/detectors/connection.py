@@ -45,8 +45,9 @@ class ConnectionDetector:
     in one silence.
     """
 
-    first_step_s: float
-    silences: Mapping[int, tuple[float, bool]] = FrozenMap({})  # worker -> seconds, and whether it was found stopped
+    timeouts: Timeouts
+    # Worker -> seconds, and whether it was found stopped.
+    silences: Mapping[int, tuple[float, bool]] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "silences", FrozenMap(self.silences))
@@ -56,13 +57,14 @@ class ConnectionDetector:
         match signal:
             case ConnectionEnded(worker=worker):
                 return self, (Lost(worker, "connection", "control connection closed"),)
-            case Silent(worker=worker, since_s=since_s) if since_s > self.first_step_s or not (
+            case Silent(worker=worker, since_s=since_s) if since_s > self.timeouts.first_step_s or not (
                 signal.has_agent or signal.in_first_step
             ):
                 return self, (Lost(worker, "heartbeat", "no heartbeat"),)
             case Silent(worker=worker, since_s=since_s, has_agent=True):
                 before_s, was_stopped = self.silences.get(worker, (0.0, False))
-                silence = since_s, was_stopped and since_s >= before_s  # otherwise it has answered meanwhile
+                # If it is shorter than before, the worker has answered meanwhile.
+                silence = since_s, was_stopped and since_s >= before_s
                 return replace(self, silences={**self.silences, worker: silence}), (AskAgent(worker),)
             case ProbeAnswered(worker=worker, answer=ProcessState(probe=0, stopped=is_stopped)):
                 since_s, was_stopped = self.silences.get(worker, (0.0, False))
@@ -74,7 +76,8 @@ class ConnectionDetector:
         return self, ()
 
 
-_PATIENCE_S: Final = 60.0  # unless timeouts.collective_timeout_s is set
+# Unless timeouts.collective_timeout_s is set.
+_PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,10 @@ class QuiesceTimeout:
     """Gives up the workers that have not quiesced in time, which does not run while they read a sample."""
 
     timeouts: Timeouts
-    requested_at_s: float = 0.0  # when they were last told to quiesce, in monotonic seconds
-    read_at_s: Mapping[int, float] = FrozenMap({})  # worker -> when it was last found reading since
+    # When the workers were last told to quiesce, in monotonic seconds.
+    requested_at_s: float = 0.0
+    # Worker -> when it was last found reading since then.
+    read_at_s: Mapping[int, float] = FrozenMap({})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "read_at_s", FrozenMap(self.read_at_s))
@@ -108,7 +113,8 @@ class QuiesceTimeout:
         return self, ()
 
 
-_UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a culprit
+# So many generations may fail in a row without a culprit.
+_UNEXPLAINED_RETRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +126,16 @@ class PeerFailureDetector:
     messages prove nothing: the first worker that stops closes its connections.
     """
 
-    reports: tuple[MessageFailed, ...] = ()  # of the generation that is ending
-    is_stopped: bool = False  # whether it is, for another reason
+    # Failed messages of the generation that is ending.
+    reports: tuple[MessageFailed, ...] = ()
+    # Whether it ends for another reason.
+    is_stopped: bool = False
     # Worker -> failed messages with it at an end, since the last committed step.
     against: Mapping[int, int] = FrozenMap({})
-    unexplained: int = 0  # generations in a row that ended without a named peer
-    last_error: str = ""  # the reason in the newest report
+    # Generations in a row that ended without a named peer.
+    unexplained: int = 0
+    # The reason in the newest report.
+    last_error: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "against", FrozenMap(self.against))

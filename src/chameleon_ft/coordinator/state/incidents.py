@@ -96,7 +96,7 @@ class Incident:
     ended_at: float = 0.0
     # Whether all switch to another generation, and no worker has to quiesce.
     is_switch: bool = False
-    # What moved during training before that switch.
+    # The layers that moved during training before that switch.
     migrated: Migrated = field(default_factory=Migrated)
     # When the last survivor had quiesced.
     stopped_at: float = 0.0

@@ -43,7 +43,7 @@ class Settings:
     health: Health = field(default_factory=Health)
     snapshots: Snapshots = field(default_factory=Snapshots)
     preflight: Preflight = field(default_factory=Preflight)
-    # What hosts need; None if they are emulated.
+    # The devices that hosts need; None if they are emulated.
     devices: Devices | None = None
     # The versions of packages on the host of the coordinator.
     versions: Mapping[str, str] = FrozenMap({})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.registry import Registry
 from chameleon_ft.report.sinks.sink import Delivery, Sink
 from chameleon_ft.storage.files import RunDirectory
 
@@ -86,10 +87,16 @@ def _checked(url: str) -> str:
     return url
 
 
-SINKS: Final[Mapping[str, SinkType]] = {
-    "tensorboard": SinkType(title="TensorBoard", make=_tensorboard, package="tensorboard"),
-    "wandb": SinkType(title="Weights & Biases", make=_wandb, package="wandb"),
-    "otel": SinkType(title="the OpenTelemetry collector", make=_otel, package="opentelemetry.exporter.otlp.proto.http"),
-    "webhook": SinkType(title="the webhook", make=_webhook, is_for_news=True),
-}
+SINKS: Final = Registry[SinkType](
+    "sink",
+    "sinks",
+    {
+        "tensorboard": SinkType(title="TensorBoard", make=_tensorboard, package="tensorboard"),
+        "wandb": SinkType(title="Weights & Biases", make=_wandb, package="wandb"),
+        "otel": SinkType(
+            title="the OpenTelemetry collector", make=_otel, package="opentelemetry.exporter.otlp.proto.http"
+        ),
+        "webhook": SinkType(title="the webhook", make=_webhook, is_for_news=True),
+    },
+)
 """The sinks, each by the name of its flag of `chameleon track` and of its extra."""

@@ -17,7 +17,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.recovery import LossRisk, Policy
 from chameleon_ft.recovery.failure_model import host_numbers
-from chameleon_ft.registry import load
+from chameleon_ft.registry import PLANNERS
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, find_plan
 from chameleon_ft.simulate.by_class.cluster_layout import (
@@ -76,7 +76,7 @@ class World:
         self._risk = lru_cache(_LAYOUTS)(self._risk_among)
         self._replayed = ReplayedSteps(self.times)
         self._cuts_on_hosts = cache(self._cuts_of)
-        self._equal_layouts = partial(load("planners", "equal"), split_backward=split_backward)
+        self._equal_layouts = partial(PLANNERS["equal"], split_backward=split_backward)
 
     def with_redundancy(self) -> World:
         """Return the world of Bamboo on the same workers."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from chameleon_ft.cost.transition import StallModel
 from chameleon_ft.plan import Placement
 from chameleon_ft.recovery import LossRisk
-from chameleon_ft.registry import load
+from chameleon_ft.registry import CLASS_PLANNERS
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, Move, arranged, move_to
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.world import World
@@ -171,7 +171,7 @@ class ProposalsByClass:
 
     def planned_by(self, planner: str) -> list[Option[ClusterLayout]]:
         """Propose what a planner of the registry does, under its name."""
-        options: list[Option[ClusterLayout]] = load("class_planners", planner)(planner, self)
+        options: list[Option[ClusterLayout]] = CLASS_PLANNERS[planner](planner, self)
         return options
 
     def _outside(self, layout: ClusterLayout) -> list[int]:

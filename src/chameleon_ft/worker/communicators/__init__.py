@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from chameleon_ft.config import BACKENDS, RunConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.registry import imported
 from chameleon_ft.worker.communicators.base import (
     Channel,
     CommunicationError,
@@ -32,12 +35,8 @@ def communicators_for(config: RunConfig, *, address: str, device: torch.device) 
     Raises:
         ConfigError: there are none of this backend.
     """
-    if missing := BACKENDS[config.backend].missing:
-        raise ConfigError(f'backend = "{config.backend}": {missing}; use gloo')
-    if config.backend == "nccl":
-        from chameleon_ft.worker.communicators.nccl import NcclCommunicators
-
-        return NcclCommunicators(timeouts=config.timeouts, device=device)
-    from chameleon_ft.worker.communicators.gloo import GlooCommunicators
-
-    return GlooCommunicators(timeouts=config.timeouts, address=address)
+    backend = BACKENDS[config.backend]
+    if backend.missing:
+        raise ConfigError(f'backend = "{config.backend}": {backend.missing}; use gloo')
+    make: Callable[..., Communicators] = imported(backend.communicators)
+    return make(config, address=address, device=device)

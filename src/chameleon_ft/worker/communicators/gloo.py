@@ -27,13 +27,13 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
-from chameleon_ft.config import Timeouts
+from chameleon_ft.config import RunConfig, Timeouts
 from chameleon_ft.worker.communicators.base import CommunicationError, InFlight, Membership, TreeVote, issue
 from chameleon_ft.worker.communicators.store import GenerationStore
 
@@ -233,6 +233,11 @@ class GlooCommunicators:
         self._forming: threading.Thread | None = None
         self._error: CommunicationError | None = None  # with which it ended
         self._votes: deque[TreeVote] = deque(maxlen=2)  # once the last is complete, all messages of the one before are
+
+    @classmethod
+    def of_rank(cls, config: RunConfig, *, address: str, device: torch.device) -> Self:
+        """Return those of a rank; host memory carries the tensors of any device."""
+        return cls(timeouts=config.timeouts, address=address)
 
     def open(self, membership: Membership) -> None:
         with _LEFTOVERS_LOCK:

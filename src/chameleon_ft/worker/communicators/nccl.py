@@ -19,13 +19,13 @@ import os
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from chameleon_ft.config import Timeouts
+from chameleon_ft.config import RunConfig, Timeouts
 from chameleon_ft.worker.communicators.base import Channel, CommunicationError, InFlight, Membership, issue
 
 _Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
@@ -48,6 +48,11 @@ class NcclCommunicators:
         self._worker = -1
         self._store: c10d.Store | None = None  # a store in Python must outlive the groups
         self._watching = torch.cuda.Stream(self._device)
+
+    @classmethod
+    def of_rank(cls, config: RunConfig, *, address: str, device: torch.device) -> Self:
+        """Return those of a rank; NCCL finds the addresses by itself."""
+        return cls(timeouts=config.timeouts, device=device)
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
