@@ -294,10 +294,8 @@ class WorkloadMemory:
         records = np.zeros(len(backward), PROGRAM_RECORD)
         records["kind"] = np.where(backward, _BACKWARD, _FORWARD)
         records["start"], records["stop"], records["first"], records["last"] = start, stop, is_first, is_last
-        records["receive_from"], records["send_to"] = (
-            np.where(backward, after, before),
-            np.where(backward, before, after),
-        )
+        records["receive_from"] = np.where(backward, after, before)
+        records["send_to"] = np.where(backward, before, after)
         if recompute:
             records["recompute_start"], records["recompute_stop"] = start, stop
         (moving_bytes,) = self.moving_bytes(records, [0, len(records)])
