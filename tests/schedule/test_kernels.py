@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from chameleon_ft.schedule.jit import kernel, no_refcount_kernel
+from chameleon_ft.schedule.jit import kernel, no_refcount_kernel, tell_before_compiling
 
 _SOURCE = "def double(number):\n    return 2 * number\n"
+
+
+@pytest.fixture(autouse=True)
+def untold() -> None:
+    """Drop the message of a command of another test in this process, whose output is closed."""
+    tell_before_compiling(None)
 
 
 def _double(number: int) -> int:
